@@ -1,0 +1,34 @@
+# Everything sets itself up: a virtual environment in .venv, from the pinned requirements.lock.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+export PYTHONDONTWRITEBYTECODE := 1
+
+.PHONY: demo test test-all lint bench clean
+
+demo: .venv/.ready  ## train one program under every strategy
+	$(BIN)/python examples/demo.py
+
+test: .venv/.ready  ## the default suite, doctests included
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: .venv/.ready  ## the default suite and the slow tests
+	$(BIN)/python -m pytest
+
+lint: .venv/.ready  ## style, types, layers, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+bench: .venv/.ready  ## speed, side by side with the peers
+	$(BIN)/python -m benchmarks.run
+
+clean:
+	rm -rf .venv .venv-peers out
+
+.venv/.ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@

@@ -1,0 +1,51 @@
+"""replicax: the tf.distribute programming model on JAX.
+
+Write a training step once, against replicas, variables and reductions; run it on one
+device, or on every device of a machine, without a change.
+"""
+
+from replicax import experimental as experimental
+from replicax import nn as nn
+from replicax.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+from replicax.collectives.cross_device_ops import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
+from replicax.collectives.cross_device_ops import NcclAllReduce as NcclAllReduce
+from replicax.collectives.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
+from replicax.contexts.replica_context import ReplicaContext as ReplicaContext
+from replicax.foundation import errors as errors
+from replicax.foundation.devices import device as device
+from replicax.foundation.devices import set_virtual_cpu_devices as set_virtual_cpu_devices
+from replicax.foundation.options import ReduceOp as ReduceOp
+from replicax.foundation.options import RunOptions as RunOptions
+from replicax.foundation.options import VariableAggregation as VariableAggregation
+from replicax.foundation.options import VariableSynchronization as VariableSynchronization
+from replicax.strategies.base import Strategy as Strategy
+from replicax.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
+from replicax.strategies.default import experimental_set_strategy as experimental_set_strategy
+from replicax.strategies.default import get_replica_context as get_replica_context
+from replicax.strategies.default import get_strategy as get_strategy
+from replicax.strategies.default import has_strategy as has_strategy
+from replicax.strategies.default import in_cross_replica_context as in_cross_replica_context
+from replicax.strategies.extended import StrategyExtended as StrategyExtended
+from replicax.strategies.mirrored import MirroredStrategy as MirroredStrategy
+from replicax.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+from replicax.strategies.tpu import TPUStrategy as TPUStrategy
+from replicax.tracing.function import function as function
+from replicax.tracing.gradients import grad as grad
+from replicax.tracing.gradients import value_and_grad as value_and_grad
+from replicax.tracing.signature import TensorSpec as TensorSpec
+from replicax.values.distributed_values import DistributedValues as DistributedValues
+from replicax.values.distributed_values import Mirrored as Mirrored
+from replicax.values.distributed_values import PerReplica as PerReplica
+from replicax.values.indexed_slices import IndexedSlices as IndexedSlices
+from replicax.values.layout import ReplicaLayout as ReplicaLayout
+from replicax.variables.creators import variable_creator_scope as variable_creator_scope
+from replicax.variables.module import Module as Module
+from replicax.variables.pytrees import make_variables as make_variables
+from replicax.variables.pytrees import read_variables as read_variables
+from replicax.variables.replicated import MirroredVariable as MirroredVariable
+from replicax.variables.replicated import SyncOnReadVariable as SyncOnReadVariable
+from replicax.variables.variable import Variable as Variable
+
+__version__ = "0.1.0"

@@ -1,0 +1,135 @@
+"""Values that variables have inside a trace or a gradient, before they are stored.
+
+Note [Variables inside nested traces]
+    JAX caches the bodies of jit, scan, cond and while by the identity of the Python
+    function. A body that reads a variable would keep the value of the day it was traced.
+    So code that has an overlay runs under `jax_compat.trace_epoch`, which is part of the
+    key of those caches, and the epoch moves on when a variable that was read in an inner
+    trace is written, and when an overlay with such reads closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from replicax.foundation import errors, jax_compat
+
+_epochs = itertools.count(1)
+
+
+class _Epoch:
+    """The newest epoch; the lock protects the move to the next one."""
+
+    lock = threading.Lock()
+    newest = 0
+
+
+class View(enum.Enum):
+    """What a value in an overlay is a value of."""
+
+    LOCAL = "local"  # one replica's copy, in code that runs once per replica
+    STORED = "stored"  # the stored array, in compiled code that acts for all replicas
+    READ = "read"  # what a read returns, in eager code that acts for all replicas
+
+
+class Overlay:
+    """The values of variables in one trace; reads fall through to the trace around it.
+
+    Attributes:
+      view: What the values are values of.
+      meets_other_replicas: Whether `merge_call` can be made with values of this trace.
+    """
+
+    def __init__(
+        self, parent: Overlay | None, view: View, meets_other_replicas: bool = True
+    ) -> None:
+        self.parent = parent
+        self.view = view
+        self.meets_other_replicas = meets_other_replicas
+        # Current value per variable, in the view of this trace. Insertion order is the
+        # order of first use, which fixes the order of a program's inputs.
+        self.values: dict[Any, Any] = {}
+        self.written: dict[Any, None] = {}
+        self.trace: Any = None
+        self._state: object = None
+        self._has_inner_reads = False
+        self._epoch_stack = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Binds the overlay to the trace that JAX operations go to now."""
+        self.trace = jax_compat.current_trace()
+        self._state = jax_compat.trace_state()
+        with self._epoch_stack:
+            self._epoch_stack.enter_context(jax_compat.trace_epoch(_Epoch.newest))
+            yield
+        self.trace = None
+        if self._has_inner_reads:
+            next_epoch()
+
+    def is_current_trace(self) -> bool:
+        """Tells whether JAX operations go to this overlay's trace, not to one inside it."""
+        return jax_compat.trace_state() == self._state
+
+    def read(self, variable: Any) -> Any:
+        """Returns the value of a variable as this trace sees it."""
+        if not self.is_current_trace():
+            self._has_inner_reads = True
+        value = self.values.get(variable)
+        if value is None:
+            with jax_compat.in_trace(self.trace):
+                value = self.values[variable] = self.first_read(variable)
+        return value
+
+    def first_read(self, variable: Any) -> Any:
+        """Brings the value of a variable into this trace."""
+        if self.parent is not None:
+            return self.parent.read(variable)
+        raise NotImplementedError
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Sets the value of a variable as this trace sees it."""
+        if not self.is_current_trace():
+            raise errors.TracingError(
+                errors.message(
+                    f"A write to {variable.name!r} must happen where its result can be kept",
+                    "it happens inside a jax.lax loop, branch or a nested transformation",
+                    "Return the new value from the loop body or transformed function and "
+                    "assign it afterwards.",
+                )
+            )
+        self.values[variable] = value
+        self.written[variable] = None
+        if self._has_inner_reads:
+            self._has_inner_reads = False
+            self._epoch_stack.enter_context(jax_compat.trace_epoch(next_epoch()))
+
+    def adopt(self, variable: Any, initial_value: Any) -> None:
+        """Takes in a variable that was created inside the trace."""
+        if self.parent is None:
+            raise errors.TracingError(
+                errors.message(
+                    f"Variable {variable.name!r} must be created outside of a gradient, or "
+                    "inside `rx.function`",
+                    "its initial value is being differentiated",
+                    "Create the variable before calling `rx.value_and_grad`.",
+                )
+            )
+        self.parent.adopt(variable, initial_value)
+
+
+def next_epoch() -> int:
+    """Moves on to an epoch in which no JAX trace is cached."""
+    with _Epoch.lock:
+        _Epoch.newest = next(_epochs)
+        return _Epoch.newest
+
+
+def epoch_scope() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context manager under which JAX's trace caches are of the newest epoch."""
+    return jax_compat.trace_epoch(_Epoch.newest)

@@ -1,0 +1,176 @@
+"""What replica code may ask: which replica it is, and the reductions across replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.contexts import guards
+from replicax.foundation import devices, errors, jax_compat, options
+from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
+from replicax.values.regroup import map_structure
+
+
+class ReplicaContext:
+    """The API of the code that `Strategy.run` calls once per replica."""
+
+    def __init__(self, strategy: Any, replica_id_in_sync_group: Any) -> None:
+        is_id = replica_id_in_sync_group is None or isinstance(
+            replica_id_in_sync_group, int | np.integer | jax.Array
+        )
+        if not is_id or isinstance(replica_id_in_sync_group, bool):
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`replica_id_in_sync_group` must be an int, a scalar array or None",
+                    f"it is {replica_id_in_sync_group!r}",
+                    "Pass the number of the replica.",
+                )
+            )
+        self._strategy = strategy
+        self._replica_id = replica_id_in_sync_group
+        self._entered: list[Any] = []
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy whose replica this is."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas that run together."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """This replica's number, a scalar array; in compiled code known to the compiler only."""
+        return self._replica_id
+
+    @property
+    def devices(self) -> Any:
+        """The devices of this replica."""
+        frame = guards.require_replica("ReplicaContext.devices", self)
+        if frame.layout is None:
+            return (devices.name_of(devices.current()),)
+        if frame.replica_id is None:
+            return tuple(devices.name_of(d) for d in frame.layout.devices)
+        return (devices.name_of(frame.layout.devices[frame.replica_id]),)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Waits for all replicas, then calls `merge_fn(strategy, *args)` once for all.
+
+        Args:
+          merge_fn: Called in cross-replica context with the arguments of all replicas merged.
+          args: Positional arguments of this replica.
+          kwargs: Keyword arguments of this replica.
+
+        Returns:
+          This replica's part of what `merge_fn` returned.
+        """
+        frame = guards.require_replica("merge_call", self)
+        if not callable(merge_fn):
+            raise errors.ArgumentTypeError(
+                errors.message(
+                    "`merge_fn` must be callable",
+                    f"it is {merge_fn!r}",
+                    "Pass a function whose first argument is the strategy.",
+                )
+            )
+        assert frame.executor is not None
+        return frame.executor.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
+
+    def all_reduce(
+        self,
+        reduce_op: options.ReduceOp | str,
+        value: Any,
+        options: options.CommunicationOptions | None = None,
+    ) -> Any:
+        """Combines a nest of values over all replicas and gives every replica the result.
+
+        Differentiable: the gradient of an all-reduce is an all-reduce.
+        """
+        op = _resolve_op(reduce_op)
+        frame = guards.require_replica("all_reduce", self)
+        assert frame.executor is not None
+        return frame.executor.all_reduce(op, value, options)
+
+    def all_gather(
+        self, value: Any, axis: int, options: options.CommunicationOptions | None = None
+    ) -> Any:
+        """Concatenates a nest of values over all replicas along `axis`. Differentiable."""
+        del options
+        frame = guards.require_replica("all_gather", self)
+        assert frame.executor is not None
+        executor = frame.executor
+        return map_structure(lambda leaf: executor.all_gather(leaf, axis), value)
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls `fn(component, *args)` on every copy of `var`, from replica code.
+
+        The caller promises that the arguments are equal on all replicas, as the results of
+        `all_reduce` are.
+        """
+
+        def merged(strategy: Any, args: Any, kwargs: Any) -> Any:
+            args, kwargs = map_structure(_promise_mirrored, (args, kwargs))
+            return strategy.extended.update(var, fn, args, kwargs, group)
+
+        return self.merge_call(merged, (tuple(args), dict(kwargs or {})))
+
+    def __enter__(self) -> Any:
+        scope = self._strategy.extended.enter_replica_context(self)
+        self._entered.append(scope)
+        scope.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
+
+    def __repr__(self) -> str:
+        shown = "traced" if jax_compat.is_traced(self._replica_id) else self._replica_id
+        return f"ReplicaContext(strategy={type(self._strategy).__name__}, replica_id={shown})"
+
+
+class ValueContext:
+    """What `value_fn` of `experimental_distribute_values_from_function` is told.
+
+    >>> ValueContext(1, 2).replica_id_in_sync_group
+    1
+    """
+
+    __slots__ = ("num_replicas_in_sync", "replica_id_in_sync_group")
+
+    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1) -> None:
+        self.replica_id_in_sync_group = replica_id_in_sync_group
+        self.num_replicas_in_sync = num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return (
+            f"ValueContext(replica_id_in_sync_group={self.replica_id_in_sync_group}, "
+            f"num_replicas_in_sync={self.num_replicas_in_sync})"
+        )
+
+
+def _resolve_op(reduce_op: Any) -> options.ReduceOp:
+    return options.resolve_reduce_op(reduce_op)
+
+
+def _promise_mirrored(leaf: Any) -> Any:
+    if isinstance(leaf, TracedPerReplica):
+        assert leaf.layout is not None
+        return Mirrored((leaf.local,) * leaf.layout.num_replicas)
+    return Mirrored(leaf.values) if isinstance(leaf, PerReplica) else leaf

@@ -1,0 +1,275 @@
+"""The eager executor: replica code runs as ordinary Python, replica after replica.
+
+Note [Order of replicas]
+    Replica 0 runs up to its next `merge_call`, or to its end; then replica 1, and so on.
+    All replicas but the last have a thread each; the last one runs in the caller's
+    thread. When it reaches `merge_call`, all others are parked at theirs, so it calls
+    `merge_fn` at once, lets the others go on one after the other, and continues. Only
+    one thread runs at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from replicax.contexts import frames, overlay
+from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.replica_context import ReplicaContext
+from replicax.execution import eager_collectives
+from replicax.execution.replica_threads import replica_threads
+from replicax.foundation import devices, errors, jax_compat
+from replicax.values.layout import ReplicaLayout
+from replicax.values.regroup import map_structure, regroup, select
+
+_CHECK_S = 5.0
+
+
+class _Aborted(BaseException):
+    """Unwinds a parked replica after another one failed."""
+
+
+class _Replica:
+    """What one replica waits for and what it has come to."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Lock()
+        self.may_go.acquire()
+        self.parked = threading.Lock()
+        self.parked.acquire()
+        self.is_done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        # Set while the replica waits in merge_call.
+        self.call: tuple[Any, Any, Any] | None = None
+        self.answer: Any = None
+
+
+class ThreadedRun:
+    """One eager `run`: the executor that its replica code talks to."""
+
+    def __init__(self, strategy: Any, layout: ReplicaLayout, fn: Any, args: Any, kwargs: Any):
+        self._strategy = strategy
+        self._layout = layout
+        self._fn = fn
+        self._args = args
+        self._kwargs = kwargs
+        self._count = layout.num_replicas
+        self._others = [_Replica() for _ in range(self._count - 1)]
+        self._is_aborted = False
+        self._opened_at = frames.current().opened_at
+        # Arguments that were copied to a replica's device, by the id of the copy.
+        self._moved: dict[int, tuple[Any, Any]] = {}
+        # Variables created in this run, by canonical name, and how many of each a replica
+        # has asked for.
+        self._created: dict[str, list[Any]] = {}
+        self._asked: list[dict[str, int]] = [{} for _ in range(self._count)]
+
+    def run(self) -> Any:
+        """Runs all replicas and merges what they return."""
+        caller_settings = jax_compat.caller_settings()
+        try:
+            for i, replica in enumerate(self._others):
+                context = contextvars.copy_context()
+                job = _bind(context.run, self._thread_body, i, replica, caller_settings)
+                replica_threads.start(job)
+                self._wait_parked(replica)
+            last = self._call(self._count - 1)
+            for i, replica in enumerate(self._others):
+                if not replica.is_done:
+                    raise _different_numbers(i)
+        except BaseException:
+            self._abort()
+            raise
+        results = [replica.result for replica in self._others] + [last]
+        if self._moved:
+            results = [map_structure(self._original, result) for result in results]
+        return regroup(results, self._layout)
+
+    def _thread_body(self, i: int, replica: _Replica, caller_settings: Any) -> None:
+        try:
+            with jax_compat.settings(caller_settings):
+                replica.result = self._call(i)
+            replica.is_done = True
+        except BaseException as error:
+            replica.error = error
+        finally:
+            replica.parked.release()
+
+    def _call(self, i: int) -> Any:
+        with self._replica_frame(i), overlay.epoch_scope():
+            args, kwargs = map_structure(
+                lambda leaf: self._localize(i, leaf), select(i, (self._args, self._kwargs))
+            )
+            try:
+                return self._fn(*args, **kwargs)
+            except ValueError as error:
+                if "incompatible devices" in str(error):
+                    error.add_note(
+                        "replicax: an array of another device was captured from outside. Pass "
+                        "it to `strategy.run(fn, args=(array,))`, which copies it to each replica."
+                    )
+                raise
+
+    @contextlib.contextmanager
+    def _replica_frame(self, i: int) -> Iterator[None]:
+        context = ReplicaContext(self._strategy, self._layout.replica_ids[i])
+        frame = Frame(
+            Mode.REPLICA,
+            self._strategy,
+            self._layout,
+            replica_id=i,
+            replica_context=context,
+            executor=self,
+            opened_at=self._opened_at,
+        )
+        with devices.device(self._layout.devices[i]), frames.pushed(frame):
+            yield
+
+    def _localize(self, i: int, leaf: Any) -> Any:
+        """Copies an array that is bound to another device to this replica's device."""
+        if not isinstance(leaf, jax.Array) or not leaf.committed:
+            return leaf
+        device = self._layout.devices[i]
+        if device in leaf.sharding.device_set:
+            return leaf
+        copy = jax.device_put(leaf, device)
+        self._moved[id(copy)] = (copy, leaf)
+        return copy
+
+    def _original(self, leaf: Any) -> Any:
+        return self._moved.get(id(leaf), (leaf, leaf))[1]
+
+    # The part that replica code talks to.
+
+    def merge_call(self, merge_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        frame = frames.current()
+        if frame.overlay is not None and not frame.overlay.meets_other_replicas:
+            raise errors.ContextError(
+                errors.message(
+                    "`merge_call` needs values of its own, not values that are being "
+                    "differentiated",
+                    "it is called inside `rx.value_and_grad` in eager replica code",
+                    "Call it after the gradient, use `all_reduce`, or compile the step with "
+                    "`rx.function`.",
+                )
+            )
+        replica_id = frame.replica_id
+        assert replica_id is not None
+        if replica_id < self._count - 1:
+            return self._park(self._others[replica_id], (merge_fn, args, kwargs))
+        return self._merge(merge_fn, args, kwargs)
+
+    def all_reduce(self, op: Any, value: Any, options: Any) -> Any:
+        return eager_collectives.all_reduce(self, op, value, options)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        return eager_collectives.all_gather(self, value, axis)
+
+    def shared_variable(self, name: str, create: Callable[[], Any]) -> Any:
+        """Creates a variable in replica 0 and hands it to the other replicas."""
+        canonical = re.sub(r"(_\d+)+$", "", name)
+        replica_id = frames.current().replica_id
+        assert replica_id is not None
+        asked = self._asked[replica_id]
+        index = asked.get(canonical, 0)
+        asked[canonical] = index + 1
+        made = self._created.setdefault(canonical, [])
+        if replica_id == 0:
+            made.append(create())
+        if index >= len(made):
+            raise errors.ContextError(
+                errors.message(
+                    "All replicas must create the same variables",
+                    f"replica {replica_id} creates {name!r} and replica 0 did not (it made "
+                    f"{sorted(v.name for vs in self._created.values() for v in vs)})",
+                    "Give a variable one name on all replicas, up to a number at its end.",
+                )
+            )
+        return made[index]
+
+    def _park(self, replica: _Replica, call: tuple[Any, Any, Any]) -> Any:
+        if self._is_aborted:
+            raise _Aborted
+        replica.call = call
+        replica.parked.release()
+        while not replica.may_go.acquire(timeout=_CHECK_S):
+            pass
+        if self._is_aborted:
+            raise _Aborted
+        answer, replica.answer = replica.answer, None
+        return answer
+
+    def _merge(self, merge_fn: Any, args: Any, kwargs: Any) -> Any:
+        calls: list[tuple[Any, Any, Any]] = []
+        for i, replica in enumerate(self._others):
+            if replica.call is None:
+                raise _different_numbers(i)
+            calls.append(replica.call)
+        calls.append((merge_fn, args, kwargs))
+        for i, call in enumerate(calls):
+            if not _is_same_function(call[0], calls[0][0]):
+                raise errors.ContextError(
+                    errors.message(
+                        "All replicas must pass the same function to `merge_call`",
+                        f"replica 0 passed {calls[0][0]} and replica {i} passed {call[0]}",
+                        "Choose the function outside of replica code.",
+                    )
+                )
+        merged_args = regroup([call[1] for call in calls], self._layout)
+        merged_kwargs = regroup([call[2] for call in calls], self._layout)
+        frame = Frame(Mode.CROSS_REPLICA, self._strategy, self._layout, opened_at=self._opened_at)
+        with frames.pushed(frame), devices.device(self._layout.devices[0]):
+            result = calls[0][0](self._strategy, *merged_args, **merged_kwargs)
+        for i, replica in enumerate(self._others):
+            replica.call = None
+            replica.answer = select(i, result)
+            replica.may_go.release()
+            self._wait_parked(replica)
+        return select(self._count - 1, result)
+
+    def _wait_parked(self, replica: _Replica) -> None:
+        while not replica.parked.acquire(timeout=_CHECK_S):
+            pass
+        if replica.error is not None:
+            raise replica.error
+
+    def _abort(self) -> None:
+        """Lets every parked replica unwind, and waits until it has."""
+        self._is_aborted = True
+        for replica in self._others:
+            if replica.call is not None and replica.error is None and not replica.is_done:
+                replica.call = None
+                replica.may_go.release()
+                replica.parked.acquire(timeout=_CHECK_S)
+
+
+def _bind(fn: Callable[..., Any], *args: Any) -> Callable[[], None]:
+    return lambda: fn(*args)
+
+
+def _is_same_function(one: Any, other: Any) -> bool:
+    """Tells whether two functions are one definition, each made by its replica perhaps."""
+    if one is other or one == other:
+        return True
+    code = getattr(one, "__code__", None)
+    if code is not None:
+        return code is getattr(other, "__code__", None)
+    return type(one) is type(other) and not isinstance(one, type)
+
+
+def _different_numbers(replica_id: int) -> errors.ContextError:
+    return errors.ContextError(
+        errors.message(
+            "All replicas must call `merge_call` (all_reduce, all_gather, assign of an "
+            "aggregated variable) equally often",
+            f"replica {replica_id} made another number of calls than the last one",
+            "Do not let such calls depend on the replica id.",
+        )
+    )

@@ -1,0 +1,224 @@
+"""Device names: every spelling that users write, and the JAX device behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from replicax.foundation import errors
+from replicax.foundation.jax_compat import Device
+
+_PLATFORMS = {"CPU": ("cpu",), "GPU": ("gpu", "cuda", "rocm"), "TPU": ("tpu",)}
+_PART = re.compile(
+    r"(?P<key>job|replica|task|device):(?P<value>[^/]+)|(?P<kind>[A-Za-z]\w*)(:(?P<index>\d+|\*))?"
+)
+
+# The device named by the innermost `device(...)` block of this thread.
+_current: contextvars.ContextVar[Device | None] = contextvars.ContextVar(
+    "replicax_device", default=None
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceSpec:
+    """A device name taken apart; absent parts are None."""
+
+    job: str | None = None
+    replica: int | None = None
+    task: int | None = None
+    kind: str | None = None
+    index: int | None = None
+
+    def __str__(self) -> str:
+        """Returns the canonical name, with the parts of this process filled in."""
+        return (
+            f"/job:{self.job or 'localhost'}/replica:{self.replica or 0}/task:{self.task or 0}"
+            f"/device:{self.kind or 'CPU'}:{self.index or 0}"
+        )
+
+
+def parse(name: str) -> DeviceSpec:
+    """Takes a device name apart.
+
+    >>> str(parse("/gpu:1"))
+    '/job:localhost/replica:0/task:0/device:GPU:1'
+    >>> parse("/job:worker/replica:0/task:2/device:CPU:0").task
+    2
+    """
+    fields: dict[str, str | int] = {}
+    for part in name.strip("/").split("/"):
+        match = _PART.fullmatch(part)
+        if match is None:
+            raise _bad_name(name)
+        key, value, kind, index = match.group("key", "value", "kind", "index")
+        if key == "device":
+            kind, _, index = value.partition(":")
+        if key in ("job",):
+            fields["job"] = value
+        elif key in ("replica", "task"):
+            if not value.isdigit():
+                raise _bad_name(name)
+            fields[key] = int(value)
+        else:
+            if not kind or (index and not (index.isdigit() or index == "*")):
+                raise _bad_name(name)
+            fields["kind"] = kind.upper()
+            if index and index != "*":
+                fields["index"] = int(index)
+    return DeviceSpec(**fields)  # type: ignore[arg-type]
+
+
+def resolve(device: str | Device) -> Device:
+    """Returns the local JAX device that a name (or a device itself) stands for."""
+    if isinstance(device, Device):
+        return device
+    if not isinstance(device, str):
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "A device must be a name such as 'CPU:0' or a Device",
+                f"{device!r} of type {type(device).__name__} was given",
+                "Pass a string.",
+            )
+        )
+    spec = parse(device)
+    candidates = devices_of_kind(spec.kind or "CPU")
+    index = spec.index or 0
+    if index >= len(candidates):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "A device must exist",
+                f"{device!r} was asked for and this process has {_available()}",
+                "Name one of those; for more CPU devices call "
+                "rx.set_virtual_cpu_devices(n) first in the program.",
+            )
+        )
+    return candidates[index]
+
+
+def devices_of_kind(kind: str) -> list[Device]:
+    """Returns this process' devices of one kind, in index order; empty if there are none."""
+    for platform in _PLATFORMS.get(kind.upper(), (kind.lower(),)):
+        with contextlib.suppress(RuntimeError):
+            return jax.local_devices(backend=platform)
+    return []
+
+
+def name_of(device: Device) -> str:
+    """Returns the canonical name of a JAX device.
+
+    >>> name_of(jax.devices("cpu")[0])
+    '/job:localhost/replica:0/task:0/device:CPU:0'
+    """
+    kind = next((k for k, names in _PLATFORMS.items() if device.platform in names), None)
+    kind = kind or device.platform.upper()
+    peers = devices_of_kind(kind)
+    index = peers.index(device) if device in peers else device.id
+    return str(DeviceSpec(kind=kind, index=index))
+
+
+def default_devices() -> list[Device]:
+    """Returns the devices that a strategy uses when none are named."""
+    return devices_of_kind("GPU") or devices_of_kind("TPU") or devices_of_kind("CPU")
+
+
+def current() -> Device:
+    """Returns the device that eager results land on."""
+    explicit = _current.get()
+    if explicit is not None:
+        return explicit
+    configured = getattr(jax.config, "jax_default_device", None)
+    if isinstance(configured, Device):
+        return configured
+    return jax.local_devices()[0]
+
+
+def explicit() -> Device | None:
+    """Returns the device of the innermost `device(...)` block, if there is one."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def device(name: str | Device | None) -> Iterator[None]:
+    """Places the arrays and variables made inside on one device.
+
+    >>> with device("CPU:0"):
+    ...     name_of(current())
+    '/job:localhost/replica:0/task:0/device:CPU:0'
+    """
+    if name is None:
+        yield
+        return
+    resolved = resolve(name)
+    token = _current.set(resolved)
+    try:
+        with jax.default_device(resolved):
+            yield
+    finally:
+        _current.reset(token)
+
+
+def set_virtual_cpu_devices(count: int) -> None:
+    """Splits this machine's CPU into `count` devices.
+
+    Call it before the first JAX computation. Calling it again with the number that is
+    already in force does nothing.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "The number of virtual CPU devices must be 1 or more",
+                f"{count!r} was given",
+                "Pass a positive int.",
+            )
+        )
+    # Two programs' worth of threads: fewer, and XLA's CPU client can starve itself.
+    if "NPROC" not in os.environ:
+        os.environ["NPROC"] = str(max(os.cpu_count() or 1, 2 * count))
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        if len(jax.devices("cpu")) == count:
+            return
+        raise errors.ContextError(
+            errors.message(
+                f"set_virtual_cpu_devices({count}) must run before JAX starts",
+                f"JAX already runs with {len(jax.devices('cpu'))} CPU devices",
+                "Call it right after the imports, before any array is made.",
+            )
+        ) from None
+
+
+def resolve_all(names: Sequence[str | Device]) -> tuple[Device, ...]:
+    """Resolves several devices and refuses repeats."""
+    resolved = tuple(resolve(name) for name in names)
+    if len(set(resolved)) != len(resolved):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "The devices of a strategy must differ",
+                f"{[name_of(d) for d in resolved]} holds one of them twice",
+                "Name each device once; for several replicas on one device pass "
+                "`virtual_replicas=`.",
+            )
+        )
+    return resolved
+
+
+def _available() -> str:
+    return ", ".join(name_of(d).rpartition("device:")[2] for d in jax.local_devices())
+
+
+def _bad_name(name: str) -> errors.InvalidArgumentError:
+    return errors.InvalidArgumentError(
+        errors.message(
+            "A device name looks like 'CPU:1', '/gpu:0' or "
+            "'/job:worker/replica:0/task:0/device:GPU:0'",
+            f"{name!r} was given",
+            "Correct the name.",
+        )
+    )

@@ -1,0 +1,52 @@
+"""Every error that a user can meet.
+
+    DistributeError
+    ├── ContextError            (RuntimeError)         right call, wrong place
+    │   └── TracingError                               the compiler cannot see what was asked
+    ├── InvalidArgumentError    (ValueError)           an argument's value
+    │   └── StructureError                             two structures that had to match
+    ├── ArgumentTypeError       (TypeError)            an argument's type
+    │   └── TracedValueError                           a compiled value used as a Python value
+    └── UnsupportedError        (NotImplementedError)  known, and not offered here
+
+Each message has three parts: what was required, what was found, what to do.
+"""
+
+from __future__ import annotations
+
+
+class DistributeError(Exception):
+    """Base of every error raised by replicax."""
+
+
+class ContextError(DistributeError, RuntimeError):
+    """Raised when a call is made in the wrong context or under the wrong strategy."""
+
+
+class TracingError(ContextError):
+    """Raised when compiled code reads or writes a variable where it cannot be seen."""
+
+
+class InvalidArgumentError(DistributeError, ValueError):
+    """Raised for an argument whose value breaks a rule."""
+
+
+class StructureError(InvalidArgumentError):
+    """Raised when nested structures that must match do not."""
+
+
+class ArgumentTypeError(DistributeError, TypeError):
+    """Raised for an argument of the wrong type."""
+
+
+class TracedValueError(ArgumentTypeError):
+    """Raised when compiled code uses a traced value as a Python int, bool or array."""
+
+
+class UnsupportedError(DistributeError, NotImplementedError):
+    """Raised for an operation that is known but not offered for this kind of value."""
+
+
+def message(required: str, found: str, todo: str) -> str:
+    """Joins the three parts of an error message."""
+    return f"{required.rstrip('.')}, but {found.rstrip('.')}. {todo}"

@@ -1,0 +1,149 @@
+"""The few JAX facilities whose home moves between versions, under one name each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import jax
+import jax.core
+import jax.extend.core as jex_core
+from jax.sharding import Mesh, PartitionSpec
+
+PyTree = Any
+
+if TYPE_CHECKING:
+
+    @runtime_checkable
+    class Device(Protocol):
+        """What the library uses of a JAX device."""
+
+        id: int
+        platform: str
+
+else:
+    Device = jax.Device
+
+
+class ScopedSetting(Protocol):
+    """A context manager factory such as the one of `jax.make_user_context`."""
+
+    def __call__(self, value: object) -> contextlib.AbstractContextManager[Any]: ...
+
+
+# Part of the key of every JAX trace cache; see Note [Variables inside nested traces] in
+# contexts/overlay.py. Made at import because making one is not thread-safe.
+trace_epoch: ScopedSetting = jax.make_user_context(0)  # type: ignore[assignment]
+
+with jax.core.eval_context():
+    _EAGER = jex_core.get_opaque_trace_state()
+
+
+def trace_state() -> object:
+    """Returns a comparable token of the trace that JAX operations go to now."""
+    return jex_core.get_opaque_trace_state()
+
+
+def is_eager() -> bool:
+    """Tells whether JAX operations run at once, outside every transformation."""
+    return jex_core.get_opaque_trace_state() == _EAGER
+
+
+def eagerly() -> contextlib.AbstractContextManager[None]:
+    """Runs JAX operations at once, even while a function is being traced."""
+    return jax.core.eval_context()
+
+
+def is_staging() -> bool:
+    """Tells whether JAX operations are being recorded by a jit, scan, cond or the like."""
+    is_traced_by = jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE  # pyright: ignore[reportPrivateImportUsage]
+    return not is_eager() and is_traced_by()
+
+
+def is_jit_disabled() -> bool:
+    """Tells whether the user switched compilation off, with `jax.disable_jit`."""
+    return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def current_trace() -> Any:
+    """Returns the trace that JAX operations go to now."""
+    return jex_core.find_top_trace(None)
+
+
+def in_trace(trace: Any) -> contextlib.AbstractContextManager[None]:
+    """Sends JAX operations to an outer trace for a while."""
+    return jex_core.set_current_trace(trace)
+
+
+def is_traced(value: object) -> bool:
+    """Tells whether a value is known to the compiler only."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def eval_jaxpr(jaxpr: Any, consts: list[Any], *args: Any) -> list[Any]:
+    """Runs a jaxpr operation by operation in the current trace."""
+    return jax.core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def shard_map(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: tuple[PartitionSpec, ...],
+    out_specs: tuple[PartitionSpec, ...],
+) -> Callable[..., Any]:
+    """Maps `fn` over the shards of a mesh, without checks of what varies over it.
+
+    The check refuses unchanged model code, such as a scan whose carry starts from zeros.
+    """
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+# Settings of the caller that must hold in the threads that run replicas for it.
+_CALLER_SETTINGS = (
+    ("jax_enable_x64", jax.enable_x64),
+    ("jax_default_matmul_precision", jax.default_matmul_precision),
+    ("jax_numpy_dtype_promotion", jax.numpy_dtype_promotion),
+    ("jax_numpy_rank_promotion", jax.numpy_rank_promotion),
+    ("jax_debug_nans", jax.debug_nans),
+    ("jax_debug_infs", jax.debug_infs),
+    ("jax_disable_jit", jax.disable_jit),
+    ("jax_check_tracer_leaks", jax.check_tracer_leaks),
+    ("jax_log_compiles", jax.log_compiles),
+    ("jax_default_prng_impl", jax.default_prng_impl),
+    ("jax_threefry_partitionable", jax.threefry_partitionable),
+    ("jax_transfer_guard", jax.transfer_guard),
+)
+
+
+def caller_settings() -> tuple[Any, ...]:
+    """Returns the values of the JAX settings of this thread that change what code does."""
+    config = jax.config
+    return tuple(getattr(config, name, None) for name, _ in _CALLER_SETTINGS)
+
+
+@contextlib.contextmanager
+def settings(values: tuple[Any, ...]) -> Iterator[None]:
+    """Enters the settings that `caller_settings` returned in another thread."""
+    with contextlib.ExitStack() as stack:
+        here = caller_settings()
+        for (_, enter), value, present in zip(_CALLER_SETTINGS, values, here, strict=True):
+            if value != present and value is not None:
+                stack.enter_context(enter(value))
+        yield
+
+
+def jaxprs_of(jaxpr: Any) -> Iterator[Any]:
+    """Yields a jaxpr and all jaxprs inside it."""
+    yield jaxpr
+    for inner in jex_core.subjaxprs(jaxpr):
+        yield from jaxprs_of(inner)
+
+
+def has_callbacks(jaxpr: Any) -> bool:
+    """Tells whether a program calls back into Python while it runs."""
+    return any(
+        "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print"
+        for inner in jaxprs_of(jaxpr)
+        for eqn in inner.eqns
+    )

@@ -1,0 +1,389 @@
+"""`StrategyExtended`: all logic of a strategy; a new strategy is a subclass of this."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from replicax.collectives.cross_device_ops import (
+    CollectiveAllReduce,
+    CrossDeviceOps,
+    resolve_destinations,
+)
+from replicax.contexts import frames, guards
+from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.replica_context import ReplicaContext, ValueContext
+from replicax.execution import spmd
+from replicax.execution.single import SingleExecutor, run_single
+from replicax.execution.threaded import ThreadedRun
+from replicax.foundation import devices, errors
+from replicax.foundation.jax_compat import Device
+from replicax.foundation.options import ReduceOp, resolve_reduce_op
+from replicax.strategies import reductions, updating
+from replicax.tracing.function import Function
+from replicax.values.distributed_values import DistributedValues, PerReplica
+from replicax.values.layout import ReplicaLayout
+from replicax.values.regroup import container_of, map_structure, register_components
+from replicax.variables import creators
+from replicax.variables.replicated import VariableComponent
+from replicax.variables.variable import Variable
+
+
+class StrategyExtended:
+    """The lower half of a strategy, for code that must know about distribution.
+
+    A new strategy subclasses this, passes the replicas' layout to `__init__` and overrides
+    `_create_variable`; its `Strategy` subclass only makes the instance.
+
+    Args:
+      container_strategy: The strategy that this is the lower half of.
+      layout: The replicas.
+      parameter_devices: Where variables live; the replicas' devices if None.
+      cross_device_ops: How values of several devices are combined.
+    """
+
+    def __init__(
+        self,
+        container_strategy: Any,
+        layout: ReplicaLayout | None = None,
+        parameter_devices: Sequence[Device] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        # Weak: the strategy owns its lower half.
+        self._container = weakref.ref(container_strategy)
+        self.layout = layout
+        self.cross_device_ops: CrossDeviceOps = cross_device_ops or CollectiveAllReduce()
+        self._parameter_devices = parameter_devices
+
+    # Facts.
+
+    @property
+    def container_strategy(self) -> Any:
+        """The strategy that this is the lower half of."""
+        return self._container()
+
+    def relink(self, container_strategy: Any) -> None:
+        """Makes this the lower half of another strategy."""
+        self._container = weakref.ref(container_strategy)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas that are kept in step."""
+        if self.layout is None:
+            raise errors.UnsupportedError(
+                errors.message(
+                    "A StrategyExtended subclass must know its replicas",
+                    f"{type(self).__name__} was made without a layout",
+                    "Pass layout=ReplicaLayout(devices) to StrategyExtended.__init__.",
+                )
+            )
+        return self.layout.num_replicas
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The device of each replica."""
+        assert self.num_replicas_in_sync
+        return tuple(devices.name_of(d) for d in self.layout.devices)  # type: ignore[union-attr]
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices that hold variables."""
+        if self._parameter_devices is None:
+            return self.worker_devices
+        return tuple(devices.name_of(d) for d in self._parameter_devices)
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether replica code must know all shapes; eager replica code need not."""
+        return False
+
+    # Running.
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs `fn` once per replica; the engine of `Strategy.run`."""
+        guards.require_cross_replica("call_for_each_replica")
+        return self._call_for_each_replica(fn, tuple(args), dict(kwargs or {}))
+
+    def _call_for_each_replica(self, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        strategy, layout = self.container_strategy, self.layout
+        assert layout is not None
+        overlay = frames.current().overlay
+        if overlay is None and isinstance(fn, Function):
+            return fn.on_replicas(strategy)(*args, **kwargs)
+        if layout.num_replicas == 1:
+            return run_single(strategy, layout, fn, args, kwargs)
+        if overlay is not None:
+            return spmd.run_replicas(strategy, layout, fn, args, kwargs)
+        return ThreadedRun(strategy, layout, fn, args, kwargs).run()
+
+    @contextlib.contextmanager
+    def enter_replica_context(self, context: ReplicaContext) -> Iterator[None]:
+        """Makes a hand-made replica context the current one."""
+        executor = SingleExecutor(self.container_strategy, self.layout)
+        frame = Frame(
+            Mode.REPLICA,
+            self.container_strategy,
+            self.layout,
+            replica_id=0,
+            replica_context=context,
+            executor=executor,
+        )
+        with frames.pushed(frame):
+            yield
+
+    # Values.
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Returns the components of this process."""
+        found: list[int] = []
+
+        def look(leaf: Any) -> None:
+            parts = _components(leaf)
+            if parts is not None:
+                found.append(len(parts))
+
+        map_structure(look, value)
+        if not found:
+            return (value,)
+
+        def pick(i: int) -> Any:
+            def one(leaf: Any) -> Any:
+                parts = _components(leaf)
+                return leaf if parts is None else parts[i]
+
+            return map_structure(one, value)
+
+        return tuple(pick(i) for i in range(max(found)))
+
+    def values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Calls `value_fn` for each replica and wraps what it returns, leaf by leaf."""
+        count = self.num_replicas_in_sync
+        values = [value_fn(ValueContext(i, count)) for i in range(count)]
+
+        def wrap(*leaves: Any) -> PerReplica:
+            result = PerReplica(leaves, self.layout)
+            register_components(result, leaves)
+            return result
+
+        return map_structure(wrap, *values)
+
+    def value_container(self, value: Any) -> Any:
+        """Returns the distributed value or variable that a component belongs to."""
+        return container_of(value)
+
+    # Reducing.
+
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
+    ) -> Any:
+        """Combines the values of all replicas and puts the result on `destinations`.
+
+        Args:
+          reduce_op: How to combine.
+          value: A per-replica value.
+          destinations: A variable, a distributed value, an array, a device name or a list of
+            device names. `value` itself makes it an all-reduce.
+          options: Hints for the reduction.
+        """
+        op = resolve_reduce_op(reduce_op)
+        guards.require_cross_replica("extended.reduce_to", "Use `all_reduce` in replica code.")
+        return self.batch_reduce(op, [(value, resolve_destinations(destinations))], options)[0]
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: Any = None,
+    ) -> list[Any]:
+        """Does several `reduce_to` together, which is faster; one result per pair."""
+        op = resolve_reduce_op(reduce_op)
+        guards.require_cross_replica(
+            "extended.batch_reduce_to", "Use `all_reduce` in replica code."
+        )
+        for pair in value_destination_pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise errors.InvalidArgumentError(
+                    errors.message(
+                        "`value_destination_pairs` must hold tuples (value, destinations)",
+                        f"it holds {pair!r}",
+                        "Pass a list of 2-tuples.",
+                    )
+                )
+        pairs = [(v, resolve_destinations(d)) for v, d in value_destination_pairs]
+        self._check_batch([v for v, _ in pairs])
+        return self.batch_reduce(op, pairs, options)
+
+    def _check_batch(self, values: list[Any]) -> None:
+        """Hook: may refuse values that the reduction algorithm cannot take together."""
+
+    def batch_reduce(self, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], options: Any) -> Any:
+        """Does the work of `batch_reduce_to` on resolved arguments."""
+        values, targets = [v for v, _ in pairs], [resolve_destinations(d) for _, d in pairs]
+        count = self.num_replicas_in_sync
+        return reductions.reduce_values(self.cross_device_ops, op, values, targets, count, options)
+
+    def gather_components(self, value: Any, axis: int) -> Any:
+        """Concatenates the components of a value on the current device."""
+        return reductions.gather_values(value, axis, devices.current())
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Copies a value to devices; Python numbers pass through, their type open."""
+        guards.require_cross_replica("extended.broadcast_to")
+        if isinstance(tensor, int | float | bool | complex):
+            return tensor
+        return self.cross_device_ops.broadcast(tensor, destinations)
+
+    # Variables.
+
+    def creator(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        """Creates a variable; the strategy's entry in the stack of creators."""
+        frame = frames.current()
+        if frame.mode is Mode.REPLICA and frame.strategy is self.container_strategy:
+            assert frame.executor is not None
+            name = kwargs.get("name") or "Variable"
+            return frame.executor.shared_variable(
+                name, lambda: self._create_variable(next_creator, **kwargs)
+            )
+        return self._create_variable(next_creator, **kwargs)
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Variable:
+        """Hook: makes a variable of the kind and in the place that the strategy wants."""
+        raise errors.UnsupportedError(
+            errors.message(
+                "A StrategyExtended subclass must define `_create_variable`",
+                f"{type(self).__name__} does not",
+                "Override it; `next_creator(**kwargs)` makes a plain variable.",
+            )
+        )
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Tells whether a variable was created in this strategy's scope."""
+        return getattr(v, "owner", None) is self
+
+    def read_var(self, v: Any) -> Any:
+        """Returns the value of a variable; aggregated, if it is synchronized on read."""
+        return v.read_value()
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+        """Returns a context manager: variables created inside share devices with a variable.
+
+        Args:
+          colocate_with_variable: A variable of this strategy, or what `non_slot_devices` gave.
+        """
+        if frames.current().strategy is not self.container_strategy:
+            raise errors.ContextError(
+                errors.message(
+                    "`colocate_vars_with` needs its own strategy's scope",
+                    f"this is {frames.current().describe()}",
+                    "Call it inside `with strategy.scope():`.",
+                )
+            )
+        self._validate_colocate_with_variable(colocate_with_variable)
+        targets = resolve_destinations(colocate_with_variable)
+
+        def creator(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+            return next_creator(**kwargs, colocate_with=targets)
+
+        return creators.variable_creator_scope(creator)
+
+    def _validate_colocate_with_variable(self, value: Any) -> None:
+        """Hook: refuses what variables cannot be colocated with."""
+        if isinstance(value, tuple | list) and value:
+            return
+        is_whole = isinstance(value, Variable) and not isinstance(value, VariableComponent)
+        if not is_whole or not self.variable_created_in_scope(value):
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`colocate_vars_with` needs a variable created in this strategy's scope",
+                    f"it got {_kind(value)}",
+                    "Pass such a variable, or the result of `non_slot_devices`.",
+                )
+            )
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
+        """Returns the devices for optimizer state that belongs to no single variable."""
+        del var_list
+        return self.parameter_devices
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls `fn(copy, *args)` on every device of `var`, in update context.
+
+        Args:
+          var: A variable of this strategy.
+          fn: Takes a copy of the variable, and the arguments.
+          args: Arguments that are equal on all replicas; mirrored ones are unwrapped.
+          kwargs: Keyword arguments, likewise.
+          group: If False, results come as one tuple per leaf, with a result per copy.
+        """
+        frame = frames.current()
+        arguments = (tuple(args), dict(kwargs or {}))
+        if frame.mode is Mode.REPLICA and not frame.is_default:
+
+            def merged(strategy: Any, args: Any, kwargs: Any) -> Any:
+                return strategy.extended.update(var, fn, args, kwargs, group)
+
+            return frame.replica_context.merge_call(merged, arguments)
+        self._require_updatable(var)
+        updating.refuse_per_replica("extended.update", arguments)
+        return updating.update_variable(self.container_strategy, var, fn, *arguments, group)
+
+    def _require_updatable(self, var: Any) -> None:
+        """Hook: refuses what `update` cannot work on."""
+        if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`extended.update` needs a variable created in this strategy's scope",
+                    f"it got {_kind(var)}",
+                    "Create the variable inside `with strategy.scope():`.",
+                )
+            )
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls `fn(*args)` on the devices that `non_slot_devices` returned."""
+        guards.require_cross_replica("extended.update_non_slot")
+        if not isinstance(colocate_with, tuple | list):
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`colocate_with` must be the result of `non_slot_devices`",
+                    f"it is {_kind(colocate_with)}",
+                    "Call `extended.non_slot_devices(var_list)`.",
+                )
+            )
+        arguments = (tuple(args), dict(kwargs or {}))
+        updating.refuse_per_replica("extended.update_non_slot", arguments)
+        targets = resolve_destinations(colocate_with)
+        return updating.update_on_devices(
+            self.container_strategy, self.layout, targets, fn, *arguments, group
+        )
+
+
+def _components(leaf: Any) -> tuple[Any, ...] | None:
+    if isinstance(leaf, DistributedValues):
+        return leaf.values
+    if isinstance(leaf, Variable):
+        return leaf.components
+    return None
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Variable):
+        return f"variable {value.name!r}, which was created elsewhere"
+    return f"{value!r}"

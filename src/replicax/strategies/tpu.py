@@ -1,0 +1,87 @@
+"""TPUStrategy: mirrored training over the TPU cores of this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from replicax.foundation import devices, errors
+from replicax.foundation.jax_compat import Device
+from replicax.strategies.base import Strategy
+from replicax.strategies.mirrored import MirroredExtended, resolve_worker_devices
+from replicax.values.layout import ReplicaLayout
+
+_LOGICAL_DEVICES = 1
+
+
+class TPUStrategy(Strategy):
+    """Trains in sync on TPU cores, one replica on each.
+
+    Args:
+      tpu_cluster_resolver: Kept, and returned by `cluster_resolver`.
+      experimental_device_assignment: The devices to use, if not all TPU cores.
+      experimental_spmd_xla_partitioning: Accepted for portability; programs are always
+        partitioned by XLA.
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: Any = None,
+        experimental_device_assignment: Sequence[str | Device] | None = None,
+        experimental_spmd_xla_partitioning: bool = False,
+    ) -> None:
+        del experimental_spmd_xla_partitioning
+        self._resolver = tpu_cluster_resolver
+        if experimental_device_assignment is not None:
+            found = resolve_worker_devices(experimental_device_assignment)
+        else:
+            found = tuple(devices.devices_of_kind("TPU"))
+        if not found:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "TPUStrategy needs TPU devices",
+                    "this process has none",
+                    "Use rx.MirroredStrategy, or name devices in `experimental_device_assignment`.",
+                )
+            )
+        super().__init__(MirroredExtended(self, ReplicaLayout(found)))
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver that was passed."""
+        return self._resolver
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """Returns the tensor; a replica has one logical device."""
+        if not 0 <= logical_device_id < _LOGICAL_DEVICES:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"`logical_device_id` must be in [0, {_LOGICAL_DEVICES})",
+                    f"it is {logical_device_id}",
+                    "A replica has one logical device.",
+                )
+            )
+        return tensor
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """Returns the tensor; a replica has one logical device."""
+        return tensor
+
+    def experimental_split_to_logical_devices(
+        self, tensor: Any, partition_dimensions: Sequence[int]
+    ) -> Any:
+        """Returns the tensor; a replica has one logical device."""
+        rank, parts = jax.numpy.ndim(tensor), list(partition_dimensions)
+        if len(parts) != rank or math.prod(parts) != _LOGICAL_DEVICES:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"`partition_dimensions` must have {rank} entries whose product is "
+                    f"{_LOGICAL_DEVICES}",
+                    f"it is {parts}",
+                    "Pass 1 for each dimension.",
+                )
+            )
+        return tensor

@@ -1,0 +1,198 @@
+"""Gradients with respect to variables."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax.contexts import frames
+from replicax.contexts.frames import Mode
+from replicax.contexts.overlay import Overlay, View
+from replicax.foundation import errors
+from replicax.tracing.row_gradients import RowTaps
+from replicax.values.regroup import map_structure
+from replicax.variables.variable import Variable
+
+
+class GradientOverlay(Overlay):
+    """Values of variables while a function of them is being differentiated."""
+
+    def __init__(self, frame: frames.Frame) -> None:
+        parent = frame.overlay
+        if parent is not None:
+            view, meets = parent.view, parent.meets_other_replicas
+        else:
+            view = View.READ if frame.replica_id is None else View.LOCAL
+            layout = frame.layout
+            meets = frame.mode is not Mode.REPLICA or layout is None or layout.num_replicas == 1
+        super().__init__(parent, view, meets)
+        self._frame = frame
+        self.taps = RowTaps()
+        # Differentiated variables that were read whole, not just looked up in.
+        self.read_whole: set[Any] = set()
+
+    def read(self, variable: Any) -> Any:
+        self.read_whole.add(variable)
+        return super().read(variable)
+
+    def first_read(self, variable: Any) -> Any:
+        if self.parent is not None:
+            return self.parent.read(variable)
+        return variable.read_in(self._frame.with_overlay(None))
+
+    def lookup(self, variable: Any, ids: Any) -> Any:
+        """Returns rows of a variable, with a gradient by rows where that is possible."""
+        is_direct = variable in self.values and variable not in self.written
+        if is_direct and self.is_current_trace():
+            return self.taps.lookup(variable, self.values[variable], ids)
+        return jnp.take(self.read(variable), jnp.asarray(ids), axis=0)
+
+    def gradient(self, variable: Any, dense: Any) -> Any:
+        """Returns the whole gradient of a variable, given that of its whole reads."""
+        rows = self.taps.rows_of(variable)
+        if rows is None:
+            return dense
+        return rows if variable not in self.read_whole else dense.at[rows.indices].add(rows.values)
+
+
+def value_and_grad(
+    fun: Callable[..., Any], variables: Any = None, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Returns a function that computes `fun` and its gradients with respect to variables.
+
+    Inside `strategy.run` the gradients are this replica's own; combine them with
+    `all_reduce`. A variable read only through `rx.nn.embedding_lookup` gets
+    `IndexedSlices`. Variables may be written inside `fun`.
+
+    Args:
+      fun: Returns a scalar, or a pair (scalar, anything) with `has_aux`.
+      variables: A variable or a structure of them; gradients have the same structure.
+      has_aux: Whether `fun` returns more than the scalar.
+
+    >>> import replicax as rx
+    >>> w = rx.Variable(3.0)
+    >>> rx.value_and_grad(lambda x: w * w * x, w)(2.0)
+    (Array(18., dtype=float32), Array(12., dtype=float32))
+    """
+    flat: list[Variable] = []
+    map_structure(functools.partial(_collect, flat), variables)
+
+    @functools.wraps(fun)
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        frame = frames.current()
+        overlay = GradientOverlay(frame)
+        # Reads come before the transformation: they belong to the trace around it.
+        inputs = [_read_once(variable, frame) for variable in flat]
+        written: list[Variable] = []
+
+        def pure(inputs: list[Any], anchor: Any) -> Any:
+            overlay.values.update(zip(flat, inputs, strict=True))
+            overlay.taps.anchor = anchor
+            inner = frame.with_overlay(overlay)
+            with overlay.opened(), frames.pushed(inner):
+                out = fun(*args, **kwargs)
+                loss, aux = out if has_aux else (out, None)
+                loss = loss.read_in(inner) if isinstance(loss, Variable) else loss
+            written[:] = list(overlay.written)
+            kept = [jax.lax.stop_gradient(overlay.values[v]) for v in written]
+            return _scalar(loss), (aux, kept)
+
+        (loss, (aux, kept)), (dense, _) = jax.value_and_grad(pure, (0, 1), has_aux=True)(
+            inputs, jnp.zeros(())
+        )
+        for variable, value in zip(written, kept, strict=True):
+            variable.store(frame, value)
+        gradients = iter([overlay.gradient(v, g) for v, g in zip(flat, dense, strict=True)])
+        grads = map_structure(lambda _: next(gradients), variables)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return differentiated
+
+
+def grad(
+    fun: Callable[..., Any], variables: Any = None, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Like `value_and_grad`, but returns the gradients only (and aux, if there is any).
+
+    >>> import replicax as rx
+    >>> w = rx.Variable(3.0)
+    >>> rx.grad(lambda: w * w, w)()
+    Array(6., dtype=float32)
+    """
+    both = value_and_grad(fun, variables, has_aux=has_aux)
+
+    @functools.wraps(fun)
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return differentiated
+
+
+def embedding_lookup(params: Any, ids: Any) -> Any:
+    """Returns rows of a table by id; the gradient of a variable comes by rows.
+
+    >>> import replicax as rx
+    >>> table = rx.Variable([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])
+    >>> rx.nn.embedding_lookup(table, [2, 0])
+    Array([[2., 2.],
+           [0., 0.]], dtype=float32)
+    """
+    if isinstance(params, list | tuple) and len(params) == 1:
+        params = params[0]
+    if not isinstance(params, Variable):
+        return jnp.take(jnp.asarray(params), jnp.asarray(ids), axis=0)
+    ids = jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`ids` must be integers", f"they have type {ids.dtype}", "Convert them first."
+            )
+        )
+    frame = frames.current()
+    params.check_frame(frame, "A lookup in")
+    if isinstance(frame.overlay, GradientOverlay):
+        return frame.overlay.lookup(params, ids)
+    return jnp.take(params.read_in(frame), ids, axis=0)
+
+
+def _read_once(variable: Variable, frame: frames.Frame) -> Any:
+    variable.check_frame(frame, "The gradient of")
+    return variable.read_in(frame)
+
+
+def _collect(found: list[Variable], leaf: Any) -> None:
+    if not isinstance(leaf, Variable):
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "Gradients need variables to be taken with respect to",
+                f"{type(leaf).__name__} was given",
+                "Pass `variables=` a variable or a structure of variables; for arrays use "
+                "jax.value_and_grad.",
+            )
+        )
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "Gradients need variables of floating type",
+                f"variable {leaf.name!r} has type {leaf.dtype}",
+                "Leave it out of `variables`.",
+            )
+        )
+    found.append(leaf)
+
+
+def _scalar(loss: Any) -> Any:
+    if jnp.shape(loss) != ():
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "A function to be differentiated must return a scalar",
+                f"it returned shape {jnp.shape(loss)}",
+                "Sum or average the losses.",
+            )
+        )
+    return jnp.asarray(loss)

@@ -1,0 +1,275 @@
+"""One compiled program of a function: how it is built, called, and keeps state safe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax.contexts import frames
+from replicax.contexts.overlay import View
+from replicax.foundation import errors, gate, jax_compat
+from replicax.tracing import capture as capturing
+from replicax.tracing import signature
+from replicax.values.array_surface import ArraySurface
+from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
+from replicax.values.indexed_slices import IndexedSlices
+from replicax.values.layout import ReplicaLayout, copier
+from replicax.values.regroup import map_structure
+
+# References to a variable's array while it is looked at: the variable's own, the local
+# name, and the argument of getrefcount. More means that somebody else holds it.
+_OWN_REFERENCES = 3
+
+
+class ProgramOverlay(capturing.CapturingOverlay):
+    """The overlay of a compiled function; knows the replicas that the function runs on."""
+
+    def __init__(self) -> None:
+        super().__init__(None, View.STORED)
+        # Set by the first `run` of a strategy with several devices.
+        self.layout: ReplicaLayout | None = None
+
+
+def note_layout(overlay: Any, layout: ReplicaLayout) -> None:
+    """Tells the function being compiled which replicas it runs."""
+    while overlay.parent is not None:
+        overlay = overlay.parent
+    if not isinstance(overlay, ProgramOverlay):
+        if layout.num_replicas == 1:
+            return
+        raise errors.ContextError(
+            errors.message(
+                "`strategy.run` inside a gradient needs `rx.function` around both",
+                "it is called eagerly inside `rx.value_and_grad`",
+                "Take the gradient inside the function that `run` calls.",
+            )
+        )
+    if overlay.layout is not None and overlay.layout != layout:
+        raise errors.ContextError(
+            errors.message(
+                "A compiled function can run replicas of one set of devices",
+                f"this one already runs {overlay.layout} and now {layout}",
+                "Call the two strategies from two functions.",
+            )
+        )
+    overlay.layout = layout
+
+
+class Program:
+    """A compiled function for one key of arguments."""
+
+    def __init__(self, fn: Callable[..., Any], arguments: signature.Arguments) -> None:
+        overlay = ProgramOverlay()
+        frame = frames.current().with_overlay(overlay)
+        results: list[Any] = []
+
+        def body(*arrays: Any) -> list[Any]:
+            args, kwargs = signature.fill(arguments.skeleton, arrays)
+            results.append(_Results(fn(*args, **kwargs)))
+            return results[0].arrays
+
+        with frames.pushed(frame):
+            captured = capturing.capture(body, arguments.arrays, overlay)
+        self._results: _Results = results[0]
+        self._finish(captured, overlay, arguments.arrays)
+
+    def _finish(self, captured: Any, overlay: ProgramOverlay, arrays: list[Any]) -> None:
+        self.created: list[Any] = captured.created
+        self._layout = overlay.layout or self._results.layout or _layout_of(captured)
+        is_mesh = self._layout is not None and self._layout.is_mesh
+        self._mesh = self._layout if is_mesh else None
+        self._takes_turns = self._mesh is not None and gate.needs_turns(self._mesh.devices)
+        self._constants = self._on_devices(captured.constants)
+        self._written: list[Any] = captured.written
+        # Read and written: the old value goes in, and its buffer is reused for the new one.
+        changed = set(captured.written)
+        self._donated = [v for v in captured.variables if v in changed]
+        self._kept = [v for v in captured.variables if v not in changed]
+        self._has_foreign = self._layout is not None and any(
+            v.layout != self._layout for v in (*captured.variables, *captured.written)
+        )
+        self._build(captured)
+        if captured.created:
+            self._initialize(captured, arrays)
+
+    def _build(self, captured: Any) -> None:
+        place = {v: i for i, v in enumerate(captured.variables)}
+        donated = [place[v] for v in self._donated]
+        kept = [place[v] for v in self._kept]
+        num_written, num_created = len(captured.written), len(captured.created)
+
+        def program(old: Any, read: Any, constants: Any, arrays: Any) -> Any:
+            values: list[Any] = [None] * len(place)
+            for i, value in zip((*donated, *kept), (*old, *read), strict=True):
+                values[i] = value
+            outs = captured.run(values, constants, arrays)
+            # The last output belongs to the gate alone.
+            results = outs[num_written + num_created :]
+            return outs[:num_written], results, jnp.zeros((), jnp.int8)
+
+        shardings = None
+        if self._mesh is not None:
+            state = [
+                self._mesh.replicated if v.layout != self._mesh else v.sharding_of_stored
+                for v in self._written
+            ]
+            shardings = state, self._results.shardings(self._mesh), self._mesh.replicated
+        donate = () if jax_compat.has_callbacks(captured.jaxpr) else (0,)
+        self._run = jax.jit(program, donate_argnums=donate, out_shardings=shardings)
+
+    def _initialize(self, captured: Any, arrays: list[Any]) -> None:
+        """Computes, once, the first values of variables that the function created."""
+        start, count = len(captured.written), len(captured.created)
+
+        def initial(values: Any, constants: Any, arrays: Any) -> Any:
+            return captured.run(values, constants, arrays)[start : start + count]
+
+        values = [
+            jnp.zeros(v.shape, v.dtype) if v.stored is None else v.stored
+            for v in captured.variables
+        ]
+        with gate.collective_program():
+            found = jax.jit(initial)(
+                self._on_devices(values), self._constants, self._on_devices(arrays)
+            )
+            jax.block_until_ready(found)
+        for variable, value in zip(captured.created, found, strict=True):
+            variable.initialize(value.addressable_shards[0].data)
+
+    def __call__(self, arrays: list[Any]) -> Any:
+        if self._layout is not None:
+            arrays = self._on_devices(arrays)
+        if self._takes_turns:
+            with gate.collective_program() as started:
+                outs, token = self._dispatch(arrays)
+                started(token)
+        else:
+            with gate.state():
+                outs, token = self._dispatch(arrays)
+        return self._results.rebuild(outs, self._mesh)
+
+    def _dispatch(self, arrays: list[Any]) -> tuple[list[Any], Any]:
+        # The hot loop: no call per variable but getrefcount.
+        old: list[Any] = []
+        count_references = sys.getrefcount
+        for variable in self._donated:
+            array = variable.stored
+            if variable.is_lent or count_references(array) > _OWN_REFERENCES:
+                array = copier(array.sharding)(array)
+            old.append(array)
+        kept = [variable.stored for variable in self._kept]
+        homes: list[Any] = []
+        if self._has_foreign:
+            homes = [v.stored.sharding for v in self._written]
+            old, kept = self._on_devices(old), self._on_devices(kept)
+        new, outs, token = self._run(old, kept, self._constants, arrays)
+        for variable, value in zip(self._written, new, strict=True):
+            variable.stored = value
+            variable.is_lent = False
+        for variable, home in zip(self._written, homes, strict=False):
+            if variable.layout != self._layout:
+                here = variable.stored.addressable_shards[0].data
+                variable.stored = jax.device_put(here, home)
+                variable.is_lent = True
+        return outs, token
+
+    def _on_devices(self, arrays: list[Any]) -> list[Any]:
+        """Copies arrays that live elsewhere onto the devices of the program."""
+        if self._layout is None:
+            return arrays
+        here = self._layout.replicated
+        devices = here.device_set
+        return [
+            jax.device_put(a, here)
+            if isinstance(a, jax.Array) and a.sharding.device_set != devices
+            else a
+            for a in arrays
+        ]
+
+
+def _layout_of(captured: Any) -> ReplicaLayout | None:
+    """Returns the replicas of a function that touches distributed variables only."""
+    found = {v.layout for v in (*captured.variables, *captured.written) if v.layout is not None}
+    if len(found) > 1:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "A compiled function can use the variables of one strategy",
+                f"this one uses variables of {len(found)}: {sorted(map(repr, found))}",
+                "Split the function.",
+            )
+        )
+    return next(iter(found), None)
+
+
+class _Results:
+    """The results of a trace: their arrays, and how to put new arrays in their place."""
+
+    def __init__(self, structure: Any) -> None:
+        self.arrays: list[Any] = []
+        self.layout: ReplicaLayout | None = None
+        self._is_per_replica: list[bool] = []
+        self._skeleton = map_structure(self._record, structure)
+
+    def _record(self, leaf: Any) -> Any:
+        start = len(self.arrays)
+        if isinstance(leaf, PerReplica) and not isinstance(leaf, TracedPerReplica):
+            return self._record_per_replica(leaf)
+        if isinstance(leaf, Mirrored):
+            self._add([leaf.values[0]], False)
+            return signature.Slot(start, "mirrored", len(leaf.values), leaf)
+        if isinstance(leaf, ArraySurface) or leaf is None:
+            return leaf
+        if isinstance(leaf, bool | int | float | complex):
+            leaf = jnp.asarray(leaf)
+        if isinstance(leaf, jax.Array):
+            self._add([leaf], False)
+            return signature.Slot(start, "array")
+        return leaf.map_arrays(self._record) if isinstance(leaf, IndexedSlices) else leaf
+
+    def _record_per_replica(self, leaf: PerReplica) -> Any:
+        start = len(self.arrays)
+        stored = None if leaf.layout is None else leaf.stored(leaf.layout)
+        if stored is None:
+            # Components of different shapes: results of their own, joined again afterwards.
+            return PerReplica([self._record(v) for v in leaf.values], leaf.layout)
+        self.layout = leaf.layout
+        self._add(stored, True)
+        return signature.Slot(
+            start, "per_replica", len(stored), leaf.layout, leaf.treedef, leaf.scalars
+        )
+
+    def _add(self, arrays: Any, is_per_replica: bool) -> None:
+        self.arrays += arrays
+        self._is_per_replica += [is_per_replica] * len(arrays)
+
+    def shardings(self, layout: ReplicaLayout) -> list[Any]:
+        """Returns where each result array has to be."""
+        return [layout.per_replica if p else layout.replicated for p in self._is_per_replica]
+
+    def rebuild(self, arrays: list[Any], layout: ReplicaLayout | None) -> Any:
+        """Returns the structure of the results with other arrays in it."""
+
+        def visit(leaf: Any) -> Any:
+            if isinstance(leaf, PerReplica):
+                return PerReplica([visit(v) for v in leaf.values], leaf.layout)
+            if isinstance(leaf, IndexedSlices):
+                return leaf.map_arrays(visit)
+            if not isinstance(leaf, signature.Slot):
+                return leaf
+            if leaf.kind == "per_replica":
+                return PerReplica.from_stored(
+                    arrays[leaf.index : leaf.index + leaf.count],
+                    leaf.scalars,
+                    leaf.treedef,
+                    leaf.layout,
+                )
+            array = arrays[leaf.index]
+            if leaf.kind == "mirrored":
+                return Mirrored(layout.copies(array) if layout else (array,) * leaf.count)
+            return array if layout is None else array.addressable_shards[0].data
+
+        return map_structure(visit, self._skeleton)

@@ -1,0 +1,69 @@
+"""Gradients of table lookups as rows, without a dense gradient of the table.
+
+A looked-up block of rows passes through a tap: the identity, whose backward pass hands
+the cotangent of the rows out to Python. The table itself is not differentiated there, so
+no array of the table's size is ever made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax.values.indexed_slices import IndexedSlices
+
+
+class RowTaps:
+    """The lookups made while one function is being differentiated."""
+
+    def __init__(self) -> None:
+        # Per lookup: the variable, its ids, and a cell for the cotangent of its rows.
+        self._lookups: list[tuple[Any, Any, list[Any]]] = []
+        # A differentiated zero: without one JAX would not ask for the cotangent of rows
+        # that depend on no differentiated input.
+        self.anchor: Any = None
+
+    def lookup(self, variable: Any, table: Any, ids: Any) -> Any:
+        """Returns rows of a table; their gradient will be found by `rows_of`."""
+        ids = jnp.asarray(ids)
+        rows = jnp.take(jax.lax.stop_gradient(table), ids, axis=0)
+        cell: list[Any] = []
+        self._lookups.append((variable, ids, cell))
+        return _tap(cell.append)(rows, self.anchor)
+
+    def rows_of(self, variable: Any) -> IndexedSlices | None:
+        """Returns the gradient rows of all lookups in a variable, or None if there were none."""
+        values, indices = [], []
+        row_shape = variable.shape[1:]
+        for looked_up, ids, cell in self._lookups:
+            if looked_up is not variable:
+                continue
+            rows = cell[0] if cell else jnp.zeros((*ids.shape, *row_shape), variable.dtype)
+            values.append(rows.reshape((-1, *row_shape)))
+            indices.append(ids.reshape(-1))
+        if not values:
+            return None
+        if len(values) == 1:
+            return IndexedSlices(values[0], indices[0], variable.shape)
+        return IndexedSlices(jnp.concatenate(values), jnp.concatenate(indices), variable.shape)
+
+
+def _tap(hand_out: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
+    @jax.custom_vjp
+    def tap(rows: Any, anchor: Any) -> Any:
+        del anchor
+        return rows
+
+    def forward(rows: Any, anchor: Any) -> Any:
+        del anchor
+        return rows, None
+
+    def backward(_: None, cotangent: Any) -> Any:
+        hand_out(cotangent)
+        return jnp.zeros_like(cotangent), jnp.zeros(())
+
+    tap.defvjp(forward, backward)
+    return tap

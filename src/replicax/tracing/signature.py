@@ -1,0 +1,227 @@
+"""What makes two calls of a compiled function the same: the key of their arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.foundation import errors
+from replicax.values.array_surface import ArraySurface
+from replicax.values.distributed_values import Mirrored, PerReplica
+from replicax.values.indexed_slices import IndexedSlices
+from replicax.values.layout import ReplicaLayout
+from replicax.values.regroup import map_structure
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """The shape and type of an argument; None in a shape fits every size.
+
+    >>> TensorSpec((None, 2)).dtype
+    dtype('float32')
+    """
+
+    shape: tuple[int | None, ...] | None = None
+    dtype: Any = jnp.float32
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.shape is not None:
+            object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        """Tells whether an array of this shape fits."""
+        if self.shape is None:
+            return True
+        sizes = zip(self.shape, shape, strict=False)
+        return len(self.shape) == len(shape) and all(a is None or a == b for a, b in sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Stands for an array argument in the structure that a trace is made from."""
+
+    index: int
+    kind: str  # "array", "per_replica" or "mirrored"
+    count: int = 1
+    layout: Any = None
+    treedef: Any = None
+    scalars: tuple[bool, ...] = ()
+
+
+class Ragged(Exception):
+    """Raised for per-replica arguments that one compiled program cannot take."""
+
+
+class Arguments:
+    """The arguments of one call, split into arrays and everything else."""
+
+    __slots__ = ("arrays", "key", "skeleton")
+
+    def __init__(self, args: Any, kwargs: dict[str, Any], layout: ReplicaLayout | None) -> None:
+        self.arrays: list[Any] = []
+        key: list[Any] = []
+        add = self._add
+
+        def visit(leaf: Any) -> Any:
+            return add(leaf, key, layout)
+
+        self.skeleton = (
+            tuple(map_structure(visit, a) for a in args),
+            {name: map_structure(visit, value) for name, value in kwargs.items()},
+        )
+        self.key = (tuple(key), _structure_key(self.skeleton))
+
+    def _add(self, leaf: Any, key: list[Any], layout: ReplicaLayout | None) -> Any:
+        if isinstance(leaf, jax.Array | np.ndarray):
+            key.append((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)))
+            self.arrays.append(leaf)
+            return Slot(len(self.arrays) - 1, "array")
+        if isinstance(leaf, PerReplica):
+            return self._add_per_replica(leaf, key, layout)
+        if isinstance(leaf, Mirrored):
+            start = len(self.arrays)
+            value = leaf.values[0]
+            key.append(("mirrored", jnp.shape(value), value.dtype, len(leaf.values)))
+            self.arrays.append(value)
+            return Slot(start, "mirrored", len(leaf.values))
+        if isinstance(leaf, IndexedSlices):
+            return leaf.map_arrays(lambda x: self._add(x, key, layout))
+        key.append(_static_key(leaf))
+        return leaf
+
+    def _add_per_replica(
+        self, leaf: PerReplica, key: list[Any], layout: ReplicaLayout | None
+    ) -> Any:
+        layout = leaf.layout or layout
+        is_python = all(isinstance(v, int | float | bool | str) for v in leaf.values[:1])
+        if is_python and all(type(v) is type(leaf.values[0]) for v in leaf.values):
+            key.append(("per_replica_python", leaf.values))
+            return leaf
+        if layout is None:
+            raise Ragged
+        stored = leaf.stored(layout)
+        if stored is None:
+            raise Ragged
+        start = len(self.arrays)
+        self.arrays += stored
+        shapes = tuple((a.shape, a.dtype) for a in stored)
+        key.append(("per_replica", layout, shapes, leaf.scalars, leaf.treedef))
+        return Slot(start, "per_replica", len(stored), layout, leaf.treedef, leaf.scalars)
+
+
+def fill(skeleton: Any, arrays: Sequence[Any]) -> Any:
+    """Puts arrays (or tracers) back into the structure that they came from."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, IndexedSlices):
+            return leaf.map_arrays(visit)
+        if not isinstance(leaf, Slot):
+            return leaf
+        if leaf.kind == "array":
+            return arrays[leaf.index]
+        if leaf.kind == "mirrored":
+            return Mirrored((arrays[leaf.index],) * leaf.count)
+        own = arrays[leaf.index : leaf.index + leaf.count]
+        return PerReplica.from_stored(own, leaf.scalars, leaf.treedef, leaf.layout)
+
+    return map_structure(visit, skeleton)
+
+
+def apply_input_signature(
+    fn: Any, signature: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Converts arguments to the types of a signature, or says which one does not fit."""
+    if kwargs:
+        args = inspect.signature(fn).bind(*args, **kwargs).args
+    if len(args) != len(signature):
+        raise errors.ArgumentTypeError(
+            errors.message(
+                f"{_name(fn)} has an input_signature of {len(signature)} arguments",
+                f"{len(args)} were given",
+                "Pass one argument per entry.",
+            )
+        )
+
+    def convert(spec: Any, value: Any) -> Any:
+        if isinstance(value, PerReplica) or not hasattr(spec, "dtype"):
+            return value
+        if not isinstance(spec, TensorSpec):
+            spec = TensorSpec(spec.shape, spec.dtype)
+        if isinstance(value, int | float | bool | complex):
+            value = jnp.asarray(value, spec.dtype)
+        array = value if isinstance(value, jax.Array) else jnp.asarray(value)
+        if not spec.accepts(array.shape) or array.dtype != spec.dtype:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"{_name(fn)} needs an argument of shape {spec.shape} and type {spec.dtype}",
+                    f"shape {array.shape} and type {array.dtype} were given",
+                    "Convert the argument, or change the input_signature.",
+                )
+            )
+        return array
+
+    return tuple(
+        map_structure(convert, spec, value) for spec, value in zip(signature, args, strict=True)
+    )
+
+
+def difference(old: Any, new: Any) -> str:
+    """Says in words how two keys of arguments differ."""
+    if old[1] != new[1]:
+        return "the structure of the arguments changed"
+    changed = [
+        f"argument {i}: {_show(a)} became {_show(b)}"
+        for i, (a, b) in enumerate(zip(old[0], new[0], strict=False))
+        if a != b
+    ]
+    if len(old[0]) != len(new[0]):
+        return "the number of arguments changed"
+    return "; ".join(changed) or "settings of JAX or the strategy in scope changed"
+
+
+def _show(key: Any) -> str:
+    if isinstance(key, tuple) and len(key) == 3 and isinstance(key[0], tuple):
+        return f"{key[1]}{list(key[0])}"
+    if isinstance(key, tuple) and key[:1] == ("static",):
+        return f"{key[2]!r}"
+    return f"{key}"
+
+
+def _static_key(leaf: Any) -> Any:
+    if isinstance(leaf, ArraySurface):
+        return ("static", "variable", leaf)
+    if isinstance(leaf, float) and leaf != leaf:
+        return ("static", float, "nan")
+    try:
+        hash(leaf)
+    except TypeError:
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "An argument of a compiled function must be an array, a structure of arrays "
+                "or hashable",
+                f"{type(leaf).__name__} is none of these",
+                "Pass arrays, or capture the object from outside the function.",
+            )
+        ) from None
+    return ("static", type(leaf), leaf)
+
+
+def _structure_key(skeleton: Any) -> Any:
+    args, kwargs = skeleton
+    if all(isinstance(a, Slot) for a in args) and not kwargs:
+        return len(args)
+    return jax.tree.structure(
+        (args, kwargs), is_leaf=lambda x: isinstance(x, Slot | PerReplica | ArraySurface)
+    )
+
+
+def _name(fn: Any) -> str:
+    return f"`{getattr(fn, '__name__', type(fn).__name__)}`"

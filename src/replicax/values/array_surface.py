@@ -1,0 +1,116 @@
+"""Everything an array can do, for objects that stand for one."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+_COMPARE = ["lt", "le", "gt", "ge", "eq", "ne"]
+_UNARY = {"neg": operator.neg, "pos": operator.pos, "abs": abs, "invert": operator.invert}
+# Names that must not reach the array: JAX and NumPy would take the object for one.
+_WITHHELD = frozenset({"block_until_ready", "delete", "is_deleted", "sharding"})
+
+
+class ArraySurface:
+    """Gives operators, slicing and array methods to a class with `_as_array()`."""
+
+    __slots__ = ()
+    __array_priority__ = 200
+
+    def _as_array(self) -> Any:
+        raise NotImplementedError
+
+    def __jax_array__(self) -> Any:
+        return self._as_array()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        # Always a copy: a view would see, or block, the reuse of its buffer by a later step.
+        return np.array(self._as_array(), dtype=dtype, copy=True)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._as_array()[as_operand(index)]
+
+    def __iter__(self) -> Any:
+        return iter(self._as_array())
+
+    def __len__(self) -> int:
+        return len(self._as_array())
+
+    def __float__(self) -> float:
+        return float(self._as_array())
+
+    def __int__(self) -> int:
+        return int(self._as_array())
+
+    def __index__(self) -> int:
+        return operator.index(self._as_array())
+
+    def __complex__(self) -> complex:
+        return complex(self._as_array())
+
+    def __bool__(self) -> bool:
+        return bool(self._as_array())
+
+    def __round__(self, ndigits: int | None = None) -> Any:
+        return round(self._as_array(), ndigits or 0)
+
+    def __divmod__(self, other: Any) -> Any:
+        return divmod(self._as_array(), as_operand(other))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in _WITHHELD:
+            raise AttributeError(
+                f"{type(self).__name__} does not offer {name!r}: it acts on one array, and the "
+                f"array behind this object changes. Take `.value()` first."
+            )
+        return getattr(self._as_array(), name)
+
+
+def as_operand(value: Any) -> Any:
+    """Returns the array behind an object that stands for one, and anything else as it is."""
+    if isinstance(value, ArraySurface):
+        return value._as_array()
+    if isinstance(value, tuple):
+        return tuple(as_operand(v) for v in value)
+    return value
+
+
+def _install() -> None:
+    def binary(name: str) -> None:
+        op = getattr(operator, f"{name}_" if name in ("and", "or") else name)
+
+        def forward(self: ArraySurface, other: Any) -> Any:
+            return op(self._as_array(), as_operand(other))
+
+        def reverse(self: ArraySurface, other: Any) -> Any:
+            return op(as_operand(other), self._as_array())
+
+        setattr(ArraySurface, f"__{name}__", forward)
+        if name not in _COMPARE:
+            setattr(ArraySurface, f"__r{name}__", reverse)
+
+    def unary(name: str, op: Any) -> None:
+        setattr(ArraySurface, f"__{name}__", lambda self: op(self._as_array()))
+
+    for name in _BINARY + ["lt", "le", "gt", "ge"]:
+        binary(name)
+    for name, op in _UNARY.items():
+        unary(name, op)
+
+
+_install()
+
+
+def elementwise_equal(left: Any, right: Any) -> Any:
+    """Compares two array-likes element by element; unlike shapes are simply unequal."""
+    try:
+        return jnp.equal(as_operand(left), as_operand(right))
+    except (TypeError, ValueError):
+        return NotImplemented

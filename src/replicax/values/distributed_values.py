@@ -1,0 +1,218 @@
+"""PerReplica and Mirrored: one value on each replica, different or equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.foundation import errors
+from replicax.values import printing
+from replicax.values.array_surface import ArraySurface
+from replicax.values.layout import AXIS, ReplicaLayout
+
+
+class DistributedValues:
+    """A value for each replica.
+
+    >>> PerReplica((1, 2))
+    PerReplica:{
+      0: 1,
+      1: 2
+    }
+    """
+
+    __slots__ = ()
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The value of each replica, in replica order."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return printing.braces(type(self).__name__, [printing.describe(v) for v in self.values])
+
+
+class PerReplica(DistributedValues):
+    """A different value on each replica; only usable where replicas run, or by reductions."""
+
+    # Either `_components` (one object per replica, of any kind) or `_stored` (per leaf of
+    # the components' structure `_treedef`, the stored array of all replicas) is set first;
+    # the other is made on demand. `_scalars` tells which leaves are scalars locally.
+    __slots__ = ("__weakref__", "_components", "_scalars", "_stored", "_treedef", "layout")
+
+    def __init__(self, values: Sequence[Any], layout: ReplicaLayout | None = None) -> None:
+        self._components: tuple[Any, ...] | None = tuple(values)
+        self._stored: tuple[Any, ...] | None = None
+        self._treedef: Any = None
+        self._scalars: tuple[bool, ...] = ()
+        self.layout = layout
+
+    @classmethod
+    def from_stored(
+        cls, stored: Sequence[Any], scalars: Sequence[bool], treedef: Any, layout: ReplicaLayout
+    ) -> PerReplica:
+        """Wraps arrays that already hold the values of all replicas."""
+        self = cls((), layout)
+        self._components = None
+        self._stored, self._scalars, self._treedef = tuple(stored), tuple(scalars), treedef
+        return self
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        if self._components is None:
+            assert self._stored is not None and self.layout is not None
+            leaves = [
+                self.layout.split(a, s) for a, s in zip(self._stored, self._scalars, strict=True)
+            ]
+            self._components = tuple(
+                jax.tree.unflatten(self._treedef, parts) for parts in zip(*leaves, strict=True)
+            )
+        return self._components
+
+    @property
+    def treedef(self) -> Any:
+        """The structure of one component, known once `stored` was asked for."""
+        return self._treedef
+
+    @property
+    def scalars(self) -> tuple[bool, ...]:
+        """Which leaves of a component are scalars, known once `stored` was asked for."""
+        return self._scalars
+
+    def stored(self, layout: ReplicaLayout) -> tuple[Any, ...] | None:
+        """Returns the stored arrays of all replicas, or None if components are ragged."""
+        if self._stored is not None and self.layout == layout:
+            return self._stored
+        components = self.values
+        if len(components) != layout.num_replicas:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"A PerReplica value needs one component for each of the "
+                    f"{layout.num_replicas} replicas",
+                    f"this one has {len(components)}",
+                    "Make it under the strategy that uses it.",
+                )
+            )
+        flat = [jax.tree.flatten(c) for c in components]
+        if any(treedef != flat[0][1] for _, treedef in flat):
+            return None
+        columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+        for column in columns:
+            if not all(is_array_like(leaf) for leaf in column):
+                return None
+            if len({(np.shape(leaf), np.dtype(dtype_of(leaf))) for leaf in column}) != 1:
+                return None
+        arrays = [[jax.numpy.asarray(leaf) for leaf in column] for column in columns]
+        self._treedef = flat[0][1]
+        self._scalars = tuple(not column[0].shape for column in arrays)
+        self._stored = tuple(layout.assemble(column) for column in arrays)
+        self.layout = layout
+        return self._stored
+
+    def _refuse(self, *_: Any) -> Any:
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "Arithmetic on a PerReplica value needs a replica context",
+                "this is the value of all replicas at once",
+                "Pass it to `strategy.run(fn, args=(value,))`, or combine it first with "
+                "`strategy.reduce(...)`.",
+            )
+        )
+
+    def __jax_array__(self) -> Any:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "Only a single value can become an array",
+                "this is a PerReplica value outside of a replica context",
+                "Use `strategy.reduce`, `strategy.gather` or "
+                "`strategy.experimental_local_results`.",
+            )
+        )
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.__jax_array__()
+
+
+for _name in "add radd sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul mod".split():
+    setattr(PerReplica, f"__{_name}__", PerReplica._refuse)
+for _name in ["floordiv", "neg", "abs", "lt", "le", "gt", "ge", "getitem", "float", "int", "index"]:
+    setattr(PerReplica, f"__{_name}__", PerReplica._refuse)
+
+
+class TracedPerReplica(PerReplica):
+    """A PerReplica inside compiled replica code: this replica's value stands for all."""
+
+    __slots__ = ("local",)
+
+    def __init__(self, local: Any, layout: ReplicaLayout) -> None:
+        super().__init__((), layout)
+        self._components = None
+        self.local = local
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        if self._components is None:
+            assert self.layout is not None
+            count = self.layout.num_replicas
+            gathered = jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS), self.local)
+            self._components = tuple(
+                jax.tree.map(lambda x, i=i: x[i], gathered) for i in range(count)
+            )
+        return self._components
+
+    def __repr__(self) -> str:
+        return f"PerReplica:{{ {printing.describe(self.local)} on each replica }}"
+
+
+class Mirrored(DistributedValues, ArraySurface):
+    """An equal value on each replica; computes as the copy of the current device."""
+
+    __slots__ = ("__weakref__", "_components")
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._components = tuple(values)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return self._components
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        return self._components[0].shape
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the value."""
+        return self._components[0].dtype
+
+    def _as_array(self) -> Any:
+        return self._components[0]
+
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, Mirrored):
+            other = other._components[0]
+        return self._components[0] == other
+
+    __hash__ = object.__hash__
+
+
+def is_array_like(value: Any) -> bool:
+    """Tells whether a leaf can become an array."""
+    return isinstance(value, jax.Array | np.ndarray | np.generic | int | float | bool | complex)
+
+
+def dtype_of(value: Any) -> Any:
+    """Returns the dtype that a leaf has, or would get from JAX."""
+    return value.dtype if hasattr(value, "dtype") else jax.numpy.asarray(value).dtype
+
+
+def _flatten(value: Any) -> tuple[tuple[Any, ...], None]:
+    return value.values, None
+
+
+jax.tree_util.register_pytree_node(PerReplica, _flatten, lambda _, v: PerReplica(v))
+jax.tree_util.register_pytree_node(Mirrored, _flatten, lambda _, v: Mirrored(v))

@@ -1,0 +1,216 @@
+"""Where the replicas of a strategy live, and how their values are stored together.
+
+A layout stores the values of all replicas as *one* array: concatenated along axis 0, or
+stacked if the values are scalars. On a mesh that costs no copy in either direction.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from replicax.foundation import jax_compat
+from replicax.foundation.jax_compat import Device
+
+AXIS = "replica"
+
+
+@functools.lru_cache(maxsize=256)
+def copier(sharding: Sharding) -> Callable[[Any], Any]:
+    """Returns a function that copies arrays into fresh buffers of one sharding.
+
+    `device_put` would alias its source, and a later donation would take both.
+    """
+    return jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays), out_shardings=sharding)
+
+
+class ReplicaLayout:
+    """The devices of the replicas: one each on a mesh, or all of them on one device."""
+
+    def __init__(self, devices: Sequence[Device], num_virtual: int = 1) -> None:
+        self.is_virtual = num_virtual > 1
+        self.num_replicas = len(devices) * num_virtual
+        self.devices: tuple[Device, ...] = tuple(devices) * num_virtual
+        self.is_mesh = len(devices) > 1
+        if self.is_mesh:
+            self.mesh = Mesh(np.array(devices), (AXIS,))
+            self.replicated: Sharding = NamedSharding(self.mesh, PartitionSpec())
+            self.per_replica: Sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        else:
+            self.replicated = self.per_replica = SingleDeviceSharding(devices[0])
+
+    @functools.cached_property
+    def replica_ids(self) -> tuple[jax.Array, ...]:
+        """The number of each replica, as a scalar array on its device."""
+        ids: list[jax.Array] = []
+        with jax_compat.eagerly():
+            for i, device in enumerate(self.devices):
+                with jax.default_device(device):
+                    ids.append(jnp.asarray(i, jnp.int32))
+        return tuple(ids)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, ReplicaLayout)
+            and self.devices == other.devices
+            and self.is_virtual == other.is_virtual
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.devices)
+
+    def __repr__(self) -> str:
+        return (
+            f"ReplicaLayout({self.num_replicas} replicas on {sorted(set(map(str, self.devices)))})"
+        )
+
+    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape in which values of `shape` are stored together."""
+        if self.num_replicas == 1:
+            return shape
+        return (self.num_replicas * shape[0], *shape[1:]) if shape else (self.num_replicas,)
+
+    def local_shape(self, shape: tuple[int, ...], is_scalar: bool) -> tuple[int, ...]:
+        """Undoes `global_shape`."""
+        if self.num_replicas == 1:
+            return shape
+        return () if is_scalar else (shape[0] // self.num_replicas, *shape[1:])
+
+    def assemble(self, components: Sequence[Any]) -> Any:
+        """Joins one array per replica, all of one shape and dtype, into the stored array."""
+        first = components[0]
+        if self.num_replicas == 1:
+            return first
+        shape = self.global_shape(first.shape)
+        if not self.is_mesh or any(map(jax_compat.is_traced, components)):
+            join = jnp.concatenate if first.shape else jnp.stack
+            return join(list(components))
+        if first.shape:
+            parts = jax.device_put(list(components), list(self.devices))
+        else:
+            parts = jax.device_put([jnp.reshape(c, (1,)) for c in components], list(self.devices))
+        return jax.make_array_from_single_device_arrays(shape, self.per_replica, parts)
+
+    def split(self, array: Any, is_scalar: bool) -> tuple[Any, ...]:
+        """Takes the stored array of all replicas apart; undoes `assemble`."""
+        count = self.num_replicas
+        if count == 1:
+            return (array,)
+        if jax_compat.is_traced(array):
+            rows = array.reshape((count, *self.local_shape(array.shape, is_scalar)))
+            return tuple(rows[i] for i in range(count))
+        if self.is_mesh:
+            parts = [shard.data for shard in array.addressable_shards]
+            return tuple(p.reshape(()) for p in parts) if is_scalar else tuple(parts)
+        rows = np.asarray(array).reshape((count, *self.local_shape(array.shape, is_scalar)))
+        return tuple(jax.device_put(list(rows), self.devices[0]))
+
+    def component(self, array: Any, replica_id: int, is_scalar: bool) -> Any:
+        """Returns one replica's part of a stored array."""
+        if self.num_replicas == 1:
+            return array
+        if self.is_mesh and not jax_compat.is_traced(array):
+            part = array.addressable_shards[replica_id].data
+            return part.reshape(()) if is_scalar else part
+        local = self.local_shape(array.shape, is_scalar)
+        return array.reshape((self.num_replicas, *local))[replica_id]
+
+    def with_component(self, array: Any, replica_id: int, is_scalar: bool, part: Any) -> Any:
+        """Returns a stored array with one replica's part replaced."""
+        if self.num_replicas == 1:
+            return part
+        if self.is_mesh and not jax_compat.is_traced(array):
+            parts = [shard.data for shard in array.addressable_shards]
+            part = jax.device_put(part, self.devices[replica_id])
+            parts[replica_id] = part.reshape((1,)) if is_scalar else part
+            return jax.make_array_from_single_device_arrays(array.shape, self.per_replica, parts)
+        local = self.local_shape(array.shape, is_scalar)
+        rows = array.reshape((self.num_replicas, *local))
+        return rows.at[replica_id].set(part).reshape(array.shape)
+
+    def copies(self, array: Any) -> tuple[Any, ...]:
+        """Returns the copy of a replicated array that each replica sees."""
+        if self.is_mesh and not jax_compat.is_traced(array):
+            return tuple(shard.data for shard in array.addressable_shards)
+        return (array,) * self.num_replicas
+
+    def copy_for(self, array: Any, replica_id: int) -> Any:
+        """Returns the copy of a replicated array that one replica sees."""
+        if self.is_mesh and not jax_compat.is_traced(array):
+            return array.addressable_shards[replica_id].data
+        return array
+
+    def replicate(self, value: Any) -> jax.Array:
+        """Makes a replicated array in fresh buffers."""
+        return copier(self.replicated)(jax.device_put(value, self.replicated))
+
+    def from_copies(self, copies: Sequence[jax.Array]) -> jax.Array:
+        """Joins one equal array per replica into a replicated array, without a copy."""
+        if not self.is_mesh:
+            return copies[0]
+        parts = jax.device_put(list(copies), list(self.devices))
+        return jax.make_array_from_single_device_arrays(copies[0].shape, self.replicated, parts)
+
+    def map_replicas(
+        self,
+        fn: Callable[..., list[Any]],
+        mapped: Sequence[Any],
+        shared: Sequence[Any],
+        scalars: Sequence[bool],
+        num_equal: int = 0,
+    ) -> list[Any]:
+        """Runs `fn(*mapped, *shared)` once per replica inside the current trace.
+
+        Args:
+          fn: Takes local arrays and returns a list of local arrays; may use collectives
+            over `AXIS`.
+          mapped: Stored arrays of all replicas; each replica gets its own part.
+          shared: Arrays that every replica gets whole.
+          scalars: Whether each mapped value is a scalar locally.
+          num_equal: How many of the first outputs are equal on all replicas.
+
+        Returns:
+          The equal outputs as they are, the others as stored arrays of all replicas.
+        """
+        if self.is_mesh:
+            return self._map_shards(fn, mapped, shared, scalars, num_equal)
+        count = self.num_replicas
+        rows = [
+            a.reshape((count, *self.local_shape(a.shape, s)))
+            for a, s in zip(mapped, scalars, strict=True)
+        ]
+        in_axes = (0,) * len(rows) + (None,) * len(shared)
+        outs = jax.vmap(fn, in_axes=in_axes, axis_name=AXIS, axis_size=count)(*rows, *shared)
+        equal = [out[0] for out in outs[:num_equal]]
+        return equal + [
+            out if out.ndim == 1 else out.reshape((count * out.shape[1], *out.shape[2:]))
+            for out in outs[num_equal:]
+        ]
+
+    def _map_shards(
+        self,
+        fn: Callable[..., list[Any]],
+        mapped: Sequence[Any],
+        shared: Sequence[Any],
+        scalars: Sequence[bool],
+        num_equal: int,
+    ) -> list[Any]:
+        def on_shard(*args: Any) -> tuple[list[Any], list[Any]]:
+            own = args[: len(mapped)]
+            local = [a.reshape(()) if s else a for a, s in zip(own, scalars, strict=True)]
+            outs = list(fn(*local, *args[len(mapped) :]))
+            rest = [jnp.reshape(o, (1,)) if jnp.ndim(o) == 0 else o for o in outs[num_equal:]]
+            return outs[:num_equal], rest
+
+        own, whole = PartitionSpec(AXIS), PartitionSpec()
+        specs = (own,) * len(mapped) + (whole,) * len(shared)
+        equal, rest = jax_compat.shard_map(on_shard, self.mesh, specs, (whole, own))(
+            *mapped, *shared
+        )
+        return equal + rest

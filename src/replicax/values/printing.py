@@ -1,0 +1,35 @@
+"""How distributed values and variables look when printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.foundation import jax_compat
+
+
+def describe(value: Any) -> str:
+    """Describes one component: arrays by shape, type and content, the rest by `repr`."""
+    if isinstance(value, jax.Array):
+        head = f"shape={value.shape}, dtype={value.dtype}"
+        if jax_compat.is_traced(value):
+            return f"<jax.Array: {head}, traced>"
+        return f"<jax.Array: {head}, numpy={content(value)}>"
+    return repr(value)
+
+
+def content(value: Any) -> str:
+    """Returns an array's content as NumPy prints it, scalars without the type's name."""
+    array = np.asarray(value)
+    if array.ndim == 0:
+        return str(array[()])
+    return repr(array)
+
+
+def braces(kind: str, parts: Sequence[str]) -> str:
+    """Returns `Kind:{ 0: …, 1: … }`, one replica a line."""
+    lines = ",\n".join(f"  {i}: {part}" for i, part in enumerate(parts))
+    return f"{kind}:{{\n{lines}\n}}"

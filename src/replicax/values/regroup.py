@@ -1,0 +1,207 @@
+"""Merging what replicas returned into one structure, and taking it apart again."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from replicax.foundation import errors
+from replicax.values.distributed_values import DistributedValues, Mirrored, PerReplica
+from replicax.values.indexed_slices import IndexedSlices
+from replicax.values.layout import ReplicaLayout
+
+_SCALARS = (int, float, bool, complex, str, bytes)
+_ATOMS = (jax.Array, *_SCALARS)
+
+# Which distributed value a component belongs to, by the component's id. Entries go when
+# the container goes; `container_of` confirms a hit by identity, since ids are reused.
+_containers: weakref.WeakValueDictionary[int, DistributedValues] = weakref.WeakValueDictionary()
+
+
+def is_leaf(value: Any) -> bool:
+    """Tells whether a value is carried whole instead of being searched for leaves."""
+    return isinstance(value, DistributedValues | IndexedSlices)
+
+
+def map_structure(fn: Callable[..., Any], *structures: Any) -> Any:
+    """Applies `fn` to the leaves of one structure, or of several that match.
+
+    Lists, tuples, named tuples, mappings of any class and registered pytree nodes are
+    structure; everything else, distributed values too, is a leaf.
+
+    >>> map_structure(lambda a, b: a + b, {"x": [1, 2]}, {"x": [10, 20]})
+    {'x': [11, 22]}
+    """
+    first = structures[0]
+    if is_leaf(first) or first is None or isinstance(first, _ATOMS):
+        return fn(*structures)
+    if isinstance(first, list | tuple):
+        return _map_sequence(fn, structures)
+    if isinstance(first, Mapping):
+        return _map_mapping(fn, structures)
+    children, treedef = _flatten_once(first)
+    if treedef is None:
+        return fn(*structures)
+    rest = [_flatten_once(s) for s in structures[1:]]
+    for other, (_, other_treedef) in zip(structures[1:], rest, strict=True):
+        if other_treedef != treedef:
+            raise _mismatch(first, other)
+    columns = zip(children, *(c for c, _ in rest), strict=True)
+    return jax.tree.unflatten(treedef, [map_structure(fn, *column) for column in columns])
+
+
+def leaves_of(structure: Any) -> list[Any]:
+    """Returns the leaves of a structure, in order."""
+    found: list[Any] = []
+    map_structure(found.append, structure)
+    return found
+
+
+def regroup(
+    values: Sequence[Any],
+    layout: ReplicaLayout | None = None,
+    wrap: type[PerReplica] | type[Mirrored] = PerReplica,
+) -> Any:
+    """Merges one structure per replica into a structure of merged leaves."""
+    if len(values) == 1:
+        return values[0]
+
+    def merge(*leaves: Any) -> Any:
+        merged = _merge_leaf(leaves)
+        if merged is not _DIFFERENT:
+            return merged
+        result = Mirrored(leaves) if wrap is Mirrored else PerReplica(leaves, layout)
+        register_components(result, leaves)
+        return result
+
+    return map_structure(merge, *values)
+
+
+def select(replica_id: int, structure: Any) -> Any:
+    """Replaces each distributed value by its component for one replica."""
+
+    def pick(leaf: Any) -> Any:
+        if isinstance(leaf, DistributedValues):
+            values = leaf.values
+            if replica_id >= len(values):
+                raise errors.InvalidArgumentError(
+                    errors.message(
+                        f"Replica {replica_id} needs a component of its own",
+                        f"a distributed value has only {len(values)}",
+                        "Make the value under the strategy that uses it.",
+                    )
+                )
+            return values[replica_id]
+        return leaf
+
+    return map_structure(pick, structure)
+
+
+def select_mirrored(replica_id: int, structure: Any) -> Any:
+    """Like `select`, for values that must be equal on all replicas."""
+
+    def pick(leaf: Any) -> Any:
+        if isinstance(leaf, PerReplica):
+            raise errors.ArgumentTypeError(
+                errors.message(
+                    "Only values that are equal on all replicas can be used here",
+                    "a PerReplica value was given",
+                    "Reduce it first.",
+                )
+            )
+        return leaf.values[replica_id] if isinstance(leaf, Mirrored) else leaf
+
+    return map_structure(pick, structure)
+
+
+def register_components(container: DistributedValues, components: Sequence[Any]) -> None:
+    """Remembers, for as long as `container` lives, that it owns these components."""
+    for component in components:
+        if isinstance(component, jax.Array):
+            _containers[id(component)] = container
+
+
+def container_of(component: Any) -> Any:
+    """Returns the distributed value that a component belongs to, else the component."""
+    container = _containers.get(id(component))
+    if container is not None and any(v is component for v in container.values):
+        return container
+    return getattr(component, "container", component)
+
+
+_DIFFERENT = object()
+
+
+def _merge_leaf(leaves: tuple[Any, ...]) -> Any:
+    first = leaves[0]
+    if all(leaf is first for leaf in leaves):
+        return first
+    container = getattr(first, "container", None)
+    if container is not None:
+        owned = [getattr(leaf, "container", None) is container for leaf in leaves]
+        if all(owned) and [leaf.replica_id for leaf in leaves] == list(range(len(leaves))):
+            return container
+    if isinstance(first, _SCALARS) and all(
+        type(leaf) is type(first) and leaf == first for leaf in leaves
+    ):
+        return first
+    return _DIFFERENT
+
+
+def _map_sequence(fn: Callable[..., Any], structures: tuple[Any, ...]) -> Any:
+    first = structures[0]
+    for other in structures[1:]:
+        if type(other) is not type(first) or len(other) != len(first):
+            raise _mismatch(first, other)
+    items = [map_structure(fn, *column) for column in zip(*structures, strict=True)]
+    if isinstance(first, list):
+        return items if type(first) is list else type(first)(items)
+    return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+
+
+def _map_mapping(fn: Callable[..., Any], structures: tuple[Any, ...]) -> Any:
+    first = structures[0]
+    for other in structures[1:]:
+        if type(other) is not type(first) or set(other) != set(first):
+            raise _mismatch(first, other)
+    mapped = {key: map_structure(fn, *(s[key] for s in structures)) for key in first}
+    if type(first) is dict:
+        return mapped
+    try:
+        # Keeps what a subclass carries besides its items, such as a default factory.
+        result = copy.copy(first)
+        for key, value in mapped.items():
+            result[key] = value  # type: ignore[index]
+        return result
+    except TypeError:
+        return type(first)(mapped)  # type: ignore[call-arg]
+
+
+def _flatten_once(value: Any) -> tuple[list[Any], Any]:
+    """Returns the children of a registered pytree node, or ([], None) for a leaf."""
+    children, treedef = jax.tree.flatten(value, is_leaf=lambda x: x is not value)
+    if len(children) == 1 and children[0] is value:
+        return [], None
+    return children, treedef
+
+
+def _mismatch(first: Any, other: Any) -> errors.StructureError:
+    return errors.StructureError(
+        errors.message(
+            "All replicas must return (or pass) the same structure",
+            f"one has {_sketch(first)} and another {_sketch(other)}",
+            "Make every replica return the same containers, lengths and keys.",
+        )
+    )
+
+
+def _sketch(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with keys {sorted(map(str, value))}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of length {len(value)}"
+    return f"a {type(value).__name__}"

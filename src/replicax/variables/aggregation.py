@@ -1,0 +1,113 @@
+"""How the writes of several replicas become one write, and a write reaches every copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax.collectives import in_replica
+from replicax.contexts import frames
+from replicax.contexts.frames import Frame
+from replicax.foundation import errors
+from replicax.foundation.options import ReduceOp, VariableAggregation
+from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
+from replicax.values.indexed_slices import IndexedSlices
+from replicax.variables import updates
+
+
+def change_from_replicas(variable: Any, frame: Frame, kind: str, payload: Any) -> None:
+    """Applies the aggregate of what all replicas pass to every copy of a variable."""
+    require_aggregation(variable, kind)
+    assert frame.executor is not None
+    if frame.overlay is not None and not frame.overlay.meets_other_replicas:
+        _change_under_gradient(variable, frame, kind, payload)
+        return
+    frame.executor.merge_call(_merged_change, (variable, kind, payload), {})
+
+
+def _merged_change(strategy: Any, variable: Any, kind: str, payload: Any) -> None:
+    combined = combine(strategy, variable, payload)
+    apply_to_copies(variable, frames.current(), kind, combined)
+
+
+def combine(strategy: Any, variable: Any, payload: Any) -> Any:
+    """Aggregates merged payloads as the variable asks."""
+    count = strategy.num_replicas_in_sync
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return _first(payload)
+    op = ReduceOp.from_variable_aggregation(variable.aggregation)
+    if isinstance(payload, PerReplica):
+        return strategy.extended.reduce_to(op, payload, variable)
+    # Every replica passed the same object: plain arithmetic.
+    return scale(payload, count) if op is ReduceOp.SUM else payload
+
+
+def scale(payload: Any, factor: Any) -> Any:
+    """Multiplies a payload; rows of IndexedSlices too."""
+    if isinstance(payload, IndexedSlices):
+        return payload.map_values(lambda v: v * factor)
+    return payload * factor
+
+
+def apply_to_copies(variable: Any, frame: Frame, kind: str, payload: Any) -> None:
+    """Applies one update to every copy of a variable with equal copies."""
+    layout = variable.layout
+    if frame.overlay is not None or layout is None or not layout.is_mesh:
+        own = payload.values[0] if isinstance(payload, Mirrored) else payload
+        if frame.overlay is None and layout is None:
+            own = jax.device_put(own, variable.placement[0])
+        old = variable.read_copy(0) if frame.overlay is None else frame.overlay.read(variable)
+        variable.store_everywhere(frame, updates.apply(kind, old, own))
+        return
+    payloads = payload.values if isinstance(payload, Mirrored) else [payload] * layout.num_replicas
+    new = [
+        updates.apply(kind, variable.read_copy(i), jax.device_put(p, layout.devices[i]))
+        for i, p in enumerate(payloads)
+    ]
+    variable.store_copies(new)
+
+
+def require_aggregation(variable: Any, kind: str) -> None:
+    """Raises where the writes of several replicas cannot become one."""
+    if variable.aggregation is VariableAggregation.NONE:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"`{kind}` on variable {variable.name!r} in replica context needs a rule to "
+                "combine what the replicas write",
+                "its aggregation is NONE",
+                "Create it with aggregation=rx.VariableAggregation.SUM, MEAN or "
+                "ONLY_FIRST_REPLICA.",
+            )
+        )
+    first = variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
+    if kind in updates.NOT_REDUCIBLE and not first:
+        raise errors.UnsupportedError(
+            errors.message(
+                f"`{kind}` on variable {variable.name!r} in replica context needs aggregation "
+                "ONLY_FIRST_REPLICA",
+                f"its aggregation is {variable.aggregation.name}",
+                "Rows of several replicas cannot be summed or averaged there: change the "
+                "aggregation, or write in cross-replica context.",
+            )
+        )
+
+
+def _change_under_gradient(variable: Any, frame: Frame, kind: str, payload: Any) -> None:
+    """Aggregates values that `rx.value_and_grad` is differentiating, then writes its copy."""
+    assert frame.executor is not None and frame.overlay is not None
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        gather = frame.executor.all_gather
+        combined = jax.tree.map(lambda x: gather(jnp.expand_dims(x, 0), 0)[0], payload)
+    else:
+        op = ReduceOp.from_variable_aggregation(variable.aggregation)
+        combined = frame.executor.all_reduce(op, payload, None)
+    old = frame.overlay.read(variable)
+    frame.overlay.write(variable, updates.apply(kind, old, jax.lax.stop_gradient(combined)))
+
+
+def _first(payload: Any) -> Any:
+    if isinstance(payload, TracedPerReplica):
+        return jax.tree.map(in_replica.first_replica, payload.local)
+    return payload.values[0] if isinstance(payload, PerReplica) else payload

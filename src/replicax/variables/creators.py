@@ -1,0 +1,235 @@
+"""How a call of `rx.Variable` becomes a variable: the stack of creators, and its arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.foundation import errors, jax_compat
+from replicax.foundation.options import VariableAggregation, VariableSynchronization
+from replicax.values.array_surface import as_operand
+
+Creator = Callable[..., Any]
+
+_creators: contextvars.ContextVar[tuple[Creator, ...]] = contextvars.ContextVar(
+    "replicax_variable_creators", default=()
+)
+
+
+class _Bottom:
+    """What lies below the stacks of all threads."""
+
+    # Makes a variable when no creator is left to ask; set by variables/plain.py.
+    last_resort: Creator
+    # The creator of the strategy that `experimental_set_strategy` installed.
+    installed: tuple[Creator, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableAttributes:
+    """What is fixed about a variable when it is created."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    trainable: bool
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+    constraint: Any = None
+
+    def named(self, name: str) -> VariableAttributes:
+        """Returns the same attributes under another name."""
+        return dataclasses.replace(self, name=name)
+
+
+def create(
+    initial_value: Any = None,
+    trainable: bool | None = None,
+    *,
+    name: str | None = None,
+    dtype: Any = None,
+    shape: Any = None,
+    synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+    aggregation: VariableAggregation = VariableAggregation.NONE,
+    constraint: Any = None,
+    **unknown: Any,
+) -> Any:
+    """Asks the creators of this thread, innermost first, for a variable."""
+    ignored = {"validate_shape", "caching_device", "variable_def", "import_scope"}
+    if set(unknown) - ignored:
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "rx.Variable takes initial_value, trainable, name, dtype, shape, "
+                "synchronization, aggregation and constraint",
+                f"{sorted(set(unknown) - ignored)} was given",
+                "Leave it out.",
+            )
+        )
+    kwargs = {
+        "initial_value": initial_value,
+        "trainable": trainable,
+        "name": name,
+        "dtype": dtype,
+        "shape": shape,
+        "synchronization": synchronization,
+        "aggregation": aggregation,
+        "constraint": constraint,
+    }
+    # The last creator is asked first; each gets the one before it as `next_creator`.
+    chain = (*_Bottom.installed, *_creators.get())
+    return functools.reduce(_bind, chain, _Bottom.last_resort)(**kwargs)
+
+
+def _bind(next_creator: Creator, creator: Creator) -> Creator:
+    return functools.partial(creator, next_creator)
+
+
+def set_last_resort(creator: Creator) -> None:
+    """Sets the creator at the bottom of every stack."""
+    _Bottom.last_resort = creator
+
+
+def is_last_resort(creator: Creator) -> bool:
+    """Tells whether no creator of the user's is left to ask."""
+    return creator is _Bottom.last_resort
+
+
+def install(*creator: Creator) -> None:
+    """Sets the creators below the stacks of all threads."""
+    _Bottom.installed = creator
+
+
+@contextlib.contextmanager
+def variable_creator_scope(variable_creator: Creator) -> Iterator[None]:
+    """Lets `variable_creator(next_creator, **kwargs)` make the variables created inside.
+
+    >>> import replicax as rx
+    >>> def frozen(next_creator, **kwargs):
+    ...     return next_creator(**{**kwargs, "trainable": False})
+    >>> with rx.variable_creator_scope(frozen):
+    ...     rx.Variable(1.0).trainable
+    False
+    """
+    before = _creators.get()
+    mine = (*before, variable_creator)
+    _creators.set(mine)
+    try:
+        yield
+    finally:
+        if _creators.get() is mine:
+            _creators.set(before)
+        else:
+            raise errors.ContextError(
+                errors.message(
+                    "Variable creator scopes must be left in the reverse order of entering",
+                    "an inner one is still open",
+                    "Leave the inner scope first (a variable creator scope nesting error).",
+                )
+            )
+
+
+def creator_stack() -> tuple[Creator, ...]:
+    """Returns the creators of this thread, outermost first."""
+    return _creators.get()
+
+
+def set_creator_stack(creators: tuple[Creator, ...]) -> None:
+    """Replaces the creators of this thread."""
+    _creators.set(creators)
+
+
+def resolve_attributes(kwargs: dict[str, Any], initial: Any) -> VariableAttributes:
+    """Checks the arguments of `rx.Variable` and fills in the defaults."""
+    synchronization = _member(VariableSynchronization, "synchronization", kwargs)
+    aggregation = _member(VariableAggregation, "aggregation", kwargs)
+    if synchronization is VariableSynchronization.NONE:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`synchronization` must be AUTO, ON_WRITE or ON_READ",
+                "it is NONE",
+                "Leave it out, or pass ON_READ for copies that are combined when read.",
+            )
+        )
+    is_float = jnp.issubdtype(initial.dtype, jnp.inexact)
+    if aggregation is VariableAggregation.MEAN and not is_float:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "aggregation MEAN needs a variable of floating type",
+                f"the type is {initial.dtype}",
+                "Pass dtype=, or aggregate with SUM or ONLY_FIRST_REPLICA.",
+            )
+        )
+    on_read = synchronization is VariableSynchronization.ON_READ
+    trainable = kwargs.get("trainable")
+    return VariableAttributes(
+        name=kwargs.get("name") or "Variable",
+        shape=tuple(initial.shape),
+        dtype=initial.dtype,
+        trainable=not on_read if trainable is None else bool(trainable),
+        synchronization=synchronization,
+        aggregation=aggregation,
+        constraint=kwargs.get("constraint"),
+    )
+
+
+def initial_array(kwargs: dict[str, Any]) -> Any:
+    """Returns the initial value as an array of a strong type.
+
+    Inside a trace, a function is called outside of it; a value that the trace computed
+    stays with the trace, and the compiled function computes it once, on its first call.
+    """
+    value, dtype = kwargs.get("initial_value"), kwargs.get("dtype")
+    if value is None:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "rx.Variable needs an initial value",
+                "none was given",
+                "Pass an array, a number, or a function that returns one.",
+            )
+        )
+    with jax_compat.eagerly():
+        value = as_operand(value() if callable(value) else value)
+        if not jax_compat.is_traced(value):
+            try:
+                array = jnp.asarray(value)
+                value = jnp.array(array, dtype=dtype or array.dtype, copy=True)
+            except (TypeError, ValueError) as error:
+                raise errors.ArgumentTypeError(
+                    errors.message(
+                        "The initial value of a variable must become an array",
+                        f"{type(value).__name__} cannot: {error}",
+                        "Pass numbers, arrays or nested lists of equal lengths.",
+                    )
+                ) from None
+    if jax_compat.is_traced(value):
+        value = jnp.array(value, dtype=dtype or value.dtype)
+    shape = kwargs.get("shape")
+    if shape is not None and tuple(np.atleast_1d(shape) if shape != () else ()) != value.shape:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"The initial value must have shape {shape}",
+                f"it has shape {value.shape}",
+                "Correct `shape=` or the initial value.",
+            )
+        )
+    return value
+
+
+def _member(enum_type: Any, argument: str, kwargs: dict[str, Any]) -> Any:
+    value = kwargs.get(argument)
+    if isinstance(value, enum_type):
+        return value
+    raise errors.InvalidArgumentError(
+        errors.message(
+            f"`{argument}` must be a member of rx.{enum_type.__name__}",
+            f"it is {value!r}",
+            f"Pass one of {', '.join(enum_type.__members__)}.",
+        )
+    )

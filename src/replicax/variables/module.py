@@ -1,0 +1,79 @@
+"""`Module`: an object that finds the variables among its attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from replicax.variables.variable import Variable
+
+
+class Module:
+    """Base for models: collects variables from attributes, lists, dicts and submodules.
+
+    >>> import replicax as rx
+    >>> class Dense(rx.Module):
+    ...     def __init__(self):
+    ...         super().__init__(name="dense")
+    ...         self.w = rx.Variable([1.0, 2.0], name="w")
+    >>> [v.name for v in Dense().trainable_variables]
+    ['w']
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self._name = name or _snake_case(type(self).__name__)
+
+    @property
+    def name(self) -> str:
+        """The name of the module."""
+        return getattr(self, "_name", _snake_case(type(self).__name__))
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """All variables, each once, in the order of attribute names."""
+        return tuple(_unique(_walk(self, Variable, set())))
+
+    @property
+    def trainable_variables(self) -> tuple[Variable, ...]:
+        """The variables that optimizers change."""
+        return tuple(v for v in self.variables if v.trainable)
+
+    @property
+    def non_trainable_variables(self) -> tuple[Variable, ...]:
+        """The variables that optimizers leave alone."""
+        return tuple(v for v in self.variables if not v.trainable)
+
+    @property
+    def submodules(self) -> tuple[Module, ...]:
+        """All modules below this one."""
+        return tuple(m for m in _unique(_walk(self, Module, set())) if m is not self)
+
+
+def _walk(value: Any, kind: type, seen: set[int]) -> Iterator[Any]:
+    if isinstance(value, kind):
+        yield value
+    if isinstance(value, Variable) or id(value) in seen:
+        return
+    children: list[Any] = []
+    if isinstance(value, Module):
+        children = [v for _, v in sorted(vars(value).items())]
+    elif isinstance(value, Mapping):
+        children = [value[key] for key in sorted(value, key=str)]
+    elif isinstance(value, list | tuple | set):
+        children = list(value)
+    if children:
+        seen.add(id(value))
+    for child in children:
+        yield from _walk(child, kind, seen)
+
+
+def _unique(values: Iterator[Any]) -> list[Any]:
+    found: dict[int, Any] = {}
+    for value in values:
+        found.setdefault(id(value), value)
+    return list(found.values())
+
+
+def _snake_case(name: str) -> str:
+    pieces = ["_" + c.lower() if c.isupper() else c for c in name]
+    return "".join(pieces).lstrip("_")

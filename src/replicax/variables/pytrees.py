@@ -1,0 +1,60 @@
+"""The bridge to models of other JAX libraries: pytrees of arrays as variables, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.variables.variable import Variable
+
+
+def make_variables(
+    tree: Any, *, trainable: bool | None = None, name: str = "", **attributes: Any
+) -> Any:
+    """Replaces every array of a pytree by a variable; other leaves stay as they are.
+
+    Works on the parameters of any JAX library: nested dicts, flax states, equinox modules.
+    Variables are named by their path and placed by the strategy in whose scope this runs.
+
+    Args:
+      tree: Any pytree.
+      trainable: As for `rx.Variable`; by default, arrays of floating type are trainable.
+      name: A prefix for the names.
+      **attributes: Further arguments of `rx.Variable`, such as `aggregation`.
+
+    >>> import jax.numpy as jnp
+    >>> make_variables({"w": jnp.ones(2)})["w"]
+    <rx.Variable 'w:0' shape=(2,) dtype=float32, numpy=array([1., 1.], dtype=float32)>
+    """
+
+    def make(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            return leaf
+        is_float = jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
+        own = "/".join(filter(None, [name, *(_part(p) for p in path)]))
+        return Variable(
+            leaf, is_float if trainable is None else trainable, name=own or None, **attributes
+        )
+
+    return jax.tree_util.tree_map_with_path(make, tree)
+
+
+def read_variables(tree: Any) -> Any:
+    """Replaces every variable of a pytree by its value: the way back from `make_variables`.
+
+    >>> import jax.numpy as jnp
+    >>> read_variables(make_variables({"w": jnp.ones(2)}))
+    {'w': Array([1., 1.], dtype=float32)}
+    """
+    return jax.tree.map(
+        lambda leaf: leaf.read_value() if isinstance(leaf, Variable) else leaf, tree
+    )
+
+
+def _part(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)

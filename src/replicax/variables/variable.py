@@ -1,0 +1,386 @@
+"""`Variable`: state that looks like an array, and knows how its kind is read and written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from replicax.contexts import frames
+from replicax.contexts.frames import Frame, Mode
+from replicax.foundation import devices, errors, gate, jax_compat
+from replicax.foundation.jax_compat import Device
+from replicax.foundation.options import VariableAggregation, VariableSynchronization
+from replicax.values import printing
+from replicax.values.array_surface import ArraySurface, elementwise_equal
+from replicax.values.indexed_slices import IndexedSlices
+from replicax.variables import creators, updates
+
+
+class _VariableMeta(type):
+    """Sends `rx.Variable(...)` through the creator stack, so that scopes can replace it."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is Variable:
+            return creators.create(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+class Variable(ArraySurface, metaclass=_VariableMeta):
+    """An array that can be changed, placed by the strategy in whose scope it is made.
+
+    Args:
+      initial_value: An array-like, or a function without arguments that returns one.
+      trainable: Whether optimizers change it; by default yes, unless synchronized ON_READ.
+      name: Its name; need not be unique.
+      dtype: Its type, if not that of the initial value.
+      shape: Its shape, if the initial value is to be checked against one.
+      synchronization: When copies are brought into agreement.
+      aggregation: How the replicas' writes (or ON_READ copies) become one value.
+
+    >>> v = Variable(1.0, name="v")
+    >>> v.assign_add(2.0)
+    <rx.Variable 'v:0' shape=() dtype=float32, numpy=3.0>
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "aggregation",
+        "constraint",
+        "dtype",
+        "is_lent",
+        "layout",
+        "name",
+        "owner",
+        "shape",
+        "stored",
+        "synchronization",
+        "trainable",
+    )
+    # Whether `stored` holds the values of all replicas next to each other.
+    is_per_replica = False
+
+    def __init__(
+        self,
+        attributes: creators.VariableAttributes,
+        stored: jax.Array | None,
+        *,
+        owner: Any = None,
+        layout: Any = None,
+    ) -> None:
+        self.name: str = attributes.name
+        self.shape: tuple[int, ...] = attributes.shape
+        self.dtype = attributes.dtype
+        self.trainable = attributes.trainable
+        self.synchronization: VariableSynchronization = attributes.synchronization
+        self.aggregation: VariableAggregation = attributes.aggregation
+        self.constraint = attributes.constraint
+        # The strategy's StrategyExtended, or None outside of every scope.
+        self.owner = owner
+        self.layout = layout
+        # The array behind the variable; None until a compiled function that creates the
+        # variable has run. Read and replaced by compiled functions, under `gate.state`.
+        self.stored: Any = stored
+        # Whether somebody else may hold (a part of) `stored`: then it must not be donated.
+        self.is_lent = True
+
+    # Facts.
+
+    @property
+    def placement(self) -> tuple[Device, ...]:
+        """The devices that hold a copy."""
+        if self.layout is not None:
+            return self.layout.devices
+        if self.stored is None or jax_compat.is_traced(self.stored):
+            return (devices.current(),)
+        return tuple(self.stored.devices())
+
+    @property
+    def device(self) -> str:
+        """The canonical name of the first device that holds a copy."""
+        return devices.name_of(self.placement[0])
+
+    @property
+    def sharding_of_stored(self) -> Sharding | None:
+        """The sharding that new values of `stored` must have; None to leave it to JAX."""
+        return None if self.stored is None else self.stored.sharding
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def components(self) -> tuple[Variable, ...]:
+        """The copies of the variable; itself, if there is only one."""
+        return (self,)
+
+    def ref(self) -> int:
+        """Returns a key that identifies this variable."""
+        return id(self)
+
+    # Reading.
+
+    def read_value(self) -> Any:
+        """Returns the current value as an array."""
+        return self.read_in(frames.current())
+
+    value = read_value
+
+    def numpy(self) -> np.ndarray:
+        """Returns a copy of the current value."""
+        return np.array(self.read_value(), copy=True)
+
+    def read_in(self, frame: Frame) -> Any:
+        """Returns the value that code in `frame` sees."""
+        if frame.overlay is not None:
+            return frame.overlay.read(self)
+        require_readable(self)
+        with gate.state():
+            self.is_lent = True
+            array = self.stored
+        if frame.replica_id is not None and frame.layout is not None:
+            return jax.device_put(array, frame.layout.devices[frame.replica_id])
+        return array
+
+    def sparse_read(self, indices: Any) -> Any:
+        """Returns the rows with the given indices."""
+        return jnp.take(self.read_value(), jnp.asarray(indices), axis=0)
+
+    def gather_nd(self, indices: Any) -> Any:
+        """Returns the elements or rows at vectors of indices."""
+        return self.read_value()[tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))]
+
+    # Writing.
+
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Sets the value."""
+        return self._change("assign", value, read_value)
+
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Adds to the value."""
+        return self._change("assign_add", delta, read_value)
+
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Subtracts from the value."""
+        return self._change("assign_sub", delta, read_value)
+
+    def scatter_add(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Adds rows."""
+        return self._change("scatter_add", sparse_delta)
+
+    def scatter_sub(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Subtracts rows."""
+        return self._change("scatter_sub", sparse_delta)
+
+    def scatter_mul(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Multiplies rows."""
+        return self._change("scatter_mul", sparse_delta)
+
+    def scatter_div(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Divides rows."""
+        return self._change("scatter_div", sparse_delta)
+
+    def scatter_min(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Takes the smaller of old and given rows, element by element."""
+        return self._change("scatter_min", sparse_delta)
+
+    def scatter_max(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Takes the larger of old and given rows, element by element."""
+        return self._change("scatter_max", sparse_delta)
+
+    def scatter_update(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Replaces rows."""
+        return self._change("scatter_update", sparse_delta)
+
+    def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        """Adds elements or rows at vectors of indices."""
+        return self._change("scatter_add", IndexedSlices(updates, indices))
+
+    def scatter_nd_sub(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        """Subtracts elements or rows at vectors of indices."""
+        return self._change("scatter_sub", IndexedSlices(updates, indices))
+
+    def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        """Replaces elements or rows at vectors of indices."""
+        return self._change("scatter_update", IndexedSlices(updates, indices))
+
+    def _change(self, kind: str, payload: Any, read_value: bool = True) -> Any:
+        frame = frames.current()
+        self.check_frame(frame, f"`{kind}` of")
+        self.change_in(frame, kind, updates.checked_payload(self, kind, payload))
+        return self if read_value else None
+
+    def change_in(self, frame: Frame, kind: str, payload: Any) -> None:
+        """Applies an update from code in `frame`."""
+        layout = frame.layout
+        if frame.mode is Mode.REPLICA and layout is not None and layout.num_replicas > 1:
+            raise errors.ContextError(
+                errors.message(
+                    f"A write to variable {self.name!r} by several replicas needs copies "
+                    "that the strategy keeps in agreement",
+                    f"the variable was created outside the scope of {frame.describe()}",
+                    "Create it inside `with strategy.scope():`, with an `aggregation=`.",
+                )
+            )
+        self.store(frame, updates.apply(kind, self.read_in(frame), payload))
+
+    def read_copy(self, replica_id: int) -> Any:
+        """Returns one copy, whatever code is running."""
+        del replica_id
+        with gate.state():
+            self.is_lent = True
+            return self.stored
+
+    def store_everywhere(self, frame: Frame, value: Any) -> None:
+        """Replaces the value of every copy."""
+        self.store(frame, value)
+
+    def store(self, frame: Frame, value: Any) -> None:
+        """Replaces the value, in the view that code in `frame` has of it."""
+        if frame.overlay is not None:
+            frame.overlay.write(self, value)
+            return
+        require_concrete(self, value)
+        with gate.state():
+            self.stored = jax.device_put(value, self.sharding_of_stored)
+            self.is_lent = True
+
+    # Being part of a program.
+
+    def check_frame(self, frame: Frame, what: str) -> None:
+        """Raises if the variable belongs to another strategy than the one in force."""
+        owner = self.owner
+        if owner is None or frame.is_default or frame.strategy is owner.container_strategy:
+            return
+        raise errors.ContextError(
+            errors.message(
+                f"{what} variable {self.name!r} needs the strategy that owns it, "
+                f"{type(owner.container_strategy).__name__}",
+                f"this is {frame.describe()}",
+                "Leave that scope first, or create the variable in it.",
+            )
+        )
+
+    def initialize(self, value: Any) -> None:
+        """Gives a variable that a compiled function created its first value."""
+        self.stored = jnp.array(value, dtype=self.dtype, copy=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        clone = copy.copy(self)
+        memo[id(self)] = clone
+        return clone
+
+    def __copy__(self) -> Variable:
+        clone = type(self).__new__(type(self))
+        for cls in type(self).__mro__:
+            for slot in getattr(cls, "__slots__", ()):
+                if slot != "__weakref__" and hasattr(self, slot):
+                    object.__setattr__(clone, slot, getattr(self, slot))
+        # Both now hold one array; whoever is donated first copies it.
+        self.is_lent = clone.is_lent = True
+        return clone
+
+    def _as_array(self) -> Any:
+        frame = frames.current()
+        self.check_frame(frame, "The value of")
+        return self.read_in(frame)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a variable without dimensions")
+        return self.shape[0]
+
+    def __eq__(self, other: object) -> Any:
+        return True if other is self and not self.shape else elementwise_equal(self, other)
+
+    def __ne__(self, other: object) -> Any:
+        equal = self.__eq__(other)
+        return equal if equal is NotImplemented else jnp.logical_not(equal)
+
+    __hash__ = object.__hash__
+
+    def describe(self) -> str:
+        """Describes one copy by name, shape, type and content."""
+        head = f"<rx.Variable '{self.name}:0' shape={self.shape} dtype={self.dtype}"
+        value = None if self.stored is None else self.read_in(frames.current())
+        if value is None or jax_compat.is_traced(value):
+            return f"{head}, traced>"
+        return f"{head}, numpy={printing.content(value)}>"
+
+    def __repr__(self) -> str:
+        return self.describe()
+
+
+def require_readable(variable: Variable) -> None:
+    """Raises where a read would be frozen into a program that JAX caches."""
+    if variable.stored is None:
+        raise errors.TracingError(
+            errors.message(
+                f"Variable {variable.name!r} needs a value",
+                "the compiled function that creates it has not finished its first call",
+                "Read it after that call, or inside the same function.",
+            )
+        )
+    if jax_compat.is_staging():
+        raise errors.TracingError(
+            errors.message(
+                f"A read of variable {variable.name!r} inside traced code needs `rx.function`",
+                "the surrounding jax.jit, scan, cond or while would keep today's value for ever",
+                "Use `rx.function` instead of `jax.jit`, or read the variable before the loop.",
+            )
+        )
+
+
+def require_concrete(variable: Variable, value: Any) -> None:
+    """Raises if the value would leave the trace it belongs to."""
+    if any(map(jax_compat.is_traced, jax.tree.leaves(value))) or jax_compat.is_staging():
+        raise errors.TracingError(
+            errors.message(
+                f"A write to variable {variable.name!r} inside traced code needs `rx.function`",
+                "the code runs under a bare jax.jit, jax.grad, jax.vmap, scan or the like",
+                "Use `rx.function` and `rx.value_and_grad` instead.",
+            )
+        )
+
+
+def common_names(variables: Sequence[Variable]) -> str:
+    """Lists variables by name, for messages."""
+    return ", ".join(repr(v.name) for v in variables)
