@@ -14,7 +14,6 @@ from replicax.execution.single import SingleExecutor, run_single
 from replicax.foundation import errors
 from replicax.strategies.base import Strategy
 from replicax.strategies.extended import StrategyExtended
-from replicax.strategies.scope import scope_frame
 from replicax.strategies.updating import update_on_devices, update_variable
 from replicax.tracing.function import Function
 from replicax.variables import creators
@@ -45,6 +44,20 @@ class DefaultExtended(StrategyExtended):
     @override
     def parameter_devices(self) -> tuple[str, ...]:
         return self.worker_devices
+
+    @override
+    def scope_frame(self, location: str) -> Frame:
+        """Stays in the replica context that the default strategy always is in."""
+        return Frame(
+            Mode.REPLICA,
+            self.container_strategy,
+            replica_context=_context,
+            executor=SingleExecutor(self.container_strategy, None),
+            overlay=frames.current().overlay,
+            is_scope=True,
+            is_default=True,
+            opened_at=location,
+        )
 
     @override
     def _call_for_each_replica(self, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -211,5 +224,5 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
                 "Pass a strategy such as rx.MirroredStrategy().",
             )
         )
-    frames.install(scope_frame(strategy, frames.caller_location()))
+    frames.install(strategy.extended.scope_frame(frames.caller_location()))
     creators.install(strategy.extended.creator)

@@ -101,6 +101,17 @@ class StrategyExtended:
 
     # Running.
 
+    def scope_frame(self, location: str) -> Frame:
+        """Returns the frame of code in the scope of the strategy."""
+        return Frame(
+            Mode.CROSS_REPLICA,
+            self.container_strategy,
+            self.layout,
+            overlay=frames.current().overlay if frames.stack() else None,
+            is_scope=True,
+            opened_at=location,
+        )
+
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -23,7 +23,7 @@ class Scope:
     def __enter__(self) -> Any:
         require_scope_allowed(self._strategy, "scope")
         before = creators.creator_stack()
-        frame = scope_frame(self._strategy, self._location)
+        frame = self._strategy.extended.scope_frame(self._location)
         if frames.current().strategy is not self._strategy:
             creators.set_creator_stack((*before, self._strategy.extended.creator))
         self._opened.append((frame, before, devices.explicit()))
@@ -41,30 +41,18 @@ class Scope:
         creators.set_creator_stack(before)
 
 
-def scope_frame(strategy: Any, location: str = "") -> Frame:
-    """Returns the frame of code in the scope of a strategy."""
-    return Frame(
-        Mode.CROSS_REPLICA,
-        strategy,
-        strategy.extended.layout,
-        overlay=frames.current().overlay if frames.stack() else None,
-        is_scope=True,
-        opened_at=location,
-    )
-
-
 @contextlib.contextmanager
 def entered(strategy: Any, api: str) -> Iterator[None]:
     """Enters the scope of a strategy if it is not open yet."""
     require_scope_allowed(strategy, api)
     frame = frames.current()
-    if frame.strategy is strategy and frame.mode is not Mode.REPLICA:
+    if frame.strategy is strategy and (frame.mode is not Mode.REPLICA or frame.is_default):
         yield
         return
     before = creators.creator_stack()
     creators.set_creator_stack((*before, strategy.extended.creator))
     try:
-        with frames.pushed(scope_frame(strategy, frames.caller_location())):
+        with frames.pushed(strategy.extended.scope_frame(frames.caller_location())):
             yield
     finally:
         creators.set_creator_stack(before)

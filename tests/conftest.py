@@ -1,0 +1,99 @@
+"""What every test gets: eight CPU devices, the strategies, the executors, and the police."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import replicax as rx
+
+rx.set_virtual_cpu_devices(8)
+
+import jax  # noqa: E402
+import psutil  # noqa: E402
+import pytest  # noqa: E402
+from strategies_under_test import STRATEGIES  # noqa: E402
+
+# Threads of JAX and of the pool that keeps replica threads for a second.
+_ALLOWED_THREADS = ("replicax-replica", "jax", "pytest_timeout", "ThreadPoolExecutor")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "strategy" in metafunc.fixturenames:
+        names = list(STRATEGIES)
+        marker = metafunc.definition.get_closest_marker("strategies")
+        if marker is not None:
+            names = [n for n in names if n in marker.args]
+        metafunc.parametrize("strategy", names, indirect=True)
+    if "run" in metafunc.fixturenames:
+        metafunc.parametrize("run", ["threaded", "compiled", "inside"], indirect=True)
+
+
+@pytest.fixture
+def strategy(request: pytest.FixtureRequest) -> Any:
+    """Each strategy in turn; `@pytest.mark.strategies(...)` picks some."""
+    return STRATEGIES[request.param]()
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Runs a function on replicas: eagerly, as an rx.function, and inside an rx.function."""
+
+    def threaded(strategy: Any, fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return strategy.run(fn, args=args, kwargs=kwargs)
+
+    def compiled(strategy: Any, fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return strategy.run(rx.function(fn), args=args, kwargs=kwargs)
+
+    def inside(strategy: Any, fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+        @rx.function
+        def outer(args: Any, kwargs: Any) -> Any:
+            return strategy.run(fn, args=args, kwargs=kwargs)
+
+        return outer(tuple(args), kwargs or {})
+
+    chosen = {"threaded": threaded, "compiled": compiled, "inside": inside}[request.param]
+    chosen.executor = request.param  # type: ignore[attr-defined]
+    return chosen
+
+
+@pytest.fixture(autouse=True)
+def police() -> Iterator[None]:
+    """Fails a test that leaves an environment variable, thread, process, file or scope."""
+    env = dict(os.environ)
+    threads = set(threading.enumerate())
+    process = psutil.Process()
+    children = {c.pid for c in process.children(recursive=True)}
+    num_fds = process.num_fds()
+    yield
+    env.pop("PYTEST_CURRENT_TEST", None)
+    now = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    assert now == env, "environment variables leaked"
+    left = [t for t in set(threading.enumerate()) - threads if t.is_alive()]
+    left = [t for t in left if not t.name.startswith(_ALLOWED_THREADS)]
+    assert not left, f"threads leaked: {left}"
+    assert {c.pid for c in process.children(recursive=True)} <= children, "processes leaked"
+    if process.num_fds() > num_fds + 2:
+        gc.collect()
+        assert process.num_fds() <= num_fds + 2, "file descriptors leaked"
+    assert not rx.has_strategy(), "a strategy is still in scope"
+    assert not rx.in_cross_replica_context(), "a cross-replica context is still open"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def replica_threads_retire() -> Iterator[None]:
+    """Fails the session if idle replica threads outlive their second."""
+    yield
+    deadline = time.monotonic() + 10
+    while any(t.name == "replicax-replica" for t in threading.enumerate()):
+        assert time.monotonic() < deadline, "replica threads do not retire"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def devices() -> list[Any]:
+    return jax.devices("cpu")
