@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from replicax.foundation import errors
 
 if TYPE_CHECKING:
-    from replicax.contexts.overlay import Overlay
+    from replicax.contexts.overlay import EagerReads, Overlay
     from replicax.values.layout import ReplicaLayout
 
 
@@ -48,12 +48,14 @@ class Frame:
       replica_context: What `get_replica_context` returns.
       executor: What runs the replicas, in replica mode.
       overlay: Values of variables inside the innermost trace or gradient, if any.
+      eager_reads: Makes reads inside traces safe, in eager replica code.
       is_scope: Whether `scope` pushed this frame.
       is_default: Whether the strategy is the default one.
       opened_at: Where in the user's code the frame was opened, for messages.
     """
 
     __slots__ = (
+        "eager_reads",
         "executor",
         "is_default",
         "is_scope",
@@ -76,6 +78,7 @@ class Frame:
         replica_context: Any = None,
         executor: ReplicaExecutor | None = None,
         overlay: Overlay | None = None,
+        eager_reads: EagerReads | None = None,
         is_scope: bool = False,
         is_default: bool = False,
         opened_at: str = "",
@@ -87,6 +90,7 @@ class Frame:
         self.replica_context = replica_context
         self.executor = executor
         self.overlay = overlay
+        self.eager_reads = eager_reads
         self.is_scope = is_scope
         self.is_default = is_default
         self.opened_at = opened_at
@@ -107,6 +111,7 @@ class Frame:
             replica_context=self.replica_context,
             executor=self.executor,
             overlay=overlay,
+            eager_reads=self.eager_reads,
             is_scope=self.is_scope,
             is_default=self.is_default,
             opened_at=self.opened_at,

@@ -123,13 +123,38 @@ class Overlay:
         self.parent.adopt(variable, initial_value)
 
 
+class EagerReads:
+    """Remembers that eager replica code read variables in traces of its own, such as a scan.
+
+    While it is entered, such reads are safe: see Note [Variables inside nested traces].
+    """
+
+    def __init__(self) -> None:
+        self._has_inner_reads = False
+        self._epochs = contextlib.ExitStack()
+
+    def note(self) -> None:
+        """Notes a read inside a trace."""
+        self._has_inner_reads = True
+
+    def renew(self) -> None:
+        """Forgets the traces that read variables, after variables were written."""
+        if self._has_inner_reads:
+            self._has_inner_reads = False
+            self._epochs.enter_context(jax_compat.trace_epoch(next_epoch()))
+
+    def __enter__(self) -> EagerReads:
+        self._epochs.enter_context(jax_compat.trace_epoch(_Epoch.newest))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._epochs.close()
+        if self._has_inner_reads:
+            next_epoch()
+
+
 def next_epoch() -> int:
     """Moves on to an epoch in which no JAX trace is cached."""
     with _Epoch.lock:
         _Epoch.newest = next(_epochs)
         return _Epoch.newest
-
-
-def epoch_scope() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager under which JAX's trace caches are of the newest epoch."""
-    return jax_compat.trace_epoch(_Epoch.newest)

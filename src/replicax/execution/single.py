@@ -12,6 +12,7 @@ from replicax.collectives import in_replica
 from replicax.collectives.arguments import checked_axis, gather_of_slices, require_array
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.overlay import EagerReads
 from replicax.contexts.replica_context import ReplicaContext
 from replicax.foundation import devices, jax_compat
 from replicax.foundation.options import ReduceOp
@@ -74,6 +75,7 @@ def run_single(
     if layout is not None and overlay is not None:
         note_layout(overlay, layout)
     replica_id = layout.replica_ids[0] if layout is not None else default_replica_id()
+    reads = EagerReads()
     inner = Frame(
         Mode.REPLICA,
         strategy,
@@ -82,11 +84,12 @@ def run_single(
         replica_context=ReplicaContext(strategy, replica_id),
         executor=SingleExecutor(strategy, layout),
         overlay=overlay,
+        eager_reads=reads,
         is_default=layout is None,
         opened_at=frame.opened_at,
     )
     own_args, own_kwargs = select(0, (args, kwargs))
-    with _on_device(layout), frames.pushed(inner):
+    with reads, _on_device(layout), frames.pushed(inner):
         return fn(*own_args, **own_kwargs)
 
 

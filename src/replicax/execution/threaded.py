@@ -19,8 +19,9 @@ from typing import Any
 
 import jax
 
-from replicax.contexts import frames, overlay
+from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.overlay import EagerReads
 from replicax.contexts.replica_context import ReplicaContext
 from replicax.execution import eager_collectives
 from replicax.execution.replica_threads import replica_threads
@@ -103,7 +104,7 @@ class ThreadedRun:
             replica.parked.release()
 
     def _call(self, i: int) -> Any:
-        with self._replica_frame(i), overlay.epoch_scope():
+        with EagerReads() as reads, self._replica_frame(i, reads):
             args, kwargs = map_structure(
                 lambda leaf: self._localize(i, leaf), select(i, (self._args, self._kwargs))
             )
@@ -118,7 +119,7 @@ class ThreadedRun:
                 raise
 
     @contextlib.contextmanager
-    def _replica_frame(self, i: int) -> Iterator[None]:
+    def _replica_frame(self, i: int, reads: EagerReads) -> Iterator[None]:
         context = ReplicaContext(self._strategy, self._layout.replica_ids[i])
         frame = Frame(
             Mode.REPLICA,
@@ -127,6 +128,7 @@ class ThreadedRun:
             replica_id=i,
             replica_context=context,
             executor=self,
+            eager_reads=reads,
             opened_at=self._opened_at,
         )
         with devices.device(self._layout.devices[i]), frames.pushed(frame):
@@ -163,8 +165,12 @@ class ThreadedRun:
         replica_id = frame.replica_id
         assert replica_id is not None
         if replica_id < self._count - 1:
-            return self._park(self._others[replica_id], (merge_fn, args, kwargs))
-        return self._merge(merge_fn, args, kwargs)
+            answer = self._park(self._others[replica_id], (merge_fn, args, kwargs))
+        else:
+            answer = self._merge(merge_fn, args, kwargs)
+        if frame.eager_reads is not None:
+            frame.eager_reads.renew()
+        return answer
 
     def all_reduce(self, op: Any, value: Any, options: Any) -> Any:
         return eager_collectives.all_reduce(self, op, value, options)

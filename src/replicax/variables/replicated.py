@@ -67,7 +67,7 @@ class MirroredVariable(ReplicatedVariable):
     def read_in(self, frame: Frame) -> Any:
         if frame.overlay is not None:
             return frame.overlay.read(self)
-        require_readable(self)
+        require_readable(self, frame)
         if frame.replica_id is None:
             return self.read_copy(self._replica_on(devices.explicit()))
         return self.read_copy(frame.replica_id)
@@ -141,7 +141,7 @@ class SyncOnReadVariable(ReplicatedVariable):
             if frame.overlay.view is View.LOCAL and is_seen_from_outside:
                 return self._combine_local(value)
             return value
-        require_readable(self)
+        require_readable(self, frame)
         if frame.replica_id is not None:
             return self.read_copy(frame.replica_id)
         with gate.state():
@@ -290,7 +290,7 @@ class VariableComponent(Variable):
     def read_in(self, frame: Frame) -> Any:
         overlay = frame.overlay
         if overlay is None:
-            require_readable(self.container)
+            require_readable(self.container, frame)
             return self.container.read_copy(self.replica_id)
         value = overlay.read(self.container)
         if self.container.is_per_replica and overlay.view is View.STORED:

@@ -140,7 +140,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         """Returns the value that code in `frame` sees."""
         if frame.overlay is not None:
             return frame.overlay.read(self)
-        require_readable(self)
+        require_readable(self, frame)
         with gate.state():
             self.is_lent = True
             array = self.stored
@@ -246,6 +246,8 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         frame = frames.current()
         self.check_frame(frame, f"`{kind}` of")
         self.change_in(frame, kind, updates.checked_payload(self, kind, payload))
+        if frame.eager_reads is not None:
+            frame.eager_reads.renew()
         return self if read_value else None
 
     def change_in(self, frame: Frame, kind: str, payload: Any) -> None:
@@ -349,7 +351,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         return self.describe()
 
 
-def require_readable(variable: Variable) -> None:
+def require_readable(variable: Variable, frame: Frame) -> None:
     """Raises where a read would be frozen into a program that JAX caches."""
     if variable.stored is None:
         raise errors.TracingError(
@@ -359,7 +361,9 @@ def require_readable(variable: Variable) -> None:
                 "Read it after that call, or inside the same function.",
             )
         )
-    if jax_compat.is_staging():
+    if not jax_compat.is_staging():
+        return
+    if frame.eager_reads is None:
         raise errors.TracingError(
             errors.message(
                 f"A read of variable {variable.name!r} inside traced code needs `rx.function`",
@@ -367,6 +371,7 @@ def require_readable(variable: Variable) -> None:
                 "Use `rx.function` instead of `jax.jit`, or read the variable before the loop.",
             )
         )
+    frame.eager_reads.note()
 
 
 def require_concrete(variable: Variable, value: Any) -> None:
