@@ -250,9 +250,10 @@ class _AllReduce(_PackedReduction):
                 return self._in_outer_trace(op, inside, layout, options), jnp.zeros(())
 
             program = self._programs[key] = jax.jit(reduce_all)
-        with gate.collective_program() as started:
+        with gate.state():
+            gate.take_turn()
             results, token = program(stored)
-            started(token)
+            gate.hand_over(token)
         return [jax.tree.map(lambda a: a.addressable_shards[0].data, r) for r in results]
 
 

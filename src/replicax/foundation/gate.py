@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -36,21 +36,16 @@ def state() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def collective_program() -> Iterator[Callable[[Any], None]]:
-    """Waits until a multi-device program may start; the caller hands in its token.
+def take_turn() -> None:
+    """Waits until a multi-device program may start. The caller holds `state()`."""
+    running, _Door.running = _Door.running, None
+    if running is not None:
+        jax.block_until_ready(running)
 
-    The token is an output of the program that is not given to anybody else.
-    """
-    with _lock:
-        running, _Door.running = _Door.running, None
-        if running is not None:
-            jax.block_until_ready(running)
 
-        def started(token: Any) -> None:
-            _Door.running = token
-
-        yield started
+def hand_over(token: Any) -> None:
+    """Names an output of the program just started, one that is not given to anybody else."""
+    _Door.running = token
 
 
 def needs_turns(devices: tuple[Device, ...]) -> bool:

@@ -132,7 +132,8 @@ class Program:
             jnp.zeros(v.shape, v.dtype) if v.stored is None else v.stored
             for v in captured.variables
         ]
-        with gate.collective_program():
+        with gate.state():
+            gate.take_turn()
             found = jax.jit(initial)(
                 self._on_devices(values), self._constants, self._on_devices(arrays)
             )
@@ -143,16 +144,11 @@ class Program:
     def __call__(self, arrays: list[Any]) -> Any:
         if self._layout is not None:
             arrays = self._on_devices(arrays)
-        if self._takes_turns:
-            with gate.collective_program() as started:
-                outs, token = self._dispatch(arrays)
-                started(token)
-        else:
-            with gate.state():
-                outs, token = self._dispatch(arrays)
+        with gate.state():
+            outs = self._dispatch(arrays)
         return self._results.rebuild(outs, self._mesh)
 
-    def _dispatch(self, arrays: list[Any]) -> tuple[list[Any], Any]:
+    def _dispatch(self, arrays: list[Any]) -> list[Any]:
         # The hot loop: no call per variable but getrefcount.
         old: list[Any] = []
         count_references = sys.getrefcount
@@ -166,7 +162,11 @@ class Program:
         if self._has_foreign:
             homes = [v.stored.sharding for v in self._written]
             old, kept = self._on_devices(old), self._on_devices(kept)
+        if self._takes_turns:
+            gate.take_turn()
         new, outs, token = self._run(old, kept, self._constants, arrays)
+        if self._takes_turns:
+            gate.hand_over(token)
         for variable, value in zip(self._written, new, strict=True):
             variable.stored = value
             variable.is_lent = False
@@ -175,7 +175,7 @@ class Program:
                 here = variable.stored.addressable_shards[0].data
                 variable.stored = jax.device_put(here, home)
                 variable.is_lent = True
-        return outs, token
+        return outs
 
     def _on_devices(self, arrays: list[Any]) -> list[Any]:
         """Copies arrays that live elsewhere onto the devices of the program."""
