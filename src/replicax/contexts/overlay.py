@@ -19,14 +19,15 @@ from typing import Any
 
 from replicax.foundation import errors, jax_compat
 
-_epochs = itertools.count(1)
+_epochs = itertools.count(2)
 
 
 class _Epoch:
     """The newest epoch; the lock protects the move to the next one."""
 
     lock = threading.Lock()
-    newest = 0
+    # Never the default value of `trace_epoch`, which code without an overlay runs under.
+    newest = 1
 
 
 class View(enum.Enum):
@@ -108,6 +109,11 @@ class Overlay:
         if self._has_inner_reads:
             self._has_inner_reads = False
             self._epoch_stack.enter_context(jax_compat.trace_epoch(next_epoch()))
+
+    def note_creation(self, variable: Any) -> None:
+        """Notes that a variable was created inside the trace."""
+        if self.parent is not None:
+            self.parent.note_creation(variable)
 
     def adopt(self, variable: Any, initial_value: Any) -> None:
         """Takes in a variable that was created inside the trace."""

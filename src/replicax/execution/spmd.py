@@ -16,7 +16,7 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import View
 from replicax.contexts.replica_context import ReplicaContext
-from replicax.foundation import errors
+from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import CommunicationOptions, ReduceOp
 from replicax.tracing import capture as capturing
 from replicax.tracing.program import note_layout
@@ -29,6 +29,8 @@ from replicax.values.distributed_values import (
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import AXIS, ReplicaLayout
 from replicax.values.regroup import leaves_of, map_structure
+
+_ARRAYS = (jax.Array, np.ndarray, IndexedSlices)
 
 
 class SpmdExecutor:
@@ -53,8 +55,7 @@ class SpmdExecutor:
         return map_structure(_select, result)
 
     def _merge(self, leaf: Any) -> Any:
-        is_array = isinstance(leaf, jax.Array | np.ndarray | IndexedSlices)
-        return TracedPerReplica(leaf, self._layout) if is_array else leaf
+        return TracedPerReplica(leaf, self._layout) if isinstance(leaf, _ARRAYS) else leaf
 
     def all_reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:
         leaves = [require_array("all_reduce", leaf) for leaf in leaves_of(value)]
@@ -91,6 +92,8 @@ def run_replicas(
     frame = frames.current()
     outer = frame.overlay
     assert outer is not None
+    if outer.view is View.LOCAL:
+        return _run_in_merge_call(strategy, layout, fn, args, kwargs)
     note_layout(outer, layout)
     inputs = _Inputs(layout, args, kwargs)
     overlay = capturing.CapturingOverlay(outer, View.LOCAL)
@@ -113,7 +116,7 @@ def run_replicas(
         with frames.pushed(inner):
             result = fn(*own_args, **own_kwargs)
         outputs.append(_Outputs(result, local, inputs))
-        return outputs[0].arrays
+        return outputs[0].take_arrays()
 
     captured = capturing.capture(body, inputs.local_shapes(), overlay, layout.num_replicas)
     results = _run_captured(captured, layout, outer, inputs)
@@ -123,6 +126,32 @@ def run_replicas(
     for variable, value in zip(captured.created, results[start:], strict=False):
         outer.adopt(variable, value)
     return outputs[0].merge(results[start + len(captured.created) :], layout)
+
+
+def _run_in_merge_call(
+    strategy: Any, layout: ReplicaLayout, fn: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Runs `fn` from `merge_call`: the trace around it already stands for all replicas."""
+    frame = frames.current()
+    inner = Frame(
+        Mode.REPLICA,
+        strategy,
+        layout,
+        replica_context=ReplicaContext(strategy, jax.lax.axis_index(AXIS)),
+        executor=SpmdExecutor(strategy, layout),
+        overlay=frame.overlay,
+        opened_at=frame.opened_at,
+    )
+    own_args, own_kwargs = map_structure(_select, (args, kwargs))
+    given = {id(leaf) for leaf in leaves_of((args, kwargs))}
+    with frames.pushed(inner):
+        result = fn(*own_args, **own_kwargs)
+
+    def wrap(leaf: Any) -> Any:
+        is_own = isinstance(leaf, _ARRAYS) and id(leaf) not in given
+        return TracedPerReplica(leaf, layout) if is_own else leaf
+
+    return map_structure(wrap, result)
 
 
 def _run_captured(
@@ -245,22 +274,29 @@ class _Outputs:
     """What one replica returned, and how the values of all replicas are merged."""
 
     def __init__(self, result: Any, local: Any, inputs: _Inputs) -> None:
-        self.arrays: list[Any] = []
+        self._arrays: list[Any] = []
         self._scalars: list[bool] = []
-        given = {id(local[i]): origin for i, origin in inputs.origins.items()}
-        self._given = given
+        # Arrays that all replicas were given: what hands one back, hands back that object.
+        self._given = {id(local[i]): origin for i, origin in inputs.origins.items()}
         self._skeleton = map_structure(self._record, result)
+
+    def take_arrays(self) -> list[Any]:
+        """Hands the traced arrays over; keeping them would leak the trace."""
+        arrays, self._arrays = self._arrays, []
+        return arrays
 
     def _record(self, leaf: Any) -> Any:
         if id(leaf) in self._given:
-            # Every replica hands back what all were given: the merged result is that.
             return _Constant(self._given[id(leaf)])
         if isinstance(leaf, Mirrored):
             leaf = leaf.values[0]
-        if isinstance(leaf, jax.Array | np.ndarray | IndexedSlices):
+        if isinstance(leaf, jax.Array) and not jax_compat.is_traced(leaf):
+            # Captured from outside, so the same object on every replica.
+            return _Constant(leaf)
+        if isinstance(leaf, _ARRAYS):
             children, treedef = jax.tree.flatten(leaf)
-            start = len(self.arrays)
-            self.arrays += [jnp.asarray(c) for c in children]
+            start = len(self._arrays)
+            self._arrays += [jnp.asarray(c) for c in children]
             self._scalars += [jnp.ndim(c) == 0 for c in children]
             return _Leaf(start, len(children), treedef)
         return _Constant(leaf)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -64,6 +65,9 @@ class ThreadedRun:
         self._count = layout.num_replicas
         self._others = [_Replica() for _ in range(self._count - 1)]
         self._is_aborted = False
+        # What went wrong while replicas met. It reaches the caller even if the code of the
+        # replica in whose thread it happened would have caught it.
+        self._failure: BaseException | None = None
         self._opened_at = frames.current().opened_at
         # Arguments that were copied to a replica's device, by the id of the copy.
         self._moved: dict[int, tuple[Any, Any]] = {}
@@ -75,6 +79,7 @@ class ThreadedRun:
     def run(self) -> Any:
         """Runs all replicas and merges what they return."""
         caller_settings = jax_compat.caller_settings()
+        last = None
         try:
             for i, replica in enumerate(self._others):
                 context = contextvars.copy_context()
@@ -83,11 +88,15 @@ class ThreadedRun:
                 self._wait_parked(replica)
             last = self._call(self._count - 1)
             for i, replica in enumerate(self._others):
-                if not replica.is_done:
+                if not replica.is_done and self._failure is None:
                     raise _different_numbers(i)
-        except BaseException:
+        except BaseException as error:
             self._abort()
-            raise
+            if self._failure is None or self._failure is error:
+                raise
+        if self._failure is not None:
+            self._abort()
+            raise self._failure
         results = [replica.result for replica in self._others] + [last]
         if self._moved:
             results = [map_structure(self._original, result) for result in results]
@@ -162,12 +171,21 @@ class ThreadedRun:
                     "`rx.function`.",
                 )
             )
+        if not jax_compat.is_eager():
+            raise errors.TracingError(
+                errors.message(
+                    "Replicas that run eagerly can meet only outside of JAX transformations",
+                    "`merge_call` is called inside a jax.jit, scan, vmap or grad",
+                    "Compile the whole step with `rx.function` instead.",
+                )
+            )
         replica_id = frame.replica_id
         assert replica_id is not None
         if replica_id < self._count - 1:
             answer = self._park(self._others[replica_id], (merge_fn, args, kwargs))
         else:
-            answer = self._merge(merge_fn, args, kwargs)
+            answer = self._meet(merge_fn, args, kwargs)
+        answer = map_structure(lambda leaf: self._localize(replica_id, leaf), answer)
         if frame.eager_reads is not None:
             frame.eager_reads.renew()
         return answer
@@ -211,6 +229,13 @@ class ThreadedRun:
             raise _Aborted
         answer, replica.answer = replica.answer, None
         return answer
+
+    def _meet(self, merge_fn: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._merge(merge_fn, args, kwargs)
+        except BaseException as error:
+            self._failure = error
+            raise _Aborted from error
 
     def _merge(self, merge_fn: Any, args: Any, kwargs: Any) -> Any:
         calls: list[tuple[Any, Any, Any]] = []
@@ -261,13 +286,17 @@ def _bind(fn: Callable[..., Any], *args: Any) -> Callable[[], None]:
 
 
 def _is_same_function(one: Any, other: Any) -> bool:
-    """Tells whether two functions are one definition, each made by its replica perhaps."""
+    """Tells whether two functions are one definition, made anew by each replica perhaps."""
     if one is other or one == other:
         return True
-    code = getattr(one, "__code__", None)
-    if code is not None:
-        return code is getattr(other, "__code__", None)
-    return type(one) is type(other) and not isinstance(one, type)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, functools.partial):
+        return _is_same_function(one.func, other.func)
+    inner = getattr(one, "python_function", None)
+    if inner is not None:
+        return _is_same_function(inner, other.python_function)
+    return getattr(one, "__code__", one) is getattr(other, "__code__", other)
 
 
 def _different_numbers(replica_id: int) -> errors.ContextError:

@@ -133,6 +133,12 @@ def settings(values: tuple[Any, ...]) -> Iterator[None]:
         yield
 
 
+def any_dtype(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+    """Lets arrays of 64-bit types be made even where the user did not enable them."""
+    is_wide = dtype.itemsize >= 8 and dtype.kind in "iufc"
+    return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
+
+
 def jaxprs_of(jaxpr: Any) -> Iterator[Any]:
     """Yields a jaxpr and all jaxprs inside it."""
     yield jaxpr

@@ -10,12 +10,11 @@ from typing_extensions import override
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.replica_context import ReplicaContext, ValueContext
-from replicax.execution.single import SingleExecutor, run_single
+from replicax.execution.single import SingleExecutor
 from replicax.foundation import errors
 from replicax.strategies.base import Strategy
 from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.updating import update_on_devices, update_variable
-from replicax.tracing.function import Function
 from replicax.variables import creators
 from replicax.variables.variable import Variable
 
@@ -58,12 +57,6 @@ class DefaultExtended(StrategyExtended):
             is_default=True,
             opened_at=location,
         )
-
-    @override
-    def _call_for_each_replica(self, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if isinstance(fn, Function) and frames.current().overlay is None:
-            return fn(*args, **kwargs)
-        return run_single(self.container_strategy, None, fn, args, kwargs)
 
     @override
     def values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
@@ -188,8 +181,8 @@ def has_strategy() -> bool:
     return not frames.current().is_default
 
 
-def get_replica_context() -> ReplicaContext | None:
-    """Returns the replica context of replica code, and None in cross-replica code."""
+def get_replica_context() -> Any:
+    """Returns the `ReplicaContext` of replica code, and None in cross-replica code."""
     return frames.current().replica_context
 
 
@@ -204,7 +197,7 @@ def in_cross_replica_context() -> bool:
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Makes a strategy current everywhere, without a `with` block; None undoes it."""
-    if any(frame.is_scope for frame in frames.stack()):
+    if frames.stack():
         raise errors.ContextError(
             errors.message(
                 "`experimental_set_strategy` must be called outside of every scope",

@@ -121,11 +121,10 @@ class StrategyExtended:
 
     def _call_for_each_replica(self, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         strategy, layout = self.container_strategy, self.layout
-        assert layout is not None
         overlay = frames.current().overlay
         if overlay is None and isinstance(fn, Function):
             return fn.on_replicas(strategy)(*args, **kwargs)
-        if layout.num_replicas == 1:
+        if layout is None or layout.num_replicas == 1:
             return run_single(strategy, layout, fn, args, kwargs)
         if overlay is not None:
             return spmd.run_replicas(strategy, layout, fn, args, kwargs)

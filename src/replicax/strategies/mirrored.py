@@ -20,7 +20,6 @@ from replicax.variables import creators
 from replicax.variables.plain import adopt, create_plain
 from replicax.variables.replicated import (
     MirroredVariable,
-    ReplicatedVariable,
     SyncOnReadVariable,
 )
 from replicax.variables.variable import Variable
@@ -53,13 +52,17 @@ class MirroredExtended(StrategyExtended):
                 part = next_creator(**own)
             if not isinstance(part, Variable):
                 return part
+            if part.stored is None:
+                # Its first value is being traced: there is one trace for all copies.
+                return create_replicated(self, self.layout, **kwargs)
             first = part.read_copy(0) if i == 0 else first
             parts.append(part)
         kwargs = dict(kwargs, initial_value=first, trainable=parts[0].trainable)
         variable = create_replicated(self, self.layout, **kwargs)
-        assert isinstance(variable, ReplicatedVariable)
-        for i, part in enumerate(parts):
-            variable.store_copy(i, part.read_copy(0))
+        with jax_compat.eagerly():
+            copies = [part.read_copy(0) for part in parts]
+            join = self.layout.assemble if variable.is_per_replica else self.layout.from_copies
+            variable.stored = join(copies)
         return variable
 
     @override

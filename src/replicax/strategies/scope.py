@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from replicax.contexts import frames, guards
 from replicax.contexts.frames import Frame, Mode
 from replicax.foundation import devices, errors
+from replicax.foundation.jax_compat import Device
 from replicax.variables import creators
+
+
+class _Opened(NamedTuple):
+    """What a scope found, and made, when it was entered."""
+
+    frame: Frame
+    before: tuple[creators.Creator, ...]
+    inside: tuple[creators.Creator, ...]
+    device: Device | None
 
 
 class Scope:
@@ -17,28 +28,43 @@ class Scope:
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._opened: list[tuple[Frame, Any, Any]] = []
         self._location = frames.caller_location()
+        # Per thread: what to put back on leaving, one entry for each time it was entered.
+        self._threads = threading.local()
 
     def __enter__(self) -> Any:
         require_scope_allowed(self._strategy, "scope")
         before = creators.creator_stack()
         frame = self._strategy.extended.scope_frame(self._location)
-        if frames.current().strategy is not self._strategy:
-            creators.set_creator_stack((*before, self._strategy.extended.creator))
-        self._opened.append((frame, before, devices.explicit()))
+        is_nested = frames.current().strategy is self._strategy and not frame.is_default
+        inside = before if is_nested else (*before, self._strategy.extended.creator)
+        creators.set_creator_stack(inside)
+        self._opened().append(_Opened(frame, before, inside, devices.explicit()))
         frames.push(frame)
         return self._strategy
 
     def __exit__(self, *_: Any) -> None:
-        frame, before, device = self._opened[-1]
-        if devices.explicit() is not device:
+        if not self._opened():
+            raise errors.ContextError(
+                errors.message(
+                    "A scope must be entered before it is left",
+                    "this one is not open in this thread",
+                    "Use `with strategy.scope():`.",
+                )
+            )
+        opened = self._opened()[-1]
+        if devices.explicit() is not opened.device:
             raise _nesting("device")
-        if len(creators.creator_stack()) > len(before) + 1:
+        if creators.creator_stack() is not opened.inside:
             raise _nesting("variable creator")
-        frames.pop(frame)
-        self._opened.pop()
-        creators.set_creator_stack(before)
+        frames.pop(opened.frame)
+        self._opened().pop()
+        creators.set_creator_stack(opened.before)
+
+    def _opened(self) -> list[_Opened]:
+        if not hasattr(self._threads, "opened"):
+            self._threads.opened = []
+        return self._threads.opened
 
 
 @contextlib.contextmanager

@@ -53,6 +53,12 @@ class CapturingOverlay(Overlay):
     def adopt(self, variable: Any, initial_value: Any) -> None:
         self.created[variable] = initial_value
 
+    def close(self) -> None:
+        """Lets go of the trace's values, which must not outlive it."""
+        self.values = {}
+        self.created = dict.fromkeys(self.created)
+        self.trace = None
+
 
 @dataclasses.dataclass
 class Capture:
@@ -69,6 +75,17 @@ class Capture:
     created: list[Any]
     # For each constant of the jaxpr, its place among variables + constants.
     order: list[int]
+
+    def needs(self, created: int) -> set[Any]:
+        """Returns the variables that the initial value of a created variable depends on."""
+        outputs = self.jaxpr.outvars
+        wanted = {outputs[len(self.written) + created]}
+        for eqn in reversed(self.jaxpr.eqns):
+            if wanted.intersection(eqn.outvars):
+                wanted.update(v for v in eqn.invars if not hasattr(v, "val"))
+        given = [*self.variables, *[None] * len(self.constants)]
+        read = zip(self.jaxpr.constvars, self.order, strict=True)
+        return {given[i] for var, i in read if var in wanted and given[i] is not None}
 
     def run(self, variables: Sequence[Any], constants: Sequence[Any], args: Sequence[Any]) -> Any:
         """Runs the program in the current trace."""
@@ -95,7 +112,9 @@ def capture(
         with overlay.opened():
             results = body(*traced)
             written = [overlay.values[v] for v in overlay.written]
-            return written, list(overlay.created.values()), results
+            initial = list(overlay.created.values())
+            overlay.close()
+            return written, initial, results
 
     axis_env = None if num_replicas is None else [(AXIS, num_replicas)]
     closed = jax.make_jaxpr(flat, axis_env=axis_env)(*args)

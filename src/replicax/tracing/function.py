@@ -57,11 +57,18 @@ class Function:
         except signature.Ragged:
             self._warn_ragged()
             return self.python_function(*args, **kwargs)
-        key = (arguments.key, frame.mode, _Identity(frame.strategy), jax_compat.caller_settings())
+        key = (arguments.key, frame.mode, weakref.ref(frame.strategy), jax_compat.caller_settings())
         program = self._programs.get(key)
         if program is None:
             program = self._trace(key, arguments)
         return program(arguments.arrays)
+
+    def _call_python(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the Python function, with arguments converted to the signature."""
+        if self.input_signature is not None:
+            fn, specs = self.python_function, self.input_signature
+            args, kwargs = signature.apply_input_signature(fn, specs, args, kwargs), {}
+        return self.python_function(*args, **kwargs)
 
     def _trace(self, key: Any, arguments: signature.Arguments) -> Program:
         with self._lock:
@@ -128,7 +135,7 @@ class Function:
             if found is None:
                 # Weak, or the entry would keep its own key alive.
                 owner = weakref.ref(strategy)
-                fn = self if self.input_signature is not None else self.python_function
+                fn = self._call_python
 
                 def run(*args: Any, **kwargs: Any) -> Any:
                     return owner().run(fn, args, kwargs)  # type: ignore[union-attr]
@@ -141,14 +148,13 @@ class Function:
         """Binds a function that is defined in a class body, once per instance."""
         if instance is None:
             return self
-        bound = Function(
-            self.python_function.__get__(instance, owner), self.input_signature, self.name
-        )
-        try:
-            instance.__dict__[self.name] = bound
-        except AttributeError:
-            _log.debug("%s is bound anew on each access: no __dict__", self.name)
-        return bound
+        method = self.python_function.__get__(instance, owner)
+        bindings = getattr(instance, "__dict__", {})
+        # The id: a subclass may override the method and call this one through super().
+        key = f"_rx_function_{id(self)}"
+        if key not in bindings:
+            bindings[key] = Function(method, self.input_signature, self.name)
+        return bindings[key]
 
     def __repr__(self) -> str:
         return f"<rx.function {self.name}>"
@@ -202,21 +208,6 @@ def function(func: Any = None, *, input_signature: Sequence[Any] | None = None) 
             )
         )
     return Function(func, input_signature)
-
-
-class _Identity:
-    """Compares by identity and does not keep its object alive."""
-
-    __slots__ = ("_id",)
-
-    def __init__(self, value: Any) -> None:
-        self._id = id(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other._id == self._id
-
-    def __hash__(self) -> int:
-        return self._id
 
 
 class translated_errors:

@@ -32,6 +32,10 @@ class ProgramOverlay(capturing.CapturingOverlay):
         super().__init__(None, View.STORED)
         # Set by the first `run` of a strategy with several devices.
         self.layout: ReplicaLayout | None = None
+        self.creations: list[Any] = []
+
+    def note_creation(self, variable: Any) -> None:
+        self.creations.append(variable)
 
 
 def note_layout(overlay: Any, layout: ReplicaLayout) -> None:
@@ -70,7 +74,7 @@ class Program:
         def body(*arrays: Any) -> list[Any]:
             args, kwargs = signature.fill(arguments.skeleton, arrays)
             results.append(_Results(fn(*args, **kwargs)))
-            return results[0].arrays
+            return results[0].take_arrays()
 
         with frames.pushed(frame):
             captured = capturing.capture(body, arguments.arrays, overlay)
@@ -78,7 +82,7 @@ class Program:
         self._finish(captured, overlay, arguments.arrays)
 
     def _finish(self, captured: Any, overlay: ProgramOverlay, arrays: list[Any]) -> None:
-        self.created: list[Any] = captured.created
+        self.created: list[Any] = overlay.creations
         self._layout = overlay.layout or self._results.layout or _layout_of(captured)
         is_mesh = self._layout is not None and self._layout.is_mesh
         self._mesh = self._layout if is_mesh else None
@@ -89,12 +93,12 @@ class Program:
         changed = set(captured.written)
         self._donated = [v for v in captured.variables if v in changed]
         self._kept = [v for v in captured.variables if v not in changed]
-        self._has_foreign = self._layout is not None and any(
-            v.layout != self._layout for v in (*captured.variables, *captured.written)
-        )
         self._build(captured)
         if captured.created:
             self._initialize(captured, arrays)
+        # Variables that live on other devices than the program, by their place in a list.
+        self._foreign = [i for i, v in enumerate(self._written) if self._is_foreign(v)]
+        self._reads_foreign = any(map(self._is_foreign, (*self._donated, *self._kept)))
 
     def _build(self, captured: Any) -> None:
         place = {v: i for i, v in enumerate(captured.variables)}
@@ -112,34 +116,41 @@ class Program:
             return outs[:num_written], results, jnp.zeros((), jnp.int8)
 
         shardings = None
-        if self._mesh is not None:
+        layout = self._layout
+        if layout is not None:
             state = [
-                self._mesh.replicated if v.layout != self._mesh else v.sharding_of_stored
-                for v in self._written
+                layout.per_replica if v.is_per_replica else layout.replicated for v in self._written
             ]
-            shardings = state, self._results.shardings(self._mesh), self._mesh.replicated
+            shardings = state, self._results.shardings(layout), layout.replicated
         donate = () if jax_compat.has_callbacks(captured.jaxpr) else (0,)
         self._run = jax.jit(program, donate_argnums=donate, out_shardings=shardings)
 
     def _initialize(self, captured: Any, arrays: list[Any]) -> None:
-        """Computes, once, the first values of variables that the function created."""
-        start, count = len(captured.written), len(captured.created)
+        """Computes, once, the first values of variables that the function created.
 
-        def initial(values: Any, constants: Any, arrays: Any) -> Any:
-            return captured.run(values, constants, arrays)[start : start + count]
+        An initial value may depend on another created variable, which then comes first.
+        """
+        waiting = dict(enumerate(captured.created))
+        while waiting:
+            ready = [i for i in waiting if not captured.needs(i) & set(waiting.values())]
+            ready = ready or list(waiting)
 
-        values = [
-            jnp.zeros(v.shape, v.dtype) if v.stored is None else v.stored
-            for v in captured.variables
-        ]
-        with gate.state():
-            gate.take_turn()
-            found = jax.jit(initial)(
-                self._on_devices(values), self._constants, self._on_devices(arrays)
-            )
-            jax.block_until_ready(found)
-        for variable, value in zip(captured.created, found, strict=True):
-            variable.initialize(value.addressable_shards[0].data)
+            def initial(values: Any, constants: Any, arrays: Any, ready: Any = ready) -> Any:
+                outs = captured.run(values, constants, arrays)
+                return [outs[len(captured.written) + i] for i in ready]
+
+            values = [
+                jnp.zeros(v.shape, v.dtype) if v.stored is None else v.stored
+                for v in captured.variables
+            ]
+            with gate.state():
+                gate.take_turn()
+                found = jax.jit(initial)(
+                    self._on_devices(values), self._constants, self._on_devices(arrays)
+                )
+                jax.block_until_ready(found)
+            for i, value in zip(ready, found, strict=True):
+                waiting.pop(i).initialize(value.addressable_shards[0].data)
 
     def __call__(self, arrays: list[Any]) -> Any:
         if self._layout is not None:
@@ -159,8 +170,8 @@ class Program:
             old.append(array)
         kept = [variable.stored for variable in self._kept]
         homes: list[Any] = []
-        if self._has_foreign:
-            homes = [v.stored.sharding for v in self._written]
+        if self._reads_foreign or self._foreign:
+            homes = [self._written[i].stored.sharding for i in self._foreign]
             old, kept = self._on_devices(old), self._on_devices(kept)
         if self._takes_turns:
             gate.take_turn()
@@ -170,12 +181,17 @@ class Program:
         for variable, value in zip(self._written, new, strict=True):
             variable.stored = value
             variable.is_lent = False
-        for variable, home in zip(self._written, homes, strict=False):
-            if variable.layout != self._layout:
-                here = variable.stored.addressable_shards[0].data
-                variable.stored = jax.device_put(here, home)
-                variable.is_lent = True
+        if homes:
+            here = [self._written[i].stored.addressable_shards[0].data for i in self._foreign]
+            for i, value in zip(self._foreign, jax.device_put(here, homes), strict=True):
+                self._written[i].stored = value
+                self._written[i].is_lent = True
         return outs
+
+    def _is_foreign(self, variable: Any) -> bool:
+        if self._layout is None or variable.layout == self._layout:
+            return False
+        return variable.stored.sharding.device_set != self._layout.replicated.device_set
 
     def _on_devices(self, arrays: list[Any]) -> list[Any]:
         """Copies arrays that live elsewhere onto the devices of the program."""
@@ -183,12 +199,18 @@ class Program:
             return arrays
         here = self._layout.replicated
         devices = here.device_set
-        return [
-            jax.device_put(a, here)
+        moving = [
+            i
+            for i, a in enumerate(arrays)
             if isinstance(a, jax.Array) and a.sharding.device_set != devices
-            else a
-            for a in arrays
         ]
+        if not moving:
+            return arrays
+        arrays = list(arrays)
+        moved = jax.device_put([arrays[i] for i in moving], here)
+        for i, array in zip(moving, moved, strict=True):
+            arrays[i] = array
+        return arrays
 
 
 def _layout_of(captured: Any) -> ReplicaLayout | None:
@@ -209,18 +231,18 @@ class _Results:
     """The results of a trace: their arrays, and how to put new arrays in their place."""
 
     def __init__(self, structure: Any) -> None:
-        self.arrays: list[Any] = []
+        self._arrays: list[Any] = []
         self.layout: ReplicaLayout | None = None
         self._is_per_replica: list[bool] = []
         self._skeleton = map_structure(self._record, structure)
 
     def _record(self, leaf: Any) -> Any:
-        start = len(self.arrays)
+        start = len(self._arrays)
         if isinstance(leaf, PerReplica) and not isinstance(leaf, TracedPerReplica):
             return self._record_per_replica(leaf)
         if isinstance(leaf, Mirrored):
             self._add([leaf.values[0]], False)
-            return signature.Slot(start, "mirrored", len(leaf.values), leaf)
+            return signature.Slot(start, "mirrored", len(leaf.values))
         if isinstance(leaf, ArraySurface) or leaf is None:
             return leaf
         if isinstance(leaf, bool | int | float | complex):
@@ -231,7 +253,7 @@ class _Results:
         return leaf.map_arrays(self._record) if isinstance(leaf, IndexedSlices) else leaf
 
     def _record_per_replica(self, leaf: PerReplica) -> Any:
-        start = len(self.arrays)
+        start = len(self._arrays)
         stored = None if leaf.layout is None else leaf.stored(leaf.layout)
         if stored is None:
             # Components of different shapes: results of their own, joined again afterwards.
@@ -242,8 +264,13 @@ class _Results:
             start, "per_replica", len(stored), leaf.layout, leaf.treedef, leaf.scalars
         )
 
+    def take_arrays(self) -> list[Any]:
+        """Hands the traced arrays over; keeping them would leak the trace."""
+        arrays, self._arrays = self._arrays, []
+        return arrays
+
     def _add(self, arrays: Any, is_per_replica: bool) -> None:
-        self.arrays += arrays
+        self._arrays += arrays
         self._is_per_replica += [is_per_replica] * len(arrays)
 
     def shardings(self, layout: ReplicaLayout) -> list[Any]:

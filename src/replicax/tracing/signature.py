@@ -75,7 +75,7 @@ class Arguments:
 
         self.skeleton = (
             tuple(map_structure(visit, a) for a in args),
-            {name: map_structure(visit, value) for name, value in kwargs.items()},
+            {name: map_structure(visit, kwargs[name]) for name in sorted(kwargs)},
         )
         self.key = (tuple(key), _structure_key(self.skeleton))
 
@@ -103,7 +103,7 @@ class Arguments:
         layout = leaf.layout or layout
         is_python = all(isinstance(v, int | float | bool | str) for v in leaf.values[:1])
         if is_python and all(type(v) is type(leaf.values[0]) for v in leaf.values):
-            key.append(("per_replica_python", leaf.values))
+            key.append(("per_replica_python", tuple(map(_static_key, leaf.values))))
             return leaf
         if layout is None:
             raise Ragged
@@ -198,8 +198,9 @@ def _show(key: Any) -> str:
 def _static_key(leaf: Any) -> Any:
     if isinstance(leaf, ArraySurface):
         return ("static", "variable", leaf)
-    if isinstance(leaf, float) and leaf != leaf:
-        return ("static", float, "nan")
+    if isinstance(leaf, float | complex):
+        # 0.0 and -0.0 are equal, nan is not equal to itself: the text tells them apart.
+        return ("static", type(leaf), repr(leaf))
     try:
         hash(leaf)
     except TypeError:

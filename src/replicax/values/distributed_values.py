@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from replicax.foundation import errors
+from replicax.foundation import errors, jax_compat
 from replicax.values import printing
 from replicax.values.array_surface import ArraySurface
 from replicax.values.layout import AXIS, ReplicaLayout
@@ -105,10 +106,12 @@ class PerReplica(DistributedValues):
                 return None
             if len({(np.shape(leaf), np.dtype(dtype_of(leaf))) for leaf in column}) != 1:
                 return None
-        arrays = [[jax.numpy.asarray(leaf) for leaf in column] for column in columns]
+        is_traced = any(jax_compat.is_traced(leaf) for column in columns for leaf in column)
+        with contextlib.nullcontext() if is_traced else jax_compat.eagerly():
+            arrays = [[jax.numpy.asarray(leaf) for leaf in column] for column in columns]
+            self._stored = tuple(layout.assemble(column) for column in arrays)
         self._treedef = flat[0][1]
         self._scalars = tuple(not column[0].shape for column in arrays)
-        self._stored = tuple(layout.assemble(column) for column in arrays)
         self.layout = layout
         return self._stored
 
@@ -210,9 +213,10 @@ def dtype_of(value: Any) -> Any:
     return value.dtype if hasattr(value, "dtype") else jax.numpy.asarray(value).dtype
 
 
-def _flatten(value: Any) -> tuple[tuple[Any, ...], None]:
-    return value.values, None
-
-
-jax.tree_util.register_pytree_node(PerReplica, _flatten, lambda _, v: PerReplica(v))
-jax.tree_util.register_pytree_node(Mirrored, _flatten, lambda _, v: Mirrored(v))
+jax.tree_util.register_pytree_node(
+    PerReplica, lambda value: (value.values, None), lambda _, values: PerReplica(values)
+)
+# To JAX a mirrored value is any of its copies, as an argument of `jnp` functions and jit.
+jax.tree_util.register_pytree_node(
+    Mirrored, lambda value: ((value._components[0],), None), lambda _, value: value[0]
+)

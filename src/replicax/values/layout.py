@@ -88,9 +88,11 @@ class ReplicaLayout:
         if self.num_replicas == 1:
             return first
         shape = self.global_shape(first.shape)
-        if not self.is_mesh or any(map(jax_compat.is_traced, components)):
-            join = jnp.concatenate if first.shape else jnp.stack
+        join = jnp.concatenate if first.shape else jnp.stack
+        if any(map(jax_compat.is_traced, components)):
             return join(list(components))
+        if not self.is_mesh:
+            return join(jax.device_put(list(components), self.devices[0]))
         if first.shape:
             parts = jax.device_put(list(components), list(self.devices))
         else:
@@ -109,7 +111,8 @@ class ReplicaLayout:
             parts = [shard.data for shard in array.addressable_shards]
             return tuple(p.reshape(()) for p in parts) if is_scalar else tuple(parts)
         rows = np.asarray(array).reshape((count, *self.local_shape(array.shape, is_scalar)))
-        return tuple(jax.device_put(list(rows), self.devices[0]))
+        with jax_compat.any_dtype(array.dtype):
+            return tuple(jax.device_put(list(rows), self.devices[0]))
 
     def component(self, array: Any, replica_id: int, is_scalar: bool) -> Any:
         """Returns one replica's part of a stored array."""
@@ -153,7 +156,7 @@ class ReplicaLayout:
     def from_copies(self, copies: Sequence[jax.Array]) -> jax.Array:
         """Joins one equal array per replica into a replicated array, without a copy."""
         if not self.is_mesh:
-            return copies[0]
+            return jax.device_put(copies[0], self.replicated)
         parts = jax.device_put(list(copies), list(self.devices))
         return jax.make_array_from_single_device_arrays(copies[0].shape, self.replicated, parts)
 

@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from replicax.foundation import errors
+from replicax.values.array_surface import ArraySurface
 from replicax.values.distributed_values import DistributedValues, Mirrored, PerReplica
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout
 
-_SCALARS = (int, float, bool, complex, str, bytes)
+_SCALARS = (int, float, bool, complex, str, bytes, np.generic)
 _ATOMS = (jax.Array, *_SCALARS)
 
 # Which distributed value a component belongs to, by the component's id. Entries go when
@@ -24,7 +26,7 @@ _containers: weakref.WeakValueDictionary[int, DistributedValues] = weakref.WeakV
 
 def is_leaf(value: Any) -> bool:
     """Tells whether a value is carried whole instead of being searched for leaves."""
-    return isinstance(value, DistributedValues | IndexedSlices)
+    return isinstance(value, DistributedValues | IndexedSlices | ArraySurface)
 
 
 def map_structure(fn: Callable[..., Any], *structures: Any) -> Any:
@@ -38,6 +40,9 @@ def map_structure(fn: Callable[..., Any], *structures: Any) -> Any:
     """
     first = structures[0]
     if is_leaf(first) or first is None or isinstance(first, _ATOMS):
+        for other in structures[1:]:
+            if isinstance(other, list | tuple | Mapping):
+                raise _mismatch(first, other)
         return fn(*structures)
     if isinstance(first, list | tuple):
         return _map_sequence(fn, structures)
@@ -168,7 +173,10 @@ def _map_mapping(fn: Callable[..., Any], structures: tuple[Any, ...]) -> Any:
     for other in structures[1:]:
         if type(other) is not type(first) or set(other) != set(first):
             raise _mismatch(first, other)
-    mapped = {key: map_structure(fn, *(s[key] for s in structures)) for key in first}
+    # Leaves are visited in the order of keys, so that equal mappings have equal leaves.
+    keys = sorted(first, key=lambda key: (type(key).__name__, str(key)))
+    found = {key: map_structure(fn, *(s[key] for s in structures)) for key in keys}
+    mapped = {key: found[key] for key in first}
     if type(first) is dict:
         return mapped
     try:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from replicax.collectives import in_replica
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame
-from replicax.foundation import errors
+from replicax.foundation import errors, gate
 from replicax.foundation.options import ReduceOp, VariableAggregation
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.indexed_slices import IndexedSlices
@@ -52,7 +52,12 @@ def scale(payload: Any, factor: Any) -> Any:
 
 
 def apply_to_copies(variable: Any, frame: Frame, kind: str, payload: Any) -> None:
-    """Applies one update to every copy of a variable with equal copies."""
+    """Applies one update, as one step, to every copy of a variable with equal copies."""
+    with gate.state():
+        _apply_to_copies(variable, frame, kind, payload)
+
+
+def _apply_to_copies(variable: Any, frame: Frame, kind: str, payload: Any) -> None:
     layout = variable.layout
     if frame.overlay is not None or layout is None or not layout.is_mesh:
         own = payload.values[0] if isinstance(payload, Mirrored) else payload

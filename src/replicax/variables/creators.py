@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.contexts import frames
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
 from replicax.values.array_surface import as_operand
@@ -84,7 +85,11 @@ def create(
     }
     # The last creator is asked first; each gets the one before it as `next_creator`.
     chain = (*_Bottom.installed, *_creators.get())
-    return functools.reduce(_bind, chain, _Bottom.last_resort)(**kwargs)
+    variable = functools.reduce(_bind, chain, _Bottom.last_resort)(**kwargs)
+    overlay = frames.current().overlay
+    if overlay is not None:
+        overlay.note_creation(variable)
+    return variable
 
 
 def _bind(next_creator: Creator, creator: Creator) -> Creator:

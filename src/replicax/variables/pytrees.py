@@ -48,9 +48,8 @@ def read_variables(tree: Any) -> Any:
     >>> read_variables(make_variables({"w": jnp.ones(2)}))
     {'w': Array([1., 1.], dtype=float32)}
     """
-    return jax.tree.map(
-        lambda leaf: leaf.read_value() if isinstance(leaf, Variable) else leaf, tree
-    )
+    # A variable is its value to JAX; mapping reads it.
+    return jax.tree.map(lambda leaf: leaf, tree)
 
 
 def _part(key: Any) -> str:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from replicax.collectives import eager, in_replica
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import View
-from replicax.foundation import devices, errors, gate, jax_compat
+from replicax.foundation import devices, errors, gate
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp, VariableAggregation
 from replicax.values import printing
@@ -87,7 +87,7 @@ class MirroredVariable(ReplicatedVariable):
         if frame.mode is Mode.REPLICA and not frame.is_default:
             aggregation.change_from_replicas(self, frame, kind, payload)
         elif frame.mode is Mode.UPDATE:
-            self.store(frame, updates.apply(kind, self.read_in(frame), payload))
+            self.change_alone(frame, kind, payload)
         else:
             aggregation.apply_to_copies(self, frame, kind, payload)
 
@@ -189,7 +189,7 @@ class SyncOnReadVariable(ReplicatedVariable):
                 )
             )
         if frame.mode is not Mode.CROSS_REPLICA and not frame.is_default:
-            self.store(frame, updates.apply(kind, self.read_in(frame), payload))
+            self.change_alone(frame, kind, payload)
             return
         if kind != "assign":
             raise errors.InvalidArgumentError(
@@ -299,11 +299,14 @@ class VariableComponent(Variable):
 
     @override
     def change_in(self, frame: Frame, kind: str, payload: Any) -> None:
-        new = updates.apply(kind, self.read_in(frame), self._here(payload))
         overlay = frame.overlay
         if overlay is None:
-            self.container.store_copy(self.replica_id, new)
-        elif overlay.view is View.LOCAL or frame.mode is Mode.UPDATE:
+            with gate.state():
+                new = updates.apply(kind, self.read_in(frame), self._here(payload))
+                self.container.store_copy(self.replica_id, new)
+            return
+        new = updates.apply(kind, self.read_in(frame), payload)
+        if overlay.view is View.LOCAL or frame.mode is Mode.UPDATE:
             overlay.write(self.container, new)
         elif self.container.is_per_replica:
             stored = overlay.read(self.container)
@@ -322,9 +325,7 @@ class VariableComponent(Variable):
             )
 
     def _here(self, payload: Any) -> Any:
-        if jax_compat.is_eager():
-            return jax.device_put(payload, self.placement[0])
-        return payload
+        return jax.device_put(payload, self.placement[0])
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:

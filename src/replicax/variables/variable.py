@@ -65,6 +65,13 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
     # Whether `stored` holds the values of all replicas next to each other.
     is_per_replica = False
 
+    def __init_subclass__(cls) -> None:
+        # To JAX a variable is its value: `jnp` functions and transformations take it as
+        # an argument, read when they are called.
+        jax.tree_util.register_pytree_node(
+            cls, lambda variable: ((variable.read_value(),), None), lambda _, value: value[0]
+        )
+
     def __init__(
         self,
         attributes: creators.VariableAttributes,
@@ -128,7 +135,9 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
 
     def read_value(self) -> Any:
         """Returns the current value as an array."""
-        return self.read_in(frames.current())
+        frame = frames.current()
+        self.check_frame(frame, "The value of")
+        return self.read_in(frame)
 
     value = read_value
 
@@ -245,6 +254,8 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
     def _change(self, kind: str, payload: Any, read_value: bool = True) -> Any:
         frame = frames.current()
         self.check_frame(frame, f"`{kind}` of")
+        if frame.overlay is None:
+            require_concrete(self, payload)
         self.change_in(frame, kind, updates.checked_payload(self, kind, payload))
         if frame.eager_reads is not None:
             frame.eager_reads.renew()
@@ -262,7 +273,12 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
                     "Create it inside `with strategy.scope():`, with an `aggregation=`.",
                 )
             )
-        self.store(frame, updates.apply(kind, self.read_in(frame), payload))
+        self.change_alone(frame, kind, payload)
+
+    def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
+        """Applies an update to what code in `frame` sees, as one step."""
+        with gate.state():
+            self.store(frame, updates.apply(kind, self.read_in(frame), payload))
 
     def read_copy(self, replica_id: int) -> Any:
         """Returns one copy, whatever code is running."""
@@ -321,9 +337,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         return clone
 
     def _as_array(self) -> Any:
-        frame = frames.current()
-        self.check_frame(frame, "The value of")
-        return self.read_in(frame)
+        return self.read_value()
 
     def __len__(self) -> int:
         if not self.shape:

@@ -1,0 +1,150 @@
+"""Runs all benchmarks: `python -m benchmarks.run [--quick] [--no-tf]`.
+
+Prints a table and writes the numbers, with machine and versions, to out/benchmarks.json.
+Only ratios hold on a shared machine, which is why contestants take turns. The exit status is
+1 if a target is missed or a contestant fails; with --quick, only if a contestant fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import (
+    call_overhead,
+    compiled_step,
+    eager_all_reduce,
+    tf_environment,
+    virtual_replicas,
+)
+from benchmarks.harness import OUT, ContestantFailed, Row, Settings
+
+BENCHMARKS: tuple[ModuleType, ...] = (
+    compiled_step,
+    call_overhead,
+    eager_all_reduce,
+    virtual_replicas,
+)
+PACKAGES = ("replicax", "jax", "jaxlib", "numpy")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one short round; not to be trusted")
+    parser.add_argument("--no-tf", action="store_true", help="leave TensorFlow out")
+    options = parser.parse_args()
+    progress = Console(stderr=True, highlight=False)
+
+    def report(text: str) -> None:
+        progress.print(text, markup=False, soft_wrap=True)
+
+    failures: list[str] = []
+    tf_python: str | None = None
+    if not options.no_tf:
+        try:
+            tf_python = tf_environment.python(report)
+        except (subprocess.SubprocessError, OSError) as error:
+            failures.append(f"TensorFlow is left out: {error}")
+            report(failures[-1])
+    rounds, seconds = (1, 0.3) if options.quick else (3, 2.0)
+    settings = Settings(rounds=rounds, seconds=seconds, timeout=300.0, tf_python=tf_python)
+    machine = describe_machine(tf_python)
+
+    rows: list[Row] = []
+    numbers: dict[str, Any] = {}
+    for benchmark in BENCHMARKS:
+        name = benchmark.__name__.rpartition(".")[2]
+        try:
+            measured, found = benchmark.run(settings, report)
+        except ContestantFailed as error:
+            failures.append(str(error))
+            report(f"Failed: {error}")
+            continue
+        rows += found
+        numbers[name] = {f"{who} {case}": best for (who, case), best in measured.items()}
+
+    # A table that is cut to 80 columns says little; a pipe has no width of its own.
+    console = Console() if sys.stdout.isatty() else Console(width=130)
+    console.print(table_of(rows))
+    path = OUT / "benchmarks.json"
+    save(path, settings, machine, numbers, rows, failures)
+    console.print(f"Numbers: {path.relative_to(OUT.parent)}", *failures, sep="\n", markup=False)
+    missed = not options.quick and any(row.passed is False for row in rows)
+    return int(bool(failures) or missed)
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    table = Table(title="Speed, best of the rounds")
+    for column in ("what", "case"):
+        table.add_column(column)
+    for column in ("ours", "peer", "ratio", "target"):
+        table.add_column(column, justify="right")
+    table.add_column("pass", justify="center")
+    verdicts = {True: "[green]yes", False: "[red]no", None: ""}
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
+        cells = (row.what, row.case, row.ours, row.peer, ratio, row.target, verdicts[row.passed])
+        is_last = following is not None and following.what != row.what
+        table.add_row(*cells, end_section=is_last)
+    return table
+
+
+def describe_machine(tf_python: str | None) -> dict[str, Any]:
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    if tf_python is not None:
+        versions["tensorflow"] = tf_environment.version(tf_python)
+    return {
+        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "load_at_start": os.getloadavg(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def processor() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def save(
+    path: Path,
+    settings: Settings,
+    machine: dict[str, Any],
+    numbers: dict[str, Any],
+    rows: Sequence[Row],
+    failures: Sequence[str],
+) -> None:
+    path.parent.mkdir(exist_ok=True)
+    content = {
+        "machine": machine,
+        "settings": {"rounds": settings.rounds, "seconds": settings.seconds},
+        "table": [dataclasses.asdict(row) for row in rows],
+        "numbers": numbers,
+        "failures": list(failures),
+    }
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
