@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from strategies_under_test import TWO_REPLICAS
 
 import replicax as rx
 
@@ -184,7 +183,7 @@ def test_arguments_of_run(strategy: Any, run: Any) -> None:
     works(strategy, run)
 
 
-@pytest.mark.strategies("default", "one_device", *TWO_REPLICAS)
+@pytest.mark.strategies("default", "one_device", *REPRESENTATIVE)
 def test_op_names(strategy: Any, run: Any) -> None:
     value = strategy.run(lambda: jnp.ones(2))
     for op in ("MAX", "", None, 3, rx.VariableAggregation.NONE):
@@ -413,7 +412,7 @@ def as_item(i: Any) -> Any:
     return i.item()
 
 
-@pytest.mark.strategies(*TWO_REPLICAS)
+@pytest.mark.strategies(*REPRESENTATIVE)
 @pytest.mark.parametrize(
     "use",
     [as_int, as_bool, as_condition, as_index, as_range, as_float, as_numpy, as_shape, as_item],
@@ -431,7 +430,7 @@ def test_replica_id_as_a_python_value(strategy: Any, run: Any, use: Any) -> None
     if run.executor == "threaded":
         run(strategy, fn)
         return
-    with refused(rx.errors.TracedValueError, r"jnp\.where.*strategy\.run") as _:
+    with refused(rx.errors.TracedValueError, r"jnp\.where.*strategy\.run"):
         run(strategy, fn)
     assert issubclass(rx.errors.TracedValueError, TypeError)
     assert float(v) == 0.0

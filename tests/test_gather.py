@@ -14,8 +14,6 @@ from strategies_under_test import TWO_REPLICAS
 
 import replicax as rx
 
-MANY_REPLICAS = ("mirrored_4", *TWO_REPLICAS)
-
 
 @contextlib.contextmanager
 def refused(kind: type[Exception], match: str | None = None) -> Iterator[None]:
@@ -72,7 +70,7 @@ def test_s69_sample(strategy: Any, run: Any) -> None:
 
 
 @everywhere
-@pytest.mark.strategies("default", "one_device", "mirrored_4", "virtual_2", "minimal_2")
+@pytest.mark.strategies("one_device", "mirrored_4", "virtual_2")
 def test_s70_s71_s72_every_axis(strategy: Any, cross: Any) -> None:
     n = strategy.num_replicas_in_sync
     parts = [np.arange(6).reshape(1, 2, 3) + 10 * i for i in range(n)]
@@ -202,7 +200,7 @@ def test_t42_components_of_different_rank(strategy: Any, cross: Any) -> None:
         cross(strategy, lambda s, x: s.gather(x, axis=0), x)
 
 
-@pytest.mark.strategies("mirrored_4", "virtual_2")
+@pytest.mark.strategies("mirrored_2", "virtual_2")
 @everywhere
 def test_dtypes_and_nests(strategy: Any, cross: Any) -> None:
     n = strategy.num_replicas_in_sync
@@ -217,7 +215,7 @@ def test_dtypes_and_nests(strategy: Any, cross: Any) -> None:
     assert result[1][0].shape == (2 * n,)
 
 
-@pytest.mark.strategies(*MANY_REPLICAS)
+@pytest.mark.strategies("mirrored_4", "virtual_2", "tpu_2")
 @outside
 def test_gather_of_a_mirrored_value_has_a_part_per_replica(strategy: Any, cross: Any) -> None:
     n = strategy.num_replicas_in_sync
@@ -228,7 +226,7 @@ def test_gather_of_a_mirrored_value_has_a_part_per_replica(strategy: Any, cross:
     np.testing.assert_array_equal(gathered, [n * (n - 1) / 2, n] * n)
 
 
-@pytest.mark.strategies(*MANY_REPLICAS)
+@pytest.mark.strategies("mirrored_4", "virtual_2", "central_2")
 @outside
 def test_gather_of_a_sync_on_read_variable(strategy: Any, cross: Any) -> None:
     n = strategy.num_replicas_in_sync

@@ -42,7 +42,7 @@ W = jnp.linspace(-0.5, 0.7, 12).reshape(3, 4)
 B = jnp.linspace(0.1, 0.4, 4)
 
 
-@pytest.mark.strategies("default", "mirrored_4", "tpu_2", *SOME)
+@pytest.mark.strategies("default", "mirrored_4", "virtual_2", "central_2")
 def test_gradients_equal_jax_grad(strategy: Any, run: Any) -> None:
     with strategy.scope():
         w, b = rx.Variable(W), rx.Variable(B)
@@ -285,7 +285,7 @@ def test_creating_a_variable_inside_an_eager_loss() -> None:
 # Collectives inside.
 
 
-@pytest.mark.strategies("default", "mirrored_4", *SOME)
+@pytest.mark.strategies(*SOME)
 def test_s48_the_gradient_of_an_all_reduce_is_an_all_reduce(strategy: Any, run: Any) -> None:
     with strategy.scope():
         w = rx.Variable(2.0)
@@ -448,7 +448,7 @@ def lookups_unused(table: Any, lookup: Any, ids: Any) -> Any:
     return jnp.sum(ids) * 1.0
 
 
-@pytest.mark.strategies("mirrored_2", "central_2")
+@pytest.mark.strategies("mirrored_2")
 @pytest.mark.parametrize(
     "loss",
     [lookups_once, lookups_twice, lookups_same_ids, lookups_unused],
@@ -475,7 +475,7 @@ def test_lookups_differentiate_to_rows(strategy: Any, run: Any, loss: Any) -> No
         np.testing.assert_allclose(own.to_dense(), dense, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.strategies(*FEW)
+@pytest.mark.strategies("virtual_2", "central_2")
 def test_tied_embeddings_are_dense(strategy: Any, run: Any) -> None:
     with strategy.scope():
         table = rx.Variable(TABLE)
@@ -494,7 +494,7 @@ def test_tied_embeddings_are_dense(strategy: Any, run: Any) -> None:
         np.testing.assert_allclose(dense_of(own), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.strategies(*SOME)
+@pytest.mark.strategies("mirrored_2")
 @pytest.mark.parametrize("where", ["scan", "checkpoint", "cond", "vmap"])
 def test_lookups_inside_nested_code(strategy: Any, run: Any, where: str) -> None:
     with strategy.scope():
@@ -583,7 +583,7 @@ def test_sparse_all_reduce_equals_dense(strategy: Any, run: Any, op: str) -> Non
         assert float(jnp.sum(one)) > 0
 
 
-@pytest.mark.strategies(*SOME)
+@pytest.mark.strategies("virtual_2", "central_2")
 def test_sparse_updates_of_a_table(strategy: Any, run: Any) -> None:
     with strategy.scope():
         table = rx.Variable(TABLE, aggregation=SUM)

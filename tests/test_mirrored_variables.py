@@ -259,6 +259,7 @@ def test_t21_creators_opened_by_a_replica_see_that_replica_only(strategy: Any) -
     assert strategy.experimental_local_results(result) == ("main:0", "main:1")
 
 
+@pytest.mark.strategies("one_device", "mirrored_2", "mirrored_4", "virtual_2", "central_2")
 def test_t25_t29_a_variable_made_in_run_is_one_variable_initialised_once(
     strategy: Any, run: Any
 ) -> None:
@@ -596,6 +597,7 @@ def test_x0_t44_one_shared_object_is_summed_by_plain_arithmetic(strategy: Any, r
     }
 
 
+@pytest.mark.strategies("one_device", "mirrored_2", "mirrored_4", "virtual_2", "central_2")
 def test_s93_copies_stay_equal_over_many_writes(strategy: Any, run: Any) -> None:
     with strategy.scope():
         v = rx.Variable([1.0, 2.0], aggregation=MEAN)
@@ -701,7 +703,7 @@ def numbers(array: Any) -> list[complex]:
     return np.asarray(array.astype(jnp.complex64)).tolist()
 
 
-@pytest.mark.strategies(*MATRIX)
+@pytest.mark.strategies("mirrored_2", "virtual_2", "central_2")
 def test_1_7_s97_variables_of_every_type(strategy: Any, run: Any) -> None:
     start = jnp.asarray([1, 0, 1])
     with strategy.scope():
@@ -735,7 +737,7 @@ def test_1_7_s97_variables_of_every_type(strategy: Any, run: Any) -> None:
                 assert (own.dtype, numbers(own)) == (jnp.dtype(t), want)
 
 
-@pytest.mark.strategies(*MATRIX)
+@pytest.mark.strategies("mirrored_2", "virtual_2", "central_2")
 def test_1_7_scalar_and_empty_variables(strategy: Any, run: Any) -> None:
     shapes = [(), (0,), (0, 3), (3, 0), (1, 1, 1)]
     with strategy.scope():
@@ -877,6 +879,7 @@ def test_donation_a_step_that_stores_one_value_in_two_variables_or_swaps_them(
     assert copies(strategy, w)[0] == [8.0, 9.0]
 
 
+@pytest.mark.strategies("one_device", "mirrored_2", "mirrored_4", "virtual_2", "central_2")
 def test_capture_a_compiled_step_sees_writes_made_between_calls(strategy: Any, run: Any) -> None:
     with strategy.scope():
         v = rx.Variable(1.0)

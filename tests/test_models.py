@@ -164,7 +164,7 @@ def test_equinox_mlp(strategy: Any, is_compiled: bool) -> None:
     check(strategy, model, loss, X.reshape(8, 12), is_compiled)
 
 
-@pytest.mark.strategies(*FOUR)
+@pytest.mark.strategies("mirrored_2", "virtual_2")
 def test_flax_linen_model(strategy: Any, is_compiled: bool) -> None:
     class Net(linen.Module):
         @linen.compact

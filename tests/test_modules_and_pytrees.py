@@ -201,10 +201,10 @@ def test_a_dict_of_parameters_trains(strategy: Any, run: Any) -> None:
     check(rx.read_variables(variables), expected(parameters, predict, x))
 
 
-@FEW
+@pytest.mark.strategies("mirrored_2")
 def test_an_equinox_module_trains(strategy: Any, run: Any) -> None:
     eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    model = eqx.nn.Sequential([eqx.nn.Linear(2, 3, key=jax.random.key(0)), eqx.nn.Lambda(jnp.tanh)])
     x = jnp.asarray([0.5, -1.0])
     parameters, static = eqx.partition(model, eqx.is_array)
 
@@ -220,7 +220,7 @@ def test_an_equinox_module_trains(strategy: Any, run: Any) -> None:
     check(rx.read_variables(variables), expected(parameters, predict, x))
 
 
-@FEW
+@pytest.mark.strategies("mirrored_2")
 def test_flax_linen_parameters_train(strategy: Any, run: Any) -> None:
     linen = pytest.importorskip("flax.linen")
     model = linen.Dense(3)
@@ -233,7 +233,7 @@ def test_flax_linen_parameters_train(strategy: Any, run: Any) -> None:
     check(rx.read_variables(variables), expected(parameters, model.apply, x))
 
 
-@FEW
+@pytest.mark.strategies("mirrored_2")
 def test_a_flax_nnx_state_trains(strategy: Any, run: Any) -> None:
     nnx = pytest.importorskip("flax.nnx")
     x = jnp.asarray([[0.5, -1.0]])

@@ -82,6 +82,9 @@ def test_s49_sum_of_replica_ids(strategy: Any, run: Any) -> None:
     assert int(total) == n * (n - 1) // 2
 
 
+@pytest.mark.strategies(
+    "default", "one_device", "mirrored_1", "mirrored_4", "virtual_2", "central_2"
+)
 @everywhere
 def test_s51_s52_sum_with_and_without_axis(strategy: Any, cross: Any) -> None:
     n = strategy.num_replicas_in_sync
@@ -206,7 +209,7 @@ def test_mean_of_integers_is_float(strategy: Any, cross: Any) -> None:
     np.testing.assert_allclose(mean, n / 2)
 
 
-DTYPES = ["float16", "bfloat16", "float32", "int32", "int8", "uint8", "complex64", "bool"]
+DTYPES = ["float16", "bfloat16", "int32", "uint8", "complex64", "bool"]
 
 
 @pytest.mark.strategies("one_device", "mirrored_2", "virtual_2")
@@ -356,7 +359,7 @@ def test_t35_variables(strategy: Any, cross: Any) -> None:
     np.testing.assert_allclose(along, 3 * n)
 
 
-@pytest.mark.strategies("mirrored_4", "virtual_2", "central_2")
+@pytest.mark.strategies("mirrored_2", "virtual_2", "central_2")
 @pytest.mark.parametrize("cross", [in_eager, in_function])
 def test_reduce_of_a_sync_on_read_variable_combines_its_copies(strategy: Any, cross: Any) -> None:
     n = strategy.num_replicas_in_sync
@@ -423,40 +426,28 @@ def test_reduce_under_another_strategy_is_refused() -> None:
 
 
 @pytest.mark.strategies("default", "one_device", "mirrored_2")
-@pytest.mark.parametrize(
-    "op",
-    [
-        "MAX",
-        "",
-        "sum ",
-        None,
-        1,
-        max,
-        rx.ReduceOp,
-        rx.VariableAggregation.NONE,
-        rx.VariableAggregation.ONLY_FIRST_REPLICA,
-    ],
-)
-def test_x7_bad_reduce_op(strategy: Any, op: Any) -> None:
-    with strategy.scope():
-        with refused(ValueError, "ReduceOp|VariableAggregation"):
-            strategy.reduce(op, 1.0, axis=None)
-        with refused(ValueError, "ReduceOp|VariableAggregation"):
-            strategy.extended.reduce_to(op, 1.0, "CPU:0")
-        with refused(ValueError, "ReduceOp|VariableAggregation"):
-            strategy.extended.batch_reduce_to(op, [(1.0, "CPU:0")])
+def test_x7_bad_reduce_op(strategy: Any) -> None:
+    aggregation = rx.VariableAggregation
+    bad = ["MAX", "", "sum ", None, 1, max, rx.ReduceOp]
+    for op in [*bad, aggregation.NONE, aggregation.ONLY_FIRST_REPLICA]:
+        with strategy.scope():
+            with refused(ValueError, "ReduceOp|VariableAggregation"):
+                strategy.reduce(op, 1.0, axis=None)
+            with refused(ValueError, "ReduceOp|VariableAggregation"):
+                strategy.extended.reduce_to(op, 1.0, "CPU:0")
+            with refused(ValueError, "ReduceOp|VariableAggregation"):
+                strategy.extended.batch_reduce_to(op, [(1.0, "CPU:0")])
 
 
 @pytest.mark.strategies(*TWO_REPLICAS)
-@pytest.mark.parametrize(
-    "op", ["sum", "SUM", "Sum", rx.ReduceOp.SUM, rx.VariableAggregation.SUM, "mean", "Mean"]
-)
-def test_s56_x7_spellings_of_the_op(strategy: Any, op: Any) -> None:
+def test_s56_x7_spellings_of_the_op(strategy: Any) -> None:
     x = values(strategy, lambda i: jnp.float32(i + 1))
-    expected = 1.5 if str(op).upper().endswith("MEAN") else 3.0
-    assert float(strategy.reduce(op, x, axis=None)) == expected
-    assert float(strategy.extended.reduce_to(op, x, "CPU:0")) == expected
-    assert float(strategy.extended.batch_reduce_to(op, [(x, "CPU:0")])[0]) == expected
+    sums = ["sum", "SUM", "Sum", rx.ReduceOp.SUM, rx.VariableAggregation.SUM]
+    means = ["mean", "Mean", rx.ReduceOp.MEAN, rx.VariableAggregation.MEAN]
+    for op, expected in [(op, 3.0) for op in sums] + [(op, 1.5) for op in means]:
+        assert float(strategy.reduce(op, x, axis=None)) == expected
+        assert float(strategy.extended.reduce_to(op, x, "CPU:0")) == expected
+        assert float(strategy.extended.batch_reduce_to(op, [(x, "CPU:0")])[0]) == expected
 
 
 @pytest.mark.strategies("one_device", "mirrored_2", "virtual_2")
@@ -492,12 +483,12 @@ def test_x17_axis_is_required(strategy: Any) -> None:
 
 @pytest.mark.strategies("default", "one_device", "mirrored_2", "virtual_2")
 @pytest.mark.parametrize("axis", [None, 0])
-@pytest.mark.parametrize("value", ["text", None, object()])
-def test_values_that_are_no_numbers(strategy: Any, value: Any, axis: Any) -> None:
-    with refused(TypeError):
-        strategy.reduce("SUM", value, axis=axis)
-    with refused(TypeError):
-        strategy.reduce("MEAN", values(strategy, lambda i: value), axis=axis)
+def test_values_that_are_no_numbers(strategy: Any, axis: Any) -> None:
+    for value in ("text", None, object()):
+        with refused(TypeError):
+            strategy.reduce("SUM", value, axis=axis)
+        with refused(TypeError):
+            strategy.reduce("MEAN", values(strategy, lambda i, v=value: v), axis=axis)
 
 
 @pytest.mark.strategies("mirrored_2", "virtual_2", "central_2")
@@ -529,7 +520,7 @@ def test_components_made_by_hand_without_a_layout(strategy: Any) -> None:
     np.testing.assert_allclose(strategy.reduce("SUM", same, axis=None), [5, 5])
 
 
-@pytest.mark.strategies(*FEW)
+@pytest.mark.strategies("one_device", "mirrored_4", "virtual_2")
 @pytest.mark.parametrize("cross", [in_eager, in_function])
 @pytest.mark.parametrize("axis", [None, 0])
 def test_per_replica_mapped_with_jax_tree(strategy: Any, cross: Any, axis: Any) -> None:
@@ -761,13 +752,13 @@ def test_batch_reduce_to_pairs(strategy: Any) -> None:
 
 
 @pytest.mark.strategies("one_device", "mirrored_2", "virtual_2")
-@pytest.mark.parametrize("bad", [None, [], (), "", "CPU:99", "nonsense:x", 3.0, {}])
-def test_bad_destinations(strategy: Any, bad: Any) -> None:
-    with strategy.scope():
-        with refused(ValueError):
-            strategy.extended.reduce_to("SUM", ids(strategy), bad)
-        with refused(ValueError):
-            strategy.extended.batch_reduce_to("SUM", [(ids(strategy), bad)])
+def test_bad_destinations(strategy: Any) -> None:
+    for bad in (None, [], (), "", "CPU:99", "nonsense:x", 3.0, {}):
+        with strategy.scope():
+            with refused(ValueError):
+                strategy.extended.reduce_to("SUM", ids(strategy), bad)
+            with refused(ValueError):
+                strategy.extended.batch_reduce_to("SUM", [(ids(strategy), bad)])
 
 
 @pytest.mark.strategies("one_device", "mirrored_2")

@@ -75,7 +75,7 @@ def test_s107_one_component_per_device(strategy: Any) -> None:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a.name)
-@pytest.mark.strategies("one_device", "mirrored_2", "virtual_2", "central_2")
+@pytest.mark.strategies("one_device", "mirrored_2", "virtual_2")
 def test_s108_s110_replicas_touch_their_copy_and_a_read_combines(
     strategy: Any, run: Any, aggregation: Any
 ) -> None:
@@ -331,7 +331,7 @@ def test_s117_gradients_are_kept_apart_for_several_steps(strategy: Any, run: Any
     assert copies(strategy, weights)[0] == [1.0, 2.0]
 
 
-@pytest.mark.strategies("mirrored_1", "mirrored_2", "virtual_2", "central_2")
+@pytest.mark.strategies("mirrored_1", "mirrored_2", "virtual_2")
 def test_1_7_types_and_shapes(strategy: Any, run: Any) -> None:
     cases = [("int32", (2,)), ("bfloat16", ()), ("complex64", (2, 3))]
     cases += [("float32", (0,)), ("float32", (0, 3)), ("float32", (3, 0))]

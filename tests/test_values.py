@@ -115,13 +115,17 @@ OPERATORS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.strategies("mirrored_2", "virtual_2")
-@pytest.mark.parametrize("text", list(OPERATORS))
-def test_1_7_operators_on_per_replica_are_refused(strategy: Any, text: str) -> None:
+def test_1_7_operators_on_per_replica_are_refused(strategy: Any) -> None:
     x = strategy.run(lambda i: i + 1, args=(values(strategy, lambda i: jnp.int32(i)),))
-    with strategy.scope(), pytest.raises(TypeError):
-        OPERATORS[text](x)
-    with pytest.raises(TypeError):
-        OPERATORS[text](x)
+    accepted = []
+    for text, operate in OPERATORS.items():
+        with contextlib.suppress(TypeError):
+            operate(x)
+            accepted.append(text)
+        with strategy.scope(), contextlib.suppress(TypeError):
+            operate(x)
+            accepted.append(text)
+    assert accepted == []
 
 
 @pytest.mark.strategies("mirrored_2", "virtual_2")
@@ -187,7 +191,7 @@ def test_1_7_value_of_another_strategy(strategy: Any, run: Any) -> None:
 # Mirrored.
 
 
-@pytest.mark.strategies(*MANY_REPLICAS)
+@pytest.mark.strategies("mirrored_2", "virtual_2", "tpu_2")
 def test_1_7_mirrored_computes_like_an_array(strategy: Any) -> None:
     m = mirrored(strategy)
     assert isinstance(m, rx.DistributedValues) and not isinstance(m, rx.PerReplica)
@@ -227,7 +231,7 @@ def test_1_7_mirrored_is_the_copy_of_the_current_device(strategy: Any, devices: 
         np.testing.assert_array_equal(m + 1, [2, 4])
 
 
-@pytest.mark.strategies(*MANY_REPLICAS)
+@pytest.mark.strategies("mirrored_4", "virtual_2", "central_2")
 def test_1_7_mirrored_captured_by_replica_code_is_the_local_copy(strategy: Any, run: Any) -> None:
     n = strategy.num_replicas_in_sync
     m = mirrored(strategy)
@@ -238,7 +242,7 @@ def test_1_7_mirrored_captured_by_replica_code_is_the_local_copy(strategy: Any, 
     assert len(result.values) == n
 
 
-@pytest.mark.strategies(*MANY_REPLICAS)
+@pytest.mark.strategies("mirrored_4", "virtual_2", "central_2")
 def test_s65_mirrored_as_argument_is_the_local_copy(strategy: Any, run: Any) -> None:
     m = mirrored(strategy)
     x = values(strategy, lambda i: jnp.float32(i))
@@ -260,10 +264,12 @@ def test_1_7_mirrored_goes_in_and_out_of_a_function(strategy: Any) -> None:
         assert part.devices() == {device}
 
 
-def test_1_7_mirrored_tree_map() -> None:
-    m = jax.tree.map(lambda v: v + 1, rx.Mirrored((jnp.float32(1), jnp.float32(1))))
-    assert isinstance(m, rx.Mirrored)
-    assert float(m) == 2.0
+@pytest.mark.strategies("mirrored_2", "virtual_2")
+def test_1_7_jax_takes_a_mirrored_value_for_one_array(strategy: Any) -> None:
+    m = mirrored(strategy)
+    assert len(jax.tree.leaves(m)) == 1
+    np.testing.assert_array_equal(jax.tree.map(lambda v: v + 1, m), [2, 4])
+    np.testing.assert_array_equal(jax.jit(lambda v: v * 2)(m), [2, 6])
 
 
 # Merging structures and taking them apart (T16).
@@ -342,7 +348,7 @@ def test_t16_what_a_subclass_carries_is_kept() -> None:
     assert merged["new"] == []
 
 
-@pytest.mark.parametrize("kind", ["list", "namedtuple", "OrderedDict", "subclass", "Mapping"])
+@pytest.mark.parametrize("kind", ["namedtuple", "subclass", "Mapping"])
 @pytest.mark.strategies("mirrored_2", "virtual_2")
 def test_t16_containers_through_run(strategy: Any, run: Any, kind: str) -> None:
     result = run(strategy, NESTS[kind], (values(strategy, lambda i: jnp.float32(i)),))
@@ -449,7 +455,7 @@ def test_s80_nest_of_distributed_and_plain_values(strategy: Any) -> None:
         np.testing.assert_array_equal(other["m"], [1, 3])
 
 
-@pytest.mark.strategies(*MANY_REPLICAS)
+@pytest.mark.strategies("mirrored_4", "virtual_2", "central_2")
 def test_s80_in_compiled_cross_replica_code(strategy: Any) -> None:
     n = strategy.num_replicas_in_sync
 
@@ -584,7 +590,7 @@ def test_s101_container_of_a_variable_component(strategy: Any) -> None:
     assert strategy.extended.value_container(v) is v
 
 
-@pytest.mark.strategies(*MANY_REPLICAS)
+@pytest.mark.strategies("mirrored_2", "virtual_2", "mirrored_4")
 def test_s101_s103_container_of_a_component(strategy: Any, run: Any) -> None:
     result = run(strategy, lambda x: x + 1, (values(strategy, jnp.float32),))
     for component in strategy.experimental_local_results(result):
@@ -609,7 +615,7 @@ def test_s102_no_container(strategy: Any) -> None:
         assert strategy.extended.value_container(x) is x
 
 
-@pytest.mark.strategies(*TWO_REPLICAS)
+@pytest.mark.strategies("mirrored_2", "virtual_2")
 def test_s102_dead_container(strategy: Any, run: Any) -> None:
     result = run(strategy, lambda x: x + 1, (values(strategy, jnp.float32),))
     component = strategy.experimental_local_results(result)[0]

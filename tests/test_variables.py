@@ -15,7 +15,7 @@ from strategies_under_test import STRATEGIES
 import replicax as rx
 
 SUM = rx.VariableAggregation.SUM
-KINDS = ("plain", "one_device", "mirrored", "on_read", "central", "component")
+KINDS = ("plain", "mirrored", "on_read", "central", "component")
 FLOATS = [1.5, -2.0, 3.0]
 INTS = [6, 3, 5]
 
@@ -27,7 +27,7 @@ def make(request: pytest.FixtureRequest) -> Any:
     def build(value: Any, **kwargs: Any) -> Any:
         if request.param == "plain":
             return rx.Variable(value, **kwargs)
-        name = {"one_device": "one_device", "central": "central_2"}.get(request.param, "mirrored_2")
+        name = "central_2" if request.param == "central" else "mirrored_2"
         if request.param == "on_read":
             kwargs.setdefault("aggregation", rx.VariableAggregation.ONLY_FIRST_REPLICA)
             kwargs["synchronization"] = rx.VariableSynchronization.ON_READ

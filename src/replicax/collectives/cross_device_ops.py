@@ -12,9 +12,9 @@ from replicax.collectives import eager, in_replica
 from replicax.foundation import devices, errors, gate, jax_compat
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import CommunicationOptions, ReduceOp
+from replicax.values.containers import register_components
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.layout import ReplicaLayout
-from replicax.values.regroup import register_components
 
 
 class CrossDeviceOps:

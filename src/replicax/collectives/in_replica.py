@@ -111,6 +111,8 @@ def first_replica(leaf: Any) -> Any:
 
 def all_gather(value: jax.Array, axis: int) -> jax.Array:
     """Concatenates over replicas along `axis`."""
+    if value.shape[axis] == 0:
+        return value  # XLA gathers no empty dimension; many empty parts are an empty whole
     return jax.lax.all_gather(value, AXIS, axis=axis, tiled=True)
 
 

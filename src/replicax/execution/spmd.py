@@ -92,6 +92,14 @@ def run_replicas(
     frame = frames.current()
     outer = frame.overlay
     assert outer is not None
+    if outer.view is View.READ:
+        raise errors.ContextError(
+            errors.message(
+                "`strategy.run` inside a gradient needs `rx.function` around both",
+                "it is called eagerly inside `rx.value_and_grad`",
+                "Take the gradient inside the function that `run` calls.",
+            )
+        )
     if outer.view is View.LOCAL:
         return _run_in_merge_call(strategy, layout, fn, args, kwargs)
     note_layout(outer, layout)

@@ -23,9 +23,11 @@ from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp, resolve_reduce_op
 from replicax.strategies import reductions, updating
 from replicax.tracing.function import Function
+from replicax.tracing.program import note_layout
+from replicax.values.containers import container_of, register_components
 from replicax.values.distributed_values import DistributedValues, PerReplica
 from replicax.values.layout import ReplicaLayout
-from replicax.values.regroup import container_of, map_structure, register_components
+from replicax.values.regroup import leaves_of, map_structure
 from replicax.variables import creators
 from replicax.variables.replicated import VariableComponent
 from replicax.variables.variable import Variable
@@ -117,7 +119,11 @@ class StrategyExtended:
     ) -> Any:
         """Runs `fn` once per replica; the engine of `Strategy.run`."""
         guards.require_cross_replica("call_for_each_replica")
-        return self._call_for_each_replica(fn, tuple(args), dict(kwargs or {}))
+        arguments = (tuple(args), dict(kwargs or {}))
+        for leaf in leaves_of(arguments):
+            if isinstance(leaf, PerReplica):
+                leaf.require_components(self.num_replicas_in_sync)
+        return self._call_for_each_replica(fn, *arguments)
 
     def _call_for_each_replica(self, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         strategy, layout = self.container_strategy, self.layout
@@ -232,13 +238,22 @@ class StrategyExtended:
 
     def batch_reduce(self, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], options: Any) -> Any:
         """Does the work of `batch_reduce_to` on resolved arguments."""
+        self._note_layout()
         values, targets = [v for v, _ in pairs], [resolve_destinations(d) for _, d in pairs]
         count = self.num_replicas_in_sync
         return reductions.reduce_values(self.cross_device_ops, op, values, targets, count, options)
 
+    def _note_layout(self) -> None:
+        """Tells the function being compiled, if there is one, which replicas it uses."""
+        overlay = frames.current().overlay
+        if overlay is not None and self.layout is not None:
+            note_layout(overlay, self.layout)
+
     def gather_components(self, value: Any, axis: int) -> Any:
         """Concatenates the components of a value on the current device."""
-        return reductions.gather_values(value, axis, devices.current())
+        self._note_layout()
+        count = self.num_replicas_in_sync
+        return reductions.gather_values(value, axis, devices.current(), count)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copies a value to devices; Python numbers pass through, their type open."""
@@ -344,6 +359,7 @@ class StrategyExtended:
                 return strategy.extended.update(var, fn, args, kwargs, group)
 
             return frame.replica_context.merge_call(merged, arguments)
+        guards.require_same_strategy("extended.update", self.container_strategy)
         self._require_updatable(var)
         updating.refuse_per_replica("extended.update", arguments)
         return updating.update_variable(self.container_strategy, var, fn, *arguments, group)
@@ -369,6 +385,7 @@ class StrategyExtended:
     ) -> Any:
         """Calls `fn(*args)` on the devices that `non_slot_devices` returned."""
         guards.require_cross_replica("extended.update_non_slot")
+        guards.require_same_strategy("extended.update_non_slot", self.container_strategy)
         if not isinstance(colocate_with, tuple | list):
             raise errors.InvalidArgumentError(
                 errors.message(
@@ -388,7 +405,7 @@ class StrategyExtended:
 def _components(leaf: Any) -> tuple[Any, ...] | None:
     if isinstance(leaf, DistributedValues):
         return leaf.values
-    if isinstance(leaf, Variable):
+    if isinstance(leaf, Variable) and len(leaf.components) > 1:
         return leaf.components
     return None
 

@@ -123,6 +123,14 @@ class MirroredStrategy(Strategy):
         virtual_replicas: int = 1,
     ) -> None:
         found = resolve_worker_devices(devices)
+        if not isinstance(virtual_replicas, int) or isinstance(virtual_replicas, bool):
+            raise errors.ArgumentTypeError(
+                errors.message(
+                    "`virtual_replicas` must be an int",
+                    f"it is {virtual_replicas!r}",
+                    "Pass 2, say.",
+                )
+            )
         if virtual_replicas < 1 or (virtual_replicas > 1 and len(found) > 1):
             raise errors.InvalidArgumentError(
                 errors.message(
@@ -148,6 +156,14 @@ def resolve_worker_devices(names: Sequence[str | Device] | None) -> tuple[Device
     """Returns the devices that a strategy over several devices was asked to use."""
     if isinstance(names, str):
         names = [names]
+    if names is not None and not isinstance(names, list | tuple):
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "The devices of a strategy must be a list of names",
+                f"{names!r} was given",
+                'Pass e.g. ["CPU:0", "CPU:1"].',
+            )
+        )
     if not names:
         return tuple(devices.default_devices())
     tasks = {

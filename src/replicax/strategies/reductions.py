@@ -47,6 +47,8 @@ def reduce_values(
 ) -> list[Any]:
     """Combines several values over replicas; plain and mirrored ones are equal everywhere."""
     values = [as_distributed(v) for v in values]
+    for value in values:
+        _require_numbers(value, count)
     pairs = [(v, t) for v, t in zip(values, targets, strict=True) if isinstance(v, PerReplica)]
     if count == 1:
         reduced = iter([place(_alone(op, v.values[0]), t) for v, t in pairs])
@@ -73,8 +75,17 @@ def _equal_everywhere(op: ReduceOp, value: Any, count: int) -> Any:
         value = value.values[0]
     if isinstance(value, IndexedSlices):
         return value if op is ReduceOp.MEAN else value.map_values(lambda v: v * count)
-    array = jnp.asarray(require_number(value))
-    return array if op is ReduceOp.MEAN or count == 1 else in_replica.summable(op, array) * count
+    array = in_replica.summable(op, require_number(value))
+    return array if op is ReduceOp.MEAN or count == 1 else array * count
+
+
+def _require_numbers(value: Any, count: int) -> None:
+    """Raises unless a distributed value has `count` components that are numbers."""
+    if isinstance(value, PerReplica) and not isinstance(value, TracedPerReplica):
+        value.require_components(count)
+        for component in value.values:
+            if not isinstance(component, IndexedSlices):
+                require_number(component)
 
 
 def require_number(value: Any) -> Any:
@@ -130,6 +141,7 @@ def reduce_along(op: ReduceOp, value: Any, axis: Any, count: int) -> tuple[Any, 
     if not isinstance(value, PerReplica):
         first = value.values[0] if isinstance(value, Mirrored) else value
         value = PerReplica((jnp.asarray(require_number(first)),) * count)
+    _require_numbers(value, count)
     axes = resolve_axes(axis)
     shapes = component_shapes(value)
     normal = [checked_axes(axes, len(shape)) for shape in shapes]
@@ -173,7 +185,7 @@ def checked_axes(axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return tuple(one % rank for one in axes)
 
 
-def gather_values(value: Any, axis: Any, target: Device) -> Any:
+def gather_values(value: Any, axis: Any, target: Device, count: int) -> Any:
     """Concatenates the components of a distributed value along an axis."""
     if isinstance(value, IndexedSlices):
         raise gather_of_slices()
@@ -189,6 +201,7 @@ def gather_values(value: Any, axis: Any, target: Device) -> Any:
     parts = value.values
     if any(isinstance(p, IndexedSlices) for p in parts):
         raise gather_of_slices()
+    _require_numbers(value, count)
     shapes = [np.shape(p) for p in parts]
     axis = checked_axis(axis, len(shapes[0]))
     if any(len(s) != len(shapes[0]) or _but(s, axis) != _but(shapes[0], axis) for s in shapes):

@@ -120,9 +120,15 @@ class _update_frame:
 
 
 def _merge_eager(results: list[Any], layout: ReplicaLayout | None, group: bool) -> Any:
+    if group and len(results) == 1:
+        return map_structure(_whole, results[0])
     if group:
         return regroup(results, layout, Mirrored)
     return map_structure(lambda *leaves: leaves, *results)
+
+
+def _whole(leaf: Any) -> Any:
+    return leaf.container if isinstance(leaf, VariableComponent) else leaf
 
 
 def _merge_traced(leaf: Any, layout: ReplicaLayout, group: bool) -> Any:

@@ -18,7 +18,7 @@ from replicax.values.array_surface import ArraySurface
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout, copier
-from replicax.values.regroup import map_structure
+from replicax.values.regroup import leaves_of, map_structure
 
 # References to a variable's array while it is looked at: the variable's own, the local
 # name, and the argument of getrefcount. More means that somebody else holds it.
@@ -43,15 +43,7 @@ def note_layout(overlay: Any, layout: ReplicaLayout) -> None:
     while overlay.parent is not None:
         overlay = overlay.parent
     if not isinstance(overlay, ProgramOverlay):
-        if layout.num_replicas == 1:
-            return
-        raise errors.ContextError(
-            errors.message(
-                "`strategy.run` inside a gradient needs `rx.function` around both",
-                "it is called eagerly inside `rx.value_and_grad`",
-                "Take the gradient inside the function that `run` calls.",
-            )
-        )
+        return
     if overlay.layout is not None and overlay.layout != layout:
         raise errors.ContextError(
             errors.message(
@@ -79,11 +71,13 @@ class Program:
         with frames.pushed(frame):
             captured = capturing.capture(body, arguments.arrays, overlay)
         self._results: _Results = results[0]
-        self._finish(captured, overlay, arguments.arrays)
+        self._finish(captured, overlay, arguments.skeleton, arguments.arrays)
 
-    def _finish(self, captured: Any, overlay: ProgramOverlay, arrays: list[Any]) -> None:
+    def _finish(
+        self, captured: Any, overlay: ProgramOverlay, skeleton: Any, arrays: list[Any]
+    ) -> None:
         self.created: list[Any] = overlay.creations
-        self._layout = overlay.layout or self._results.layout or _layout_of(captured)
+        self._layout = overlay.layout or self._results.layout or _layout_of(captured, skeleton)
         is_mesh = self._layout is not None and self._layout.is_mesh
         self._mesh = self._layout if is_mesh else None
         self._takes_turns = self._mesh is not None and gate.needs_turns(self._mesh.devices)
@@ -213,14 +207,16 @@ class Program:
         return arrays
 
 
-def _layout_of(captured: Any) -> ReplicaLayout | None:
-    """Returns the replicas of a function that touches distributed variables only."""
+def _layout_of(captured: Any, skeleton: Any) -> ReplicaLayout | None:
+    """Returns the replicas of a function that runs none, by its variables and arguments."""
     found = {v.layout for v in (*captured.variables, *captured.written) if v.layout is not None}
+    slots = [leaf for leaf in leaves_of(skeleton) if isinstance(leaf, signature.Slot)]
+    found |= {slot.layout for slot in slots if slot.layout is not None}
     if len(found) > 1:
         raise errors.InvalidArgumentError(
             errors.message(
-                "A compiled function can use the variables of one strategy",
-                f"this one uses variables of {len(found)}: {sorted(map(repr, found))}",
+                "A compiled function can use the variables and values of one strategy",
+                f"this one uses those of {len(found)}: {sorted(map(repr, found))}",
                 "Split the function.",
             )
         )
@@ -296,7 +292,8 @@ class _Results:
                 )
             array = arrays[leaf.index]
             if leaf.kind == "mirrored":
-                return Mirrored(layout.copies(array) if layout else (array,) * leaf.count)
+                copies = (array,) if layout is None else layout.copies(array)
+                return Mirrored(copies if len(copies) == leaf.count else copies[:1] * leaf.count)
             return array if layout is None else array.addressable_shards[0].data
 
         return map_structure(visit, self._skeleton)

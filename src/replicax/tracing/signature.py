@@ -87,15 +87,19 @@ class Arguments:
         if isinstance(leaf, PerReplica):
             return self._add_per_replica(leaf, key, layout)
         if isinstance(leaf, Mirrored):
-            start = len(self.arrays)
-            value = leaf.values[0]
-            key.append(("mirrored", jnp.shape(value), value.dtype, len(leaf.values)))
-            self.arrays.append(value)
-            return Slot(start, "mirrored", len(leaf.values))
+            return self._add_mirrored(leaf, key)
         if isinstance(leaf, IndexedSlices):
             return leaf.map_arrays(lambda x: self._add(x, key, layout))
         key.append(_static_key(leaf))
         return leaf
+
+    def _add_mirrored(self, leaf: Mirrored, key: list[Any]) -> Any:
+        copies = [jnp.asarray(copy) for copy in leaf.values]
+        places = [next(iter(copy.devices())) for copy in copies]
+        layout = ReplicaLayout(places) if len(set(places)) == len(places) > 1 else None
+        key.append(("mirrored", copies[0].shape, copies[0].dtype, len(copies), layout))
+        self.arrays.append(copies[0] if layout is None else layout.from_copies(copies))
+        return Slot(len(self.arrays) - 1, "mirrored", len(copies), layout)
 
     def _add_per_replica(
         self, leaf: PerReplica, key: list[Any], layout: ReplicaLayout | None

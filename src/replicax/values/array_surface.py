@@ -14,6 +14,8 @@ _COMPARE = ["lt", "le", "gt", "ge", "eq", "ne"]
 _UNARY = {"neg": operator.neg, "pos": operator.pos, "abs": abs, "invert": operator.invert}
 # Names that must not reach the array: JAX and NumPy would take the object for one.
 _WITHHELD = frozenset({"block_until_ready", "delete", "is_deleted", "sharding"})
+# What only concrete arrays offer.
+_CONCRETE_ONLY = frozenset({"tolist"})
 
 
 class ArraySurface:
@@ -57,13 +59,20 @@ class ArraySurface:
         return bool(self._as_array())
 
     def __round__(self, ndigits: int | None = None) -> Any:
-        return round(self._as_array(), ndigits or 0)
+        array = self._as_array()
+        return round(array) if ndigits is None else round(array, ndigits)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._as_array(), spec) if spec else str(self)
 
     def __divmod__(self, other: Any) -> Any:
         return divmod(self._as_array(), as_operand(other))
 
+    def __rdivmod__(self, other: Any) -> Any:
+        return divmod(jnp.asarray(as_operand(other)), self._as_array())
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(jax.Array, name):
+        if name.startswith("_") or not (hasattr(jax.Array, name) or name in _CONCRETE_ONLY):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name in _WITHHELD:
             raise AttributeError(

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.foundation import errors, jax_compat
+from replicax.foundation import devices, errors, jax_compat
 from replicax.values import printing
-from replicax.values.array_surface import ArraySurface
+from replicax.values.array_surface import ArraySurface, elementwise_equal
+from replicax.values.containers import register_components
 from replicax.values.layout import AXIS, ReplicaLayout
 
 
@@ -71,6 +72,7 @@ class PerReplica(DistributedValues):
             self._components = tuple(
                 jax.tree.unflatten(self._treedef, parts) for parts in zip(*leaves, strict=True)
             )
+            register_components(self, self._components)
         return self._components
 
     @property
@@ -83,20 +85,23 @@ class PerReplica(DistributedValues):
         """Which leaves of a component are scalars, known once `stored` was asked for."""
         return self._scalars
 
+    def require_components(self, count: int) -> None:
+        """Raises unless there is one component for each of `count` replicas."""
+        if len(self.values) != count:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"A PerReplica value needs one component for each of the {count} replicas",
+                    f"this one has {len(self.values)}",
+                    "Make it under the strategy that uses it.",
+                )
+            )
+
     def stored(self, layout: ReplicaLayout) -> tuple[Any, ...] | None:
         """Returns the stored arrays of all replicas, or None if components are ragged."""
         if self._stored is not None and self.layout == layout:
             return self._stored
+        self.require_components(layout.num_replicas)
         components = self.values
-        if len(components) != layout.num_replicas:
-            raise errors.InvalidArgumentError(
-                errors.message(
-                    f"A PerReplica value needs one component for each of the "
-                    f"{layout.num_replicas} replicas",
-                    f"this one has {len(components)}",
-                    "Make it under the strategy that uses it.",
-                )
-            )
         flat = [jax.tree.flatten(c) for c in components]
         if any(treedef != flat[0][1] for _, treedef in flat):
             return None
@@ -141,7 +146,7 @@ class PerReplica(DistributedValues):
 
 for _name in "add radd sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul mod".split():
     setattr(PerReplica, f"__{_name}__", PerReplica._refuse)
-for _name in ["floordiv", "neg", "abs", "lt", "le", "gt", "ge", "getitem", "float", "int", "index"]:
+for _name in "floordiv neg abs lt le gt ge getitem float int index bool".split():
     setattr(PerReplica, f"__{_name}__", PerReplica._refuse)
 
 
@@ -193,12 +198,19 @@ class Mirrored(DistributedValues, ArraySurface):
         return self._components[0].dtype
 
     def _as_array(self) -> Any:
+        device = devices.explicit()
+        if device is not None:
+            for copy in self._components:
+                if not jax_compat.is_traced(copy) and device in copy.devices():
+                    return copy
         return self._components[0]
 
     def __eq__(self, other: object) -> Any:
-        if isinstance(other, Mirrored):
-            other = other._components[0]
-        return self._components[0] == other
+        return elementwise_equal(self, other)
+
+    def __ne__(self, other: object) -> Any:
+        equal = elementwise_equal(self, other)
+        return equal if equal is NotImplemented else jax.numpy.logical_not(equal)
 
     __hash__ = object.__hash__
 

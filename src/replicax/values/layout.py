@@ -104,6 +104,9 @@ class ReplicaLayout:
         count = self.num_replicas
         if count == 1:
             return (array,)
+        if array.size == 0:
+            # XLA does not shard what is empty.
+            return (jnp.zeros(self.local_shape(array.shape, is_scalar), array.dtype),) * count
         if jax_compat.is_traced(array):
             rows = array.reshape((count, *self.local_shape(array.shape, is_scalar)))
             return tuple(rows[i] for i in range(count))
@@ -118,6 +121,8 @@ class ReplicaLayout:
         """Returns one replica's part of a stored array."""
         if self.num_replicas == 1:
             return array
+        if array.size == 0:
+            return self.split(array, is_scalar)[replica_id]
         if self.is_mesh and not jax_compat.is_traced(array):
             part = array.addressable_shards[replica_id].data
             return part.reshape(()) if is_scalar else part
@@ -128,6 +133,8 @@ class ReplicaLayout:
         """Returns a stored array with one replica's part replaced."""
         if self.num_replicas == 1:
             return part
+        if array.size == 0:
+            return array
         if self.is_mesh and not jax_compat.is_traced(array):
             parts = [shard.data for shard in array.addressable_shards]
             part = jax.device_put(part, self.devices[replica_id])
@@ -181,6 +188,8 @@ class ReplicaLayout:
         Returns:
           The equal outputs as they are, the others as stored arrays of all replicas.
         """
+        if self.num_replicas == 1:
+            return list(fn(*mapped, *shared))
         if self.is_mesh:
             return self._map_shards(fn, mapped, shared, scalars, num_equal)
         count = self.num_replicas

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,16 +11,13 @@ import numpy as np
 
 from replicax.foundation import errors
 from replicax.values.array_surface import ArraySurface
+from replicax.values.containers import register_components
 from replicax.values.distributed_values import DistributedValues, Mirrored, PerReplica
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout
 
 _SCALARS = (int, float, bool, complex, str, bytes, np.generic)
 _ATOMS = (jax.Array, *_SCALARS)
-
-# Which distributed value a component belongs to, by the component's id. Entries go when
-# the container goes; `container_of` confirms a hit by identity, since ids are reused.
-_containers: weakref.WeakValueDictionary[int, DistributedValues] = weakref.WeakValueDictionary()
 
 
 def is_leaf(value: Any) -> bool:
@@ -121,21 +117,6 @@ def select_mirrored(replica_id: int, structure: Any) -> Any:
         return leaf.values[replica_id] if isinstance(leaf, Mirrored) else leaf
 
     return map_structure(pick, structure)
-
-
-def register_components(container: DistributedValues, components: Sequence[Any]) -> None:
-    """Remembers, for as long as `container` lives, that it owns these components."""
-    for component in components:
-        if isinstance(component, jax.Array):
-            _containers[id(component)] = container
-
-
-def container_of(component: Any) -> Any:
-    """Returns the distributed value that a component belongs to, else the component."""
-    container = _containers.get(id(component))
-    if container is not None and any(v is component for v in container.values):
-        return container
-    return getattr(component, "container", component)
 
 
 _DIFFERENT = object()

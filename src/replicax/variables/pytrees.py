@@ -30,7 +30,7 @@ def make_variables(
     """
 
     def make(path: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array | np.ndarray):
+        if isinstance(leaf, Variable) or not isinstance(leaf, jax.Array | np.ndarray):
             return leaf
         is_float = jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
         own = "/".join(filter(None, [name, *(_part(p) for p in path)]))
@@ -38,7 +38,9 @@ def make_variables(
             leaf, is_float if trainable is None else trainable, name=own or None, **attributes
         )
 
-    return jax.tree_util.tree_map_with_path(make, tree)
+    return jax.tree_util.tree_map_with_path(
+        make, tree, is_leaf=lambda leaf: isinstance(leaf, Variable)
+    )
 
 
 def read_variables(tree: Any) -> Any:

@@ -6,7 +6,6 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Sharding
 from typing_extensions import override
 
@@ -17,7 +16,7 @@ from replicax.foundation import devices, errors, gate
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp, VariableAggregation
 from replicax.values import printing
-from replicax.values.layout import AXIS, copier
+from replicax.values.layout import AXIS
 from replicax.variables import aggregation, updates
 from replicax.variables.creators import VariableAttributes
 from replicax.variables.variable import Variable, require_concrete, require_readable
@@ -135,16 +134,17 @@ class SyncOnReadVariable(ReplicatedVariable):
     def read_in(self, frame: Frame) -> Any:
         if frame.overlay is not None:
             value = frame.overlay.read(self)
+            is_seen_from_outside = frame.mode is Mode.CROSS_REPLICA or frame.is_default
+            if frame.overlay.view is View.READ or not is_seen_from_outside:
+                return value
             if frame.overlay.view is View.STORED:
                 return self._combine_stored(value)
-            is_seen_from_outside = frame.mode is Mode.CROSS_REPLICA
-            if frame.overlay.view is View.LOCAL and is_seen_from_outside:
-                return self._combine_local(value)
-            return value
+            return self._combine_local(value)
         require_readable(self, frame)
         if frame.replica_id is not None:
             return self.read_copy(frame.replica_id)
         with gate.state():
+            self.is_lent = True
             return self._combine_copies(self.layout.split(self.stored, not self.shape))
 
     @override
@@ -341,8 +341,5 @@ class VariableComponent(Variable):
 def stored_for_replicas(layout: Any, value: Any) -> jax.Array:
     """Makes the stored array of a variable whose copies all start from one value."""
     array = jnp.asarray(value)
-    if layout.num_replicas == 1:
-        return jnp.array(array, copy=True)
-    repeats = np.broadcast_to(np.asarray(array), (layout.num_replicas, *array.shape))
-    stored = repeats.reshape(layout.global_shape(array.shape))
-    return copier(layout.per_replica)(jax.device_put(stored, layout.per_replica))
+    # The copies may share buffers with each other: a new variable counts as lent.
+    return layout.assemble([array] * layout.num_replicas)

@@ -17,9 +17,10 @@ from replicax.values.indexed_slices import IndexedSlices
 
 def _at(old: jax.Array, slices: IndexedSlices) -> Any:
     """Returns the update helper for rows, or for elements where indices are vectors."""
-    if slices.indices.ndim > 1:
-        return old.at[tuple(jnp.moveaxis(slices.indices, -1, 0))]
-    return old.at[slices.indices]
+    # An index out of range is dropped; a negative one must not count from the end.
+    far = jnp.iinfo(slices.indices.dtype).max
+    indices = jnp.where(slices.indices < 0, far, slices.indices)
+    return old.at[tuple(jnp.moveaxis(indices, -1, 0)) if indices.ndim > 1 else indices]
 
 
 _RULES: dict[str, Callable[[Any, Any], Any]] = {
@@ -57,7 +58,7 @@ def checked_payload(variable: Any, kind: str, value: Any) -> Any:
     if isinstance(value, IndexedSlices):
         value = value.to_dense()
     value = as_operand(value)
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    array = value if isinstance(value, jax.Array) else _as_numpy(variable, kind, value)
     if array.shape != variable.shape:
         raise errors.InvalidArgumentError(
             errors.message(
@@ -84,7 +85,34 @@ def cast(variable: Any, kind: str, value: Any) -> Any:
         )
     if isinstance(value, jax.Array) and value.dtype == variable.dtype:
         return value
-    return jnp.asarray(value, dtype=variable.dtype)
+    try:
+        return jnp.asarray(value, dtype=variable.dtype)
+    except OverflowError as error:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"`{kind}` on variable {variable.name!r} needs values that {variable.dtype} holds",
+                str(error),
+                "Use smaller values or a wider variable.",
+            )
+        ) from None
+
+
+def _as_numpy(variable: Any, kind: str, value: Any) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+        is_number = array.dtype.kind in "biufcV"
+    except ValueError:
+        is_number = False
+        array = np.zeros(())
+    if not is_number:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"`{kind}` on variable {variable.name!r} needs numbers of shape {variable.shape}",
+                f"{value!r} was given",
+                "Pass an array, a number or a nested list with rows of one length.",
+            )
+        )
+    return array
 
 
 def _same_kind(source: Any, target: Any) -> bool:
@@ -115,6 +143,15 @@ def _checked_slices(variable: Any, kind: str, value: Any) -> IndexedSlices:
             )
         )
     depth = indices.shape[-1] if indices.ndim > 1 else 1
+    if depth > len(variable.shape):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"`{kind}` on variable {variable.name!r} needs indices of at most "
+                f"{len(variable.shape)} numbers each",
+                f"they have {depth}",
+                "Give one number per dimension of the variable, or fewer.",
+            )
+        )
     count = indices.shape[:-1] if indices.ndim > 1 else indices.shape
     rows = jnp.asarray(as_operand(value.values))
     expected = (*count, *variable.shape[depth:])
