@@ -9,10 +9,10 @@ demo: .venv/.ready  ## train one program under every strategy
 	$(BIN)/python examples/demo.py
 
 test: .venv/.ready  ## the default suite, doctests included
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-all: .venv/.ready  ## the default suite and the slow tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: .venv/.ready  ## style, types, layers, spelling
 	$(BIN)/ruff check .

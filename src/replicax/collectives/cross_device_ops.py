@@ -46,7 +46,7 @@ class CrossDeviceOps:
     ) -> list[Any]:
         """Combines several values together; one result per pair, in order."""
         _require_op(reduce_op)
-        pairs = [(v, resolve_destinations(d)) for v, d in value_destination_pairs]
+        pairs = resolve_pairs(value_destination_pairs)
         if not pairs:
             return []
         return self.batch_reduce_implementation(reduce_op, pairs, options or CommunicationOptions())
@@ -238,23 +238,26 @@ class _AllReduce(_PackedReduction):
         stored = [value.stored(layout) for value in values]
         if any(arrays is None for arrays in stored):
             return super()._eager(op, columns, targets, options)
-        key = (op, layout, options.bytes_per_pack, tuple(v.treedef for v in values))
+        kinds = tuple((v.scalars, v.treedef) for v in values)
+        key = (op, layout, options.bytes_per_pack, kinds)
         program = self._programs.get(key)
         if program is None:
-
-            def reduce_all(stored: Any) -> tuple[list[Any], jax.Array]:
-                inside = [
-                    PerReplica.from_stored(arrays, v.scalars, v.treedef, layout)
-                    for arrays, v in zip(stored, values, strict=True)
-                ]
-                return self._in_outer_trace(op, inside, layout, options), jnp.zeros(())
-
-            program = self._programs[key] = jax.jit(reduce_all)
+            program = self._programs[key] = self._compile(op, layout, options, kinds)
         with gate.state():
             gate.take_turn()
             results, token = program(stored)
             gate.hand_over(token)
         return [jax.tree.map(lambda a: a.addressable_shards[0].data, r) for r in results]
+
+    def _compile(self, op: ReduceOp, layout: ReplicaLayout, options: Any, kinds: Any) -> Any:
+        def reduce_all(stored: Any) -> tuple[list[Any], jax.Array]:
+            values = [
+                PerReplica.from_stored(arrays, scalars, treedef, layout)
+                for arrays, (scalars, treedef) in zip(stored, kinds, strict=True)
+            ]
+            return self._in_outer_trace(op, values, layout, options), jnp.zeros(())
+
+        return jax.jit(reduce_all)
 
 
 class NcclAllReduce(_AllReduce):
@@ -290,6 +293,20 @@ def select_cross_device_ops(worker_devices: Sequence[Device]) -> CrossDeviceOps:
     if platforms & {"gpu", "cuda", "rocm"}:
         return NcclAllReduce()
     return CollectiveAllReduce()
+
+
+def resolve_pairs(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, tuple[Device, ...]]]:
+    """Resolves the destinations of a batch of values."""
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`value_destination_pairs` must hold tuples (value, destinations)",
+                    f"it holds {pair!r}",
+                    "Pass a list of 2-tuples.",
+                )
+            )
+    return [(value, resolve_destinations(destinations)) for value, destinations in pairs]
 
 
 def resolve_destinations(destinations: Any) -> tuple[Device, ...]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax.collectives import in_replica
+from replicax.collectives.arguments import require_array
 from replicax.foundation import errors
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp
@@ -40,6 +41,12 @@ def reduce_to_device(
 
 def require_same_shape(column: Sequence[Any]) -> None:
     """Raises unless the components of one value can be combined element by element."""
+    if not column:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "A reduction needs at least one component", "there is none", "Pass a value."
+            )
+        )
     kinds = {isinstance(c, IndexedSlices) for c in column}
     if kinds == {True}:
         return
@@ -51,7 +58,7 @@ def require_same_shape(column: Sequence[Any]) -> None:
                 "Call `to_dense()` on the IndexedSlices first.",
             )
         )
-    shapes = [jnp.shape(c) for c in column]
+    shapes = [require_array("reduce", c).shape for c in column]
     if any(shape != shapes[0] for shape in shapes):
         raise errors.InvalidArgumentError(
             errors.message(

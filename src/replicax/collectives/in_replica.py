@@ -39,6 +39,8 @@ def scatter_and_gather(num_replicas: int) -> Reducer:
     """Returns a sum in two stages: each replica sums one part, then all exchange parts."""
 
     def reduce(array: jax.Array) -> jax.Array:
+        if array.size == 0:
+            return array
         flat = array.reshape(-1)
         padded = jnp.pad(flat, (0, -flat.size % num_replicas))
         part = jax.lax.psum_scatter(padded, AXIS, tiled=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from replicax.collectives.arguments import checked_axis, gather_of_slices, require_array
 from replicax.contexts import frames
@@ -22,13 +24,42 @@ def all_reduce(run: Any, op: ReduceOp, value: Any, options: Any) -> Any:
     def exchange(leaves: list[Any]) -> list[Any]:
         return run.merge_call(_reduce_merged, (op, list(leaves), options), {})
 
+    def pull_back(leaves: list[Any], cts: list[Any]) -> list[Any]:
+        return [_pull_back_leaf(run, op, leaf, ct) for leaf, ct in zip(leaves, cts, strict=True)]
+
     if any(map(jax_compat.is_traced, jax.tree.leaves(leaves))):
-        # The gradient of an all-reduce is the same all-reduce of the gradients.
-        reduced = _through_gradients(exchange, lambda _, cts: exchange(cts), leaves)
+        reduced = _through_gradients(exchange, pull_back, leaves)
     else:
-        reduced = exchange(leaves)
+        reduced = _concrete(exchange, leaves)
     found = iter(reduced)
     return map_structure(lambda _: next(found), value)
+
+
+def _pull_back_leaf(run: Any, op: ReduceOp, leaf: Any, cotangent: Any) -> Any:
+    """Returns the gradient of one all-reduced value.
+
+    For an array it is the same all-reduce of the gradients. All-reduced rows lie side by
+    side, so the gradient of a replica's rows is its part of the summed gradients.
+    """
+    if isinstance(leaf, IndexedSlices):
+        rows = _own_part(run, leaf.values.shape[0], cotangent.values, 0)
+        if op is ReduceOp.MEAN:
+            rows = rows / run.num_replicas
+        return IndexedSlices(rows, _no_gradient(leaf.indices), leaf.dense_shape)
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return _no_gradient(leaf)
+    return run.merge_call(_reduce_merged, (op, [cotangent], None), {})[0]
+
+
+def _own_part(run: Any, size: int, cotangent: Any, axis: int) -> Any:
+    """Sums the gradients of all replicas and cuts out what this replica put in."""
+    sizes = run.merge_call(_sizes_merged, (size,), {})
+    total = run.merge_call(_reduce_merged, (ReduceOp.SUM, [cotangent], None), {})[0]
+    return jax.lax.dynamic_slice_in_dim(total, sum(sizes[: _own_id()]), size, axis)
+
+
+def _no_gradient(leaf: Any) -> Any:
+    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 def all_gather(run: Any, value: Any, axis: int) -> Any:
@@ -41,16 +72,14 @@ def all_gather(run: Any, value: Any, axis: int) -> Any:
     def exchange(leaves: list[Any]) -> list[Any]:
         return run.merge_call(_gather_merged, (leaves[0], axis), {})
 
-    def own_part(leaves: list[Any], cts: list[Any]) -> list[Any]:
-        """Sums the gradients of all replicas and cuts out what this replica put in."""
-        sizes = run.merge_call(_sizes_merged, (leaves[0].shape[axis],), {})
-        total = run.merge_call(_reduce_merged, (ReduceOp.SUM, cts, None), {})[0]
-        start = sum(sizes[: _own_id()])
-        return [jax.lax.dynamic_slice_in_dim(total, start, leaves[0].shape[axis], axis)]
+    def pull_back(leaves: list[Any], cts: list[Any]) -> list[Any]:
+        if not jnp.issubdtype(leaves[0].dtype, jnp.inexact):
+            return [_no_gradient(leaves[0])]
+        return [_own_part(run, leaves[0].shape[axis], cts[0], axis)]
 
     if jax_compat.is_traced(array):
-        return _through_gradients(exchange, own_part, [array])[0]
-    return exchange([array])[0]
+        return _through_gradients(exchange, pull_back, [array])[0]
+    return _concrete(exchange, [array])[0]
 
 
 def _through_gradients(exchange: Any, pull_back: Any, leaves: list[Any]) -> list[Any]:
@@ -71,7 +100,7 @@ def _through_gradients(exchange: Any, pull_back: Any, leaves: list[Any]) -> list
 
 
 def _concrete(exchange: Any, leaves: list[Any]) -> list[Any]:
-    if any(map(jax_compat.is_traced, jax.tree.leaves(leaves))):
+    if any(map(jax_compat.is_traced, jax.tree.leaves(leaves))) or jax_compat.is_staging():
         raise errors.TracingError(
             errors.message(
                 "A collective in eager replica code needs concrete values",
@@ -79,12 +108,9 @@ def _concrete(exchange: Any, leaves: list[Any]) -> list[Any]:
                 "Compile the whole step with `rx.function`.",
             )
         )
-    with _without_overlay():
+    # The values are concrete, so the meeting is no part of the gradient around it.
+    with jax_compat.eagerly(), frames.pushed(frames.current().with_overlay(None)):
         return exchange(leaves)
-
-
-def _without_overlay() -> Any:
-    return frames.pushed(frames.current().with_overlay(None))
 
 
 def _own_id() -> int:
@@ -95,20 +121,9 @@ def _own_id() -> int:
 
 def _reduce_merged(strategy: Any, op: ReduceOp, values: list[Any], options: Any) -> list[Any]:
     extended = strategy.extended
-    count = strategy.num_replicas_in_sync
-    pairs = [(v, extended.worker_devices) for v in values if isinstance(v, PerReplica)]
-    reduced = iter(extended.batch_reduce(op, pairs, options))
-    results = []
-    for value in values:
-        if isinstance(value, PerReplica):
-            results.append(next(reduced))
-        elif op is ReduceOp.MEAN:
-            results.append(value)
-        elif isinstance(value, IndexedSlices):
-            results.append(value.map_values(lambda v: v * count))
-        else:
-            results.append(value * count)
-    return results
+    if isinstance(options, PerReplica):
+        options = options.values[0]
+    return extended.batch_reduce(op, [(v, extended.worker_devices) for v in values], options)
 
 
 def _gather_merged(strategy: Any, value: Any, axis: int) -> list[Any]:

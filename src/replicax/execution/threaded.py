@@ -62,7 +62,7 @@ class ThreadedRun:
         self._fn = fn
         self._args = args
         self._kwargs = kwargs
-        self._count = layout.num_replicas
+        self.num_replicas = self._count = layout.num_replicas
         self._others = [_Replica() for _ in range(self._count - 1)]
         self._is_aborted = False
         # What went wrong while replicas met. It reaches the caller even if the code of the

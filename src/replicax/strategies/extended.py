@@ -11,6 +11,7 @@ from replicax.collectives.cross_device_ops import (
     CollectiveAllReduce,
     CrossDeviceOps,
     resolve_destinations,
+    resolve_pairs,
 )
 from replicax.contexts import frames, guards
 from replicax.contexts.frames import Frame, Mode
@@ -21,13 +22,13 @@ from replicax.execution.threaded import ThreadedRun
 from replicax.foundation import devices, errors
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp, resolve_reduce_op
-from replicax.strategies import reductions, updating
+from replicax.strategies import components, reductions, updating
 from replicax.tracing.function import Function
 from replicax.tracing.program import note_layout
-from replicax.values.containers import container_of, register_components
-from replicax.values.distributed_values import DistributedValues, PerReplica
+from replicax.values.containers import container_of
+from replicax.values.distributed_values import PerReplica
 from replicax.values.layout import ReplicaLayout
-from replicax.values.regroup import leaves_of, map_structure
+from replicax.values.regroup import leaves_of
 from replicax.variables import creators
 from replicax.variables.replicated import VariableComponent
 from replicax.variables.variable import Variable
@@ -155,37 +156,13 @@ class StrategyExtended:
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns the components of this process."""
-        found: list[int] = []
-
-        def look(leaf: Any) -> None:
-            parts = _components(leaf)
-            if parts is not None:
-                found.append(len(parts))
-
-        map_structure(look, value)
-        if not found:
-            return (value,)
-
-        def pick(i: int) -> Any:
-            def one(leaf: Any) -> Any:
-                parts = _components(leaf)
-                return leaf if parts is None else parts[i]
-
-            return map_structure(one, value)
-
-        return tuple(pick(i) for i in range(max(found)))
+        return components.local_results(value)
 
     def values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Calls `value_fn` for each replica and wraps what it returns, leaf by leaf."""
         count = self.num_replicas_in_sync
         values = [value_fn(ValueContext(i, count)) for i in range(count)]
-
-        def wrap(*leaves: Any) -> PerReplica:
-            result = PerReplica(leaves, self.layout)
-            register_components(result, leaves)
-            return result
-
-        return map_structure(wrap, *values)
+        return components.wrapped(values, self.layout)
 
     def value_container(self, value: Any) -> Any:
         """Returns the distributed value or variable that a component belongs to."""
@@ -220,16 +197,7 @@ class StrategyExtended:
         guards.require_cross_replica(
             "extended.batch_reduce_to", "Use `all_reduce` in replica code."
         )
-        for pair in value_destination_pairs:
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise errors.InvalidArgumentError(
-                    errors.message(
-                        "`value_destination_pairs` must hold tuples (value, destinations)",
-                        f"it holds {pair!r}",
-                        "Pass a list of 2-tuples.",
-                    )
-                )
-        pairs = [(v, resolve_destinations(d)) for v, d in value_destination_pairs]
+        pairs = resolve_pairs(value_destination_pairs)
         self._check_batch([v for v, _ in pairs])
         return self.batch_reduce(op, pairs, options)
 
@@ -400,14 +368,6 @@ class StrategyExtended:
         return updating.update_on_devices(
             self.container_strategy, self.layout, targets, fn, *arguments, group
         )
-
-
-def _components(leaf: Any) -> tuple[Any, ...] | None:
-    if isinstance(leaf, DistributedValues):
-        return leaf.values
-    if isinstance(leaf, Variable) and len(leaf.components) > 1:
-        return leaf.components
-    return None
 
 
 def _kind(value: Any) -> str:

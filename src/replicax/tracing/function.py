@@ -220,7 +220,8 @@ class translated_errors:
         return None
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if isinstance(
+        is_shape = isinstance(error, TypeError) and "concrete value" in str(error)
+        if is_shape or isinstance(
             error,
             jax.errors.ConcretizationTypeError
             | jax.errors.TracerArrayConversionError

@@ -14,6 +14,7 @@ from replicax.contexts.frames import Mode
 from replicax.contexts.overlay import Overlay, View
 from replicax.foundation import errors
 from replicax.tracing.row_gradients import RowTaps
+from replicax.values.distributed_values import is_array_like
 from replicax.values.regroup import map_structure
 from replicax.variables.variable import Variable
 
@@ -47,6 +48,8 @@ class GradientOverlay(Overlay):
     def lookup(self, variable: Any, ids: Any) -> Any:
         """Returns rows of a variable, with a gradient by rows where that is possible."""
         is_direct = variable in self.values and variable not in self.written
+        # Rows are handed out, not differentiated again.
+        is_direct = is_direct and not isinstance(self.parent, GradientOverlay)
         if is_direct and self.is_current_trace():
             return self.taps.lookup(variable, self.values[variable], ids)
         return jnp.take(self.read(variable), jnp.asarray(ids), axis=0)
@@ -78,8 +81,9 @@ def value_and_grad(
     >>> rx.value_and_grad(lambda x: w * w * x, w)(2.0)
     (Array(18., dtype=float32), Array(12., dtype=float32))
     """
-    flat: list[Variable] = []
-    map_structure(functools.partial(_collect, flat), variables)
+    named: list[Variable] = []
+    map_structure(functools.partial(_collect, named), variables)
+    flat = list(dict.fromkeys(named))
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
@@ -106,8 +110,8 @@ def value_and_grad(
         )
         for variable, value in zip(written, kept, strict=True):
             variable.store(frame, value)
-        gradients = iter([overlay.gradient(v, g) for v, g in zip(flat, dense, strict=True)])
-        grads = map_structure(lambda _: next(gradients), variables)
+        gradients = {v: overlay.gradient(v, g) for v, g in zip(flat, dense, strict=True)}
+        grads = map_structure(lambda variable: gradients[variable], variables)
         return ((loss, aux) if has_aux else loss), grads
 
     return differentiated
@@ -187,11 +191,12 @@ def _collect(found: list[Variable], leaf: Any) -> None:
 
 
 def _scalar(loss: Any) -> Any:
-    if jnp.shape(loss) != ():
+    if not is_array_like(loss) or jnp.shape(loss) != ():
+        found = f"shape {jnp.shape(loss)}" if is_array_like(loss) else type(loss).__name__
         raise errors.InvalidArgumentError(
             errors.message(
                 "A function to be differentiated must return a scalar",
-                f"it returned shape {jnp.shape(loss)}",
+                f"it returned {found}",
                 "Sum or average the losses.",
             )
         )

@@ -102,13 +102,14 @@ def require_aggregation(variable: Any, kind: str) -> None:
 def _change_under_gradient(variable: Any, frame: Frame, kind: str, payload: Any) -> None:
     """Aggregates values that `rx.value_and_grad` is differentiating, then writes its copy."""
     assert frame.executor is not None and frame.overlay is not None
+    # Before the replicas meet: another replica may store into a shared copy right after.
+    old = frame.overlay.read(variable)
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         gather = frame.executor.all_gather
         combined = jax.tree.map(lambda x: gather(jnp.expand_dims(x, 0), 0)[0], payload)
     else:
         op = ReduceOp.from_variable_aggregation(variable.aggregation)
         combined = frame.executor.all_reduce(op, payload, None)
-    old = frame.overlay.read(variable)
     frame.overlay.write(variable, updates.apply(kind, old, jax.lax.stop_gradient(combined)))
 
 

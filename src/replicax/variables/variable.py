@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -398,8 +397,3 @@ def require_concrete(variable: Variable, value: Any) -> None:
                 "Use `rx.function` and `rx.value_and_grad` instead.",
             )
         )
-
-
-def common_names(variables: Sequence[Variable]) -> str:
-    """Lists variables by name, for messages."""
-    return ", ".join(repr(v.name) for v in variables)

@@ -1,0 +1,44 @@
+"""Taking distributed values apart, and wrapping one value per replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from replicax.values.containers import register_components
+from replicax.values.distributed_values import DistributedValues, PerReplica
+from replicax.values.layout import ReplicaLayout
+from replicax.values.regroup import leaves_of, map_structure
+from replicax.variables.replicated import ReplicatedVariable
+
+
+def local_results(value: Any) -> tuple[Any, ...]:
+    """Returns one structure per replica; a structure without distributed leaves stays one."""
+    counts = [len(parts) for parts in map(_components, leaves_of(value)) if parts is not None]
+    if not counts:
+        return (value,)
+
+    def pick(i: int) -> Any:
+        def one(leaf: Any) -> Any:
+            parts = _components(leaf)
+            return leaf if parts is None else parts[i]
+
+        return map_structure(one, value)
+
+    return tuple(pick(i) for i in range(max(counts)))
+
+
+def wrapped(values: list[Any], layout: ReplicaLayout | None) -> Any:
+    """Merges one structure per replica; every leaf becomes PerReplica, equal ones too."""
+
+    def wrap(*leaves: Any) -> PerReplica:
+        result = PerReplica(leaves, layout)
+        register_components(result, leaves)
+        return result
+
+    return map_structure(wrap, *values)
+
+
+def _components(leaf: Any) -> tuple[Any, ...] | None:
+    if isinstance(leaf, DistributedValues):
+        return leaf.values
+    return leaf.components if isinstance(leaf, ReplicatedVariable) else None
