@@ -293,3 +293,14 @@ def test_s137_run_takes_every_kind_of_value_and_variable(strategy: Any, run: Any
     got = run(strategy, fn, (per_replica, outside, inside, {"x": local}), {"e": 10.0})
     found = [float(x) for x in strategy.experimental_local_results(got)]
     assert found == [45.0 + i for i in range(strategy.num_replicas_in_sync)]
+
+
+def test_1_5_experimental_names_are_the_older_spellings() -> None:
+    strategy = rx.experimental.TPUStrategy(device_assignment=["CPU:0", "CPU:1"])
+    assert isinstance(strategy, rx.TPUStrategy)
+    assert strategy.num_replicas_in_sync == 2
+    hints = rx.experimental.CollectiveHints(bytes_per_pack=3, timeout_seconds=4.0)
+    assert isinstance(hints, rx.experimental.CommunicationOptions)
+    assert (hints.bytes_per_pack, hints.timeout_seconds) == (3, 4.0)
+    assert rx.experimental.CentralStorageStrategy is rx.CentralStorageStrategy
+    assert rx.experimental.CollectiveCommunication is rx.experimental.CommunicationImplementation

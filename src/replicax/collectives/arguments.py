@@ -16,7 +16,7 @@ from replicax.values.indexed_slices import IndexedSlices
 
 def require_array(api: str, leaf: Any) -> Any:
     """Returns a leaf as an array (or IndexedSlices), or raises."""
-    if isinstance(leaf, IndexedSlices):
+    if isinstance(leaf, IndexedSlices | jax.Array):
         return leaf
     if isinstance(leaf, ArraySurface):
         leaf = leaf.__jax_array__()

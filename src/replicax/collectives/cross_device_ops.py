@@ -106,17 +106,22 @@ class _PackedReduction(CrossDeviceOps):
                 )
         traced = _traced_layout(values)
         if traced is None:
-            results = self._eager(reduce_op, [v.values for v in values], targets, options)
-        elif all(isinstance(v, TracedPerReplica) for v in values):
+            return self._eager_on(reduce_op, [v.values for v in values], targets, options)
+        if all(isinstance(v, TracedPerReplica) for v in values):
             local = [v.local for v in values]
             results = self.in_trace(reduce_op, local, traced.num_replicas, options)
         else:
             results = self._in_outer_trace(reduce_op, values, traced, options)
-        return [place(r, t) for r, t in zip(results, targets, strict=True)]
+        return place_all(results, targets)
 
     def in_trace(self, op: ReduceOp, leaves: Sequence[Any], count: int, options: Any) -> list[Any]:
         """Combines inside compiled replica code."""
-        return in_replica.all_reduce(op, leaves, count, bytes_per_pack=options.bytes_per_pack)
+        raise NotImplementedError
+
+    def _eager_on(
+        self, op: ReduceOp, columns: Sequence[Sequence[Any]], targets: Sequence[Any], options: Any
+    ) -> list[Any]:
+        return place_all(self._eager(op, columns, targets, options), targets)
 
     def _in_outer_trace(
         self, op: ReduceOp, values: Sequence[PerReplica], layout: ReplicaLayout, options: Any
@@ -165,7 +170,27 @@ class _PackedReduction(CrossDeviceOps):
 
 
 class CollectiveAllReduce(_PackedReduction):
-    """The default: XLA's all-reduce with small tensors packed, copies in eager code."""
+    """The default: XLA's all-reduce with small tensors packed, copies in eager code.
+
+    Args:
+      is_cpu_mesh: Whether the values are spread over several CPU devices.
+    """
+
+    def __init__(self, is_cpu_mesh: bool = False) -> None:
+        self._is_cpu_mesh = is_cpu_mesh
+
+    def in_trace(self, op: ReduceOp, leaves: Sequence[Any], count: int, options: Any) -> list[Any]:
+        reducer = in_replica.by_size(count) if self._is_cpu_mesh else in_replica.psum
+        size = options.bytes_per_pack
+        return in_replica.all_reduce(op, leaves, count, reducer=reducer, bytes_per_pack=size)
+
+    def _eager_on(
+        self, op: ReduceOp, columns: Sequence[Sequence[Any]], targets: Sequence[Any], options: Any
+    ) -> list[Any]:
+        if len(set(targets)) == 1 and eager.are_small(columns):
+            copies = eager.reduce_packed(op, columns, targets[0])
+            return [parts[0] if len(parts) == 1 else _mirrored(parts) for parts in copies]
+        return super()._eager_on(op, columns, targets, options)
 
 
 class ReductionToOneDevice(_PackedReduction):
@@ -292,7 +317,7 @@ def select_cross_device_ops(worker_devices: Sequence[Device]) -> CrossDeviceOps:
         return ReductionToOneDevice()
     if platforms & {"gpu", "cuda", "rocm"}:
         return NcclAllReduce()
-    return CollectiveAllReduce()
+    return CollectiveAllReduce(platforms == {"cpu"} and len(worker_devices) > 1)
 
 
 def resolve_pairs(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, tuple[Device, ...]]]:
@@ -336,12 +361,21 @@ def resolve_destinations(destinations: Any) -> tuple[Device, ...]:
 
 def place(value: Any, targets: Sequence[Device]) -> Any:
     """Puts a value on one device, or a copy on each of several as `Mirrored`."""
-    leaves = jax.tree.leaves(value)
-    if any(jax_compat.is_traced(leaf) for leaf in leaves) or not jax_compat.is_eager():
-        return value if len(targets) == 1 else Mirrored((value,) * len(targets))
-    if len(targets) == 1:
-        return jax.device_put(value, targets[0])
-    copies = [jax.device_put(value, device) for device in targets]
+    return place_all([value], [targets])[0]
+
+
+def place_all(values: Sequence[Any], targets: Sequence[Sequence[Device]]) -> list[Any]:
+    """Puts each value on its devices; all copies are made by one call."""
+    if not jax_compat.is_eager() or any(map(jax_compat.is_traced, jax.tree.leaves(values))):
+        copies = [(v,) * len(t) for v, t in zip(values, targets, strict=True)]
+    else:
+        sources = [v for v, t in zip(values, targets, strict=True) for _ in t]
+        moved = iter(jax.device_put(sources, [device for t in targets for device in t]))
+        copies = [tuple(next(moved) for _ in t) for t in targets]
+    return [parts[0] if len(parts) == 1 else _mirrored(parts) for parts in copies]
+
+
+def _mirrored(copies: tuple[Any, ...]) -> Mirrored:
     result = Mirrored(copies)
     register_components(result, copies)
     return result

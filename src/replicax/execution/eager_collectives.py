@@ -123,7 +123,7 @@ def _reduce_merged(strategy: Any, op: ReduceOp, values: list[Any], options: Any)
     extended = strategy.extended
     if isinstance(options, PerReplica):
         options = options.values[0]
-    return extended.batch_reduce(op, [(v, extended.worker_devices) for v in values], options)
+    return extended.batch_reduce(op, [(v, extended.layout.devices) for v in values], options)
 
 
 def _gather_merged(strategy: Any, value: Any, axis: int) -> list[Any]:
@@ -131,7 +131,7 @@ def _gather_merged(strategy: Any, value: Any, axis: int) -> list[Any]:
     if not isinstance(value, PerReplica):
         value = PerReplica((value,) * strategy.num_replicas_in_sync)
     gathered = extended.gather_components(value, axis)
-    return [extended.broadcast_to(gathered, extended.worker_devices)]
+    return [extended.broadcast_to(gathered, extended.layout.devices)]
 
 
 def _sizes_merged(strategy: Any, size: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax.contexts import frames
 from replicax.contexts.overlay import View
@@ -241,7 +242,7 @@ class _Results:
             return signature.Slot(start, "mirrored", len(leaf.values))
         if isinstance(leaf, ArraySurface) or leaf is None:
             return leaf
-        if isinstance(leaf, bool | int | float | complex):
+        if isinstance(leaf, bool | int | float | complex | np.ndarray):
             leaf = jnp.asarray(leaf)
         if isinstance(leaf, jax.Array):
             self._add([leaf], False)
