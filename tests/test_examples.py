@@ -37,4 +37,3 @@ def test_demo_trains_alike_under_every_strategy() -> None:
     losses = {line.split("│")[3].strip() for line in output.splitlines() if line.startswith("│")}
     assert len(losses) == 1
     assert (ROOT / "out" / "demo.png").stat().st_size > 10_000
-

@@ -9,11 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from replicax.collectives import eager, in_replica
+from replicax.collectives.destinations import (
+    device_of,
+    mirrored,
+    place_all,
+    resolve_destinations,
+    resolve_pairs,
+)
 from replicax.foundation import devices, errors, gate, jax_compat
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import CommunicationOptions, ReduceOp
-from replicax.values.containers import register_components
-from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
+from replicax.values.distributed_values import PerReplica, TracedPerReplica
 from replicax.values.layout import ReplicaLayout
 
 
@@ -189,7 +195,7 @@ class CollectiveAllReduce(_PackedReduction):
     ) -> list[Any]:
         if len(set(targets)) == 1 and eager.are_small(columns):
             copies = eager.reduce_packed(op, columns, targets[0])
-            return [parts[0] if len(parts) == 1 else _mirrored(parts) for parts in copies]
+            return [parts[0] if len(parts) == 1 else mirrored(parts) for parts in copies]
         return super()._eager_on(op, columns, targets, options)
 
 
@@ -320,67 +326,6 @@ def select_cross_device_ops(worker_devices: Sequence[Device]) -> CrossDeviceOps:
     return CollectiveAllReduce(platforms == {"cpu"} and len(worker_devices) > 1)
 
 
-def resolve_pairs(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, tuple[Device, ...]]]:
-    """Resolves the destinations of a batch of values."""
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise errors.InvalidArgumentError(
-                errors.message(
-                    "`value_destination_pairs` must hold tuples (value, destinations)",
-                    f"it holds {pair!r}",
-                    "Pass a list of 2-tuples.",
-                )
-            )
-    return [(value, resolve_destinations(destinations)) for value, destinations in pairs]
-
-
-def resolve_destinations(destinations: Any) -> tuple[Device, ...]:
-    """Returns the devices meant by a name, a list of names, a variable or a value."""
-    found = getattr(destinations, "placement", None)
-    if found is not None:
-        return found
-    if isinstance(destinations, str | Device):
-        return (devices.resolve(destinations),)
-    if isinstance(destinations, PerReplica) and destinations.layout is not None:
-        return destinations.layout.devices
-    if isinstance(destinations, PerReplica | Mirrored):
-        return tuple(_device_of(v) for v in destinations.values)
-    if isinstance(destinations, list | tuple) and destinations:
-        return tuple(devices.resolve(d) for d in destinations)
-    if isinstance(destinations, jax.Array):
-        return (_device_of(destinations),)
-    raise errors.InvalidArgumentError(
-        errors.message(
-            "`destinations` must be a variable, a distributed value, an array, a device name or "
-            "a non-empty list of device names",
-            f"it is {destinations!r}",
-            "Name at least one device.",
-        )
-    )
-
-
-def place(value: Any, targets: Sequence[Device]) -> Any:
-    """Puts a value on one device, or a copy on each of several as `Mirrored`."""
-    return place_all([value], [targets])[0]
-
-
-def place_all(values: Sequence[Any], targets: Sequence[Sequence[Device]]) -> list[Any]:
-    """Puts each value on its devices; all copies are made by one call."""
-    if not jax_compat.is_eager() or any(map(jax_compat.is_traced, jax.tree.leaves(values))):
-        copies = [(v,) * len(t) for v, t in zip(values, targets, strict=True)]
-    else:
-        sources = [v for v, t in zip(values, targets, strict=True) for _ in t]
-        moved = iter(jax.device_put(sources, [device for t in targets for device in t]))
-        copies = [tuple(next(moved) for _ in t) for t in targets]
-    return [parts[0] if len(parts) == 1 else _mirrored(parts) for parts in copies]
-
-
-def _mirrored(copies: tuple[Any, ...]) -> Mirrored:
-    result = Mirrored(copies)
-    register_components(result, copies)
-    return result
-
-
 def _traced_layout(values: Sequence[PerReplica]) -> ReplicaLayout | None:
     """Returns the layout of compiled values, or None if all values are concrete."""
     for value in values:
@@ -392,14 +337,8 @@ def _traced_layout(values: Sequence[PerReplica]) -> ReplicaLayout | None:
 
 
 def _mesh_of(column: Sequence[Any]) -> ReplicaLayout | None:
-    found = tuple(_device_of(jax.tree.leaves(c)[0]) for c in column)
+    found = tuple(device_of(jax.tree.leaves(c)[0]) for c in column)
     return ReplicaLayout(found) if len(set(found)) == len(found) > 1 else None
-
-
-def _device_of(value: Any) -> Device:
-    if isinstance(value, jax.Array) and not jax_compat.is_traced(value):
-        return next(iter(value.devices()))
-    return devices.current()
 
 
 def _require_op(reduce_op: Any) -> None:

@@ -7,12 +7,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from replicax.collectives.cross_device_ops import (
-    CollectiveAllReduce,
-    CrossDeviceOps,
-    resolve_destinations,
-    resolve_pairs,
-)
+from replicax.collectives.cross_device_ops import CollectiveAllReduce, CrossDeviceOps
+from replicax.collectives.destinations import resolve_destinations, resolve_pairs
 from replicax.contexts import frames, guards
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.replica_context import ReplicaContext, ValueContext

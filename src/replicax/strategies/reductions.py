@@ -12,7 +12,8 @@ import numpy as np
 
 from replicax.collectives import in_replica
 from replicax.collectives.arguments import checked_axis, gather_of_slices
-from replicax.collectives.cross_device_ops import CrossDeviceOps, place
+from replicax.collectives.cross_device_ops import CrossDeviceOps
+from replicax.collectives.destinations import place
 from replicax.foundation import devices, errors, jax_compat
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp
