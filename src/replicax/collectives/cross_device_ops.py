@@ -12,6 +12,7 @@ from replicax.collectives import eager, in_replica
 from replicax.collectives.destinations import (
     device_of,
     mirrored,
+    place,
     place_all,
     resolve_destinations,
     resolve_pairs,
