@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,25 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from strategies_under_test import TWO_REPLICAS
+from vocabulary import refused, values
 
 import replicax as rx
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
-
-
-@contextlib.contextmanager
-def refused(kind: type[Exception], match: str | None = None) -> Iterator[None]:
-    """Expects an error of the library, with a message of three parts."""
-    with pytest.raises(kind, match=match) as info:
-        yield
-    assert isinstance(info.value, rx.errors.DistributeError), repr(info.value)
-    assert ", but " in str(info.value)
-
-
-def values(strategy: Any, fn: Callable[[int], Any]) -> Any:
-    return strategy.experimental_distribute_values_from_function(
-        lambda ctx: fn(ctx.replica_id_in_sync_group)
-    )
 
 
 def all_reduce(op: Any, value: Any, *args: Any) -> Any:

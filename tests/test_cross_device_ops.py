@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from vocabulary import refused
 
 import replicax as rx
 from replicax.collectives.cross_device_ops import CollectiveAllReduce
 
 SUM, MEAN = rx.ReduceOp.SUM, rx.ReduceOp.MEAN
-
-
-@contextlib.contextmanager
-def refused(kind: type[Exception], match: str | None = None) -> Iterator[None]:
-    """Expects an error of the library, with a message of three parts."""
-    with pytest.raises(kind, match=match) as info:
-        yield
-    assert isinstance(info.value, rx.errors.DistributeError), repr(info.value)
-    assert ", but " in str(info.value)
 
 
 class OnlyReduce(rx.CrossDeviceOps):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,48 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from strategies_under_test import TWO_REPLICAS
+from vocabulary import in_compiled_merge, in_eager, in_function, in_merge, refused, values
 
 import replicax as rx
-
-
-@contextlib.contextmanager
-def refused(kind: type[Exception], match: str | None = None) -> Iterator[None]:
-    """Expects an error of the library, with a message of three parts."""
-    with pytest.raises(kind, match=match) as info:
-        yield
-    assert isinstance(info.value, rx.errors.DistributeError), repr(info.value)
-    assert ", but " in str(info.value)
-
-
-def values(strategy: Any, fn: Callable[[int], Any]) -> Any:
-    return strategy.experimental_distribute_values_from_function(
-        lambda ctx: fn(ctx.replica_id_in_sync_group)
-    )
-
-
-def in_eager(strategy: Any, fn: Any, *args: Any) -> Any:
-    with strategy.scope():
-        return fn(strategy, *args)
-
-
-def in_function(strategy: Any, fn: Any, *args: Any) -> Any:
-    with strategy.scope():
-        return rx.function(lambda *inner: fn(strategy, *inner))(*args)
-
-
-def _merge(fn: Any) -> Any:
-    return lambda *own: rx.get_replica_context().merge_call(fn, own)
-
-
-def in_merge(strategy: Any, fn: Any, *args: Any) -> Any:
-    result = strategy.run(_merge(fn), args=args)
-    return strategy.experimental_local_results(result)[0]
-
-
-def in_compiled_merge(strategy: Any, fn: Any, *args: Any) -> Any:
-    result = strategy.run(rx.function(_merge(fn)), args=args)
-    return strategy.experimental_local_results(result)[0]
-
 
 everywhere = pytest.mark.parametrize("cross", [in_eager, in_function, in_merge, in_compiled_merge])
 outside = pytest.mark.parametrize("cross", [in_eager, in_function])

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from strategies_under_test import DISTRIBUTED, STRATEGIES, TWO_REPLICAS
+from vocabulary import copies, local_values, number
 
 import replicax as rx
 
@@ -29,21 +30,6 @@ NOT_REDUCIBLE = ("scatter_min", "scatter_max", "scatter_update")
 START = np.array([4.0, 8.0, 2.0], np.float32)
 ROWS = np.array([2.0, 4.0], np.float32)
 INDICES = np.array([0, 2])
-
-
-def copies(strategy: Any, variable: Any) -> list[Any]:
-    """What each copy holds, as lists or numbers."""
-    found = strategy.experimental_local_results(variable)
-    return [np.asarray(c.read_value()).tolist() for c in found]
-
-
-def local_values(strategy: Any, value: Any) -> list[Any]:
-    return [np.asarray(v).tolist() for v in strategy.experimental_local_results(value)]
-
-
-def number() -> Any:
-    """1.0 on replica 0, 2.0 on replica 1, and so on."""
-    return 1.0 + rx.get_replica_context().replica_id_in_sync_group
 
 
 def is_plain(strategy: Any) -> bool:

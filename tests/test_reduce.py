@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from strategies_under_test import TWO_REPLICAS
+from vocabulary import in_compiled_merge, in_eager, in_function, in_merge, refused, values
 
 import replicax as rx
 
@@ -22,48 +21,9 @@ MANY_REPLICAS = ("mirrored_4", *TWO_REPLICAS)
 Pair = collections.namedtuple("Pair", ["left", "right"])
 
 
-@contextlib.contextmanager
-def refused(kind: type[Exception], match: str | None = None) -> Iterator[None]:
-    """Expects an error of the library, with a message of three parts."""
-    with pytest.raises(kind, match=match) as info:
-        yield
-    assert isinstance(info.value, rx.errors.DistributeError), repr(info.value)
-    assert ", but " in str(info.value)
-
-
 def ids(strategy: Any) -> Any:
     """A PerReplica of the replica ids as float scalars."""
     return values(strategy, lambda i: jnp.float32(i))
-
-
-def values(strategy: Any, fn: Callable[[int], Any]) -> Any:
-    return strategy.experimental_distribute_values_from_function(
-        lambda ctx: fn(ctx.replica_id_in_sync_group)
-    )
-
-
-def in_eager(strategy: Any, fn: Any, *args: Any) -> Any:
-    with strategy.scope():
-        return fn(strategy, *args)
-
-
-def in_function(strategy: Any, fn: Any, *args: Any) -> Any:
-    with strategy.scope():
-        return rx.function(lambda *inner: fn(strategy, *inner))(*args)
-
-
-def _merge(fn: Any) -> Any:
-    return lambda *own: rx.get_replica_context().merge_call(fn, own)
-
-
-def in_merge(strategy: Any, fn: Any, *args: Any) -> Any:
-    result = strategy.run(_merge(fn), args=args)
-    return strategy.experimental_local_results(result)[0]
-
-
-def in_compiled_merge(strategy: Any, fn: Any, *args: Any) -> Any:
-    result = strategy.run(rx.function(_merge(fn)), args=args)
-    return strategy.experimental_local_results(result)[0]
 
 
 PLACES = [in_eager, in_function, in_merge, in_compiled_merge]

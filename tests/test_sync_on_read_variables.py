@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from strategies_under_test import TWO_REPLICAS
+from vocabulary import copies, local_values, number
 
 import replicax as rx
 
@@ -38,19 +39,6 @@ START = np.array([4.0, 8.0], np.float32)
 def on_read(strategy: Any, value: Any, aggregation: Any, **kwargs: Any) -> Any:
     with strategy.scope():
         return rx.Variable(value, synchronization=ON_READ, aggregation=aggregation, **kwargs)
-
-
-def copies(strategy: Any, variable: Any) -> list[Any]:
-    found = strategy.experimental_local_results(variable)
-    return [np.asarray(c.read_value()).tolist() for c in found]
-
-
-def local_values(strategy: Any, value: Any) -> list[Any]:
-    return [np.asarray(v).tolist() for v in strategy.experimental_local_results(value)]
-
-
-def number() -> Any:
-    return 1.0 + rx.get_replica_context().replica_id_in_sync_group
 
 
 def write(variable: Any, kind: str) -> Any:

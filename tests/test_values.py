@@ -14,27 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from strategies_under_test import TWO_REPLICAS
+from vocabulary import refused, values
 
 import replicax as rx
 from replicax.values.regroup import map_structure, regroup, select, select_mirrored
 
 MANY_REPLICAS = ("mirrored_4", *TWO_REPLICAS)
 Point = collections.namedtuple("Point", ["x", "y"])
-
-
-@contextlib.contextmanager
-def refused(kind: type[Exception], match: str | None = None) -> Iterator[None]:
-    """Expects an error of the library, with a message of three parts."""
-    with pytest.raises(kind, match=match) as info:
-        yield
-    assert isinstance(info.value, rx.errors.DistributeError), repr(info.value)
-    assert ", but " in str(info.value)
-
-
-def values(strategy: Any, fn: Callable[[int], Any]) -> Any:
-    return strategy.experimental_distribute_values_from_function(
-        lambda ctx: fn(ctx.replica_id_in_sync_group)
-    )
 
 
 def mirrored(strategy: Any, value: Any = (1.0, 3.0)) -> rx.Mirrored:

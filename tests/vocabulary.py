@@ -1,0 +1,71 @@
+"""Words that several test files use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import replicax as rx
+
+
+@contextlib.contextmanager
+def refused(kind: type[Exception], match: str | None = None) -> Iterator[None]:
+    """Expects an error of the library, with a message of three parts."""
+    with pytest.raises(kind, match=match) as info:
+        yield
+    assert isinstance(info.value, rx.errors.DistributeError), repr(info.value)
+    assert ", but " in str(info.value)
+
+
+def values(strategy: Any, fn: Callable[[int], Any]) -> Any:
+    """A PerReplica of `fn(replica id)`."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda ctx: fn(ctx.replica_id_in_sync_group)
+    )
+
+
+def number() -> Any:
+    """1.0 on replica 0, 2.0 on replica 1, and so on."""
+    return 1.0 + rx.get_replica_context().replica_id_in_sync_group
+
+
+def copies(strategy: Any, variable: Any) -> list[Any]:
+    """What each copy of a variable holds, as lists or numbers."""
+    found = strategy.experimental_local_results(variable)
+    return [np.asarray(c.read_value()).tolist() for c in found]
+
+
+def local_values(strategy: Any, value: Any) -> list[Any]:
+    """The components of a value, as lists or numbers."""
+    return [np.asarray(v).tolist() for v in strategy.experimental_local_results(value)]
+
+
+# The four places in which cross-replica code runs.
+
+
+def in_eager(strategy: Any, fn: Any, *args: Any) -> Any:
+    with strategy.scope():
+        return fn(strategy, *args)
+
+
+def in_function(strategy: Any, fn: Any, *args: Any) -> Any:
+    with strategy.scope():
+        return rx.function(lambda *inner: fn(strategy, *inner))(*args)
+
+
+def _merge(fn: Any) -> Any:
+    return lambda *own: rx.get_replica_context().merge_call(fn, own)
+
+
+def in_merge(strategy: Any, fn: Any, *args: Any) -> Any:
+    result = strategy.run(_merge(fn), args=args)
+    return strategy.experimental_local_results(result)[0]
+
+
+def in_compiled_merge(strategy: Any, fn: Any, *args: Any) -> Any:
+    result = strategy.run(rx.function(_merge(fn)), args=args)
+    return strategy.experimental_local_results(result)[0]
