@@ -623,3 +623,28 @@ def test_no_dense_gradient_of_the_table_is_made() -> None:
     grad = step(jnp.asarray([5, 5, 100_002, 0]))
     np.testing.assert_array_equal(grad.values, np.full((4, 2), 2.0))
     np.testing.assert_array_equal(grad.indices, [5, 5, 100_002, 0])
+
+
+@pytest.mark.strategies("mirrored_1", "mirrored_2", "mirrored_4", "virtual_2", "central_2")
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_s110_gradient_of_an_on_read_variable_from_outside(
+    strategy: Any, aggregation: str, is_compiled: bool
+) -> None:
+    with strategy.scope():
+        v = rx.Variable(
+            jnp.zeros(3),
+            synchronization=rx.VariableSynchronization.ON_READ,
+            aggregation=rx.VariableAggregation[aggregation],
+        )
+    v.assign([1.0, 2.0, 3.0])
+
+    def gradients() -> Any:
+        with strategy.scope():
+            whole = rx.grad(lambda: jnp.sum(v.read_value() ** 2), v)()
+            rows = rx.grad(lambda: jnp.sum(rx.nn.embedding_lookup(v, [2, 0]) ** 2), v)()
+            return whole, rows.to_dense() if isinstance(rows, rx.IndexedSlices) else rows
+
+    whole, rows = rx.function(gradients)() if is_compiled else gradients()
+    np.testing.assert_allclose(whole, [2.0, 4.0, 6.0], rtol=1e-6)
+    np.testing.assert_allclose(rows, [2.0, 0.0, 6.0], rtol=1e-6)

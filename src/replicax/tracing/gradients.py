@@ -13,6 +13,7 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Mode
 from replicax.contexts.overlay import Overlay, View
 from replicax.foundation import errors
+from replicax.foundation.options import VariableAggregation
 from replicax.tracing.row_gradients import RowTaps
 from replicax.values.distributed_values import is_array_like
 from replicax.values.regroup import map_structure
@@ -50,12 +51,32 @@ class GradientOverlay(Overlay):
         is_direct = variable in self.values and variable not in self.written
         # Rows are handed out, not differentiated again.
         is_direct = is_direct and not isinstance(self.parent, GradientOverlay)
+        is_direct = is_direct and not self.holds_all_copies(variable)
         if is_direct and self.is_current_trace():
             return self.taps.lookup(variable, self.values[variable], ids)
-        return jnp.take(self.read(variable), jnp.asarray(ids), axis=0)
+        return jnp.take(variable.read_in(frames.current()), jnp.asarray(ids), axis=0)
+
+    def holds_all_copies(self, variable: Any) -> bool:
+        """Tells whether the value here is that of all copies, which a read combines."""
+        is_outside = self._frame.mode is Mode.CROSS_REPLICA or self._frame.is_default
+        return variable.is_per_replica and self.view is View.STORED and is_outside
+
+    def input_of(self, variable: Any) -> Any:
+        """Returns what to differentiate with respect to, for a variable."""
+        variable.check_frame(self._frame, "The gradient of")
+        if self.holds_all_copies(variable):
+            assert self.parent is not None
+            return self.parent.read(variable)
+        return variable.read_in(self._frame)
 
     def gradient(self, variable: Any, dense: Any) -> Any:
         """Returns the whole gradient of a variable, given that of its whole reads."""
+        if self.holds_all_copies(variable):
+            copies = dense.reshape((-1, *variable.shape))
+            # A mean spreads the gradient of the combined value over the copies; a sum gives
+            # it to each of them, and the first copy alone gives it to the first.
+            is_mean = variable.aggregation is VariableAggregation.MEAN
+            return copies.sum(0) if is_mean else copies[0]
         rows = self.taps.rows_of(variable)
         if rows is None:
             return dense
@@ -90,7 +111,7 @@ def value_and_grad(
         frame = frames.current()
         overlay = GradientOverlay(frame)
         # Reads come before the transformation: they belong to the trace around it.
-        inputs = [_read_once(variable, frame) for variable in flat]
+        inputs = [overlay.input_of(variable) for variable in flat]
         written: list[Variable] = []
 
         def pure(inputs: list[Any], anchor: Any) -> Any:
@@ -162,11 +183,6 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
     if isinstance(frame.overlay, GradientOverlay):
         return frame.overlay.lookup(params, ids)
     return jnp.take(params.read_in(frame), ids, axis=0)
-
-
-def _read_once(variable: Variable, frame: frames.Frame) -> Any:
-    variable.check_frame(frame, "The gradient of")
-    return variable.read_in(frame)
 
 
 def _collect(found: list[Variable], leaf: Any) -> None:
