@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from strategies_under_test import TWO_REPLICAS
+from strategies_under_test import STRATEGIES, TWO_REPLICAS
 
 import replicax as rx
 
@@ -25,9 +25,8 @@ def test_s1_s2_no_scope_is_a_replica_context() -> None:
     assert not rx.has_strategy()
 
 
+@pytest.mark.strategies(*(name for name in STRATEGIES if name != "default"))
 def test_s3_s5_s6_s7_scope_is_a_cross_replica_context(strategy: Any) -> None:
-    if strategy is rx.get_strategy():
-        pytest.skip("the default strategy's scope changes nothing")
     with strategy.scope() as entered:
         assert entered is strategy
         assert rx.get_strategy() is strategy
