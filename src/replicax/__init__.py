@@ -4,8 +4,13 @@ Write a training step once, against replicas, variables and reductions; run it o
 device, or on every device of a machine, without a change.
 """
 
+from replicax import data as data
 from replicax import experimental as experimental
+from replicax import metrics as metrics
 from replicax import nn as nn
+from replicax import optimizers as optimizers
+from replicax import saved_model as saved_model
+from replicax import train as train
 from replicax.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from replicax.collectives.cross_device_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,

@@ -7,7 +7,12 @@
     │   └── StructureError                             two structures that had to match
     ├── ArgumentTypeError       (TypeError)            an argument's type
     │   └── TracedValueError                           a compiled value used as a Python value
-    └── UnsupportedError        (NotImplementedError)  known, and not offered here
+    ├── UnsupportedError        (NotImplementedError)  known, and not offered here
+    ├── MissingDependencyError  (ImportError)          a package that this call needs
+    ├── NotFoundError           (LookupError)          a file, checkpoint or name that is not there
+    ├── OutOfRangeError         (IndexError)           there is no more data
+    └── CheckpointError         (OSError)              a checkpoint that cannot be written or read
+        └── DataLossError                              its bytes are not those that were written
 
 Each message has three parts: what was required, what was found, what to do.
 """
@@ -45,6 +50,26 @@ class TracedValueError(ArgumentTypeError):
 
 class UnsupportedError(DistributeError, NotImplementedError):
     """Raised for an operation that is known but not offered for this kind of value."""
+
+
+class MissingDependencyError(DistributeError, ImportError):
+    """Raised when a call needs a package that is not installed."""
+
+
+class NotFoundError(DistributeError, LookupError):
+    """Raised for a file, checkpoint or name that does not exist."""
+
+
+class OutOfRangeError(DistributeError, IndexError):
+    """Raised when an iterator has no element left."""
+
+
+class CheckpointError(DistributeError, OSError):
+    """Raised when a checkpoint cannot be written or read."""
+
+
+class DataLossError(CheckpointError):
+    """Raised when a checkpoint does not hold the bytes that were written."""
 
 
 def message(required: str, found: str, todo: str) -> str:

@@ -1,0 +1,1 @@
+"""Datasets for people who come from tf.data: a thin layer over Grain."""

@@ -1,0 +1,45 @@
+"""Modules that are imported when they are first used, so that `import replicax` stays quick."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from replicax.foundation import errors
+
+
+class LazyModule:
+    """Stands for a module until one of its names is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        try:
+            module = importlib.import_module(self._name)
+        except ModuleNotFoundError as error:
+            package = self._name.partition(".")[0]
+            raise errors.MissingDependencyError(
+                errors.message(
+                    f"This needs the package {package!r}",
+                    "it is not installed",
+                    f"Run `pip install {package}`.",
+                )
+            ) from error
+        value = getattr(module, attribute)
+        # The next lookup finds the name here and comes no more.
+        self.__dict__[attribute] = value
+        return value
+
+
+def module(name: str) -> Any:
+    """Returns a stand-in for a module, which is imported at the first use.
+
+    Type checkers see the real one if the import is written for them as well:
+
+        if TYPE_CHECKING:
+            import optax
+        else:
+            optax = lazy.module("optax")
+    """
+    return LazyModule(name)

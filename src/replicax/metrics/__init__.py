@@ -1,0 +1,1 @@
+"""Metrics that count on every replica and are combined when they are read."""

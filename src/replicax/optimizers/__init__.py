@@ -1,0 +1,1 @@
+"""Optimizers: any optax transformation, applied to variables."""

@@ -1,0 +1,1 @@
+"""Export of functions with their variables."""
