@@ -43,7 +43,8 @@ import os, sys
 before = dict(os.environ)
 import replicax
 assert dict(os.environ) == before, "environment changed"
-optional = {"optax", "orbax", "grain", "keras", "flax", "equinox", "matplotlib", "rich", "typer", "zmq"}
+optional = {"optax", "orbax", "grain", "keras", "flax", "equinox", "matplotlib", "rich", "zmq"}
+optional |= {"typer"}
 assert not optional & set(sys.modules), optional & set(sys.modules)
 import threading
 assert threading.active_count() == 1
@@ -55,17 +56,16 @@ assert len(jax.devices()) == 3
 
 
 # Every name of tf.distribute (2.21), and where it stands. A reason means: not offered yet.
-INPUT = "datasets arrive with the input layer"
 CLUSTER = "several machines arrive with the cluster layer"
 INVENTORY = {
     "CrossDeviceOps": "",
-    "DistributedDataset": INPUT,
-    "DistributedIterator": INPUT,
+    "DistributedDataset": "",
+    "DistributedIterator": "",
     "DistributedValues": "",
     "HierarchicalCopyAllReduce": "",
-    "InputContext": INPUT,
-    "InputOptions": INPUT,
-    "InputReplicationMode": INPUT,
+    "InputContext": "",
+    "InputOptions": "",
+    "InputReplicationMode": "",
     "MirroredStrategy": "",
     "MultiWorkerMirroredStrategy": CLUSTER,
     "NcclAllReduce": "",
@@ -95,6 +95,7 @@ OWN_NAMES = {
     "MirroredVariable",
     "Module",
     "PerReplica",
+    "PerReplicaSpec",
     "ReplicaLayout",
     "SyncOnReadVariable",
     "TensorSpec",

@@ -25,6 +25,11 @@ from replicax.foundation.options import ReduceOp as ReduceOp
 from replicax.foundation.options import RunOptions as RunOptions
 from replicax.foundation.options import VariableAggregation as VariableAggregation
 from replicax.foundation.options import VariableSynchronization as VariableSynchronization
+from replicax.input.distributed import DistributedDataset as DistributedDataset
+from replicax.input.distributed import DistributedIterator as DistributedIterator
+from replicax.input.input_context import InputContext as InputContext
+from replicax.input.input_context import InputOptions as InputOptions
+from replicax.input.input_context import InputReplicationMode as InputReplicationMode
 from replicax.strategies.base import Strategy as Strategy
 from replicax.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
 from replicax.strategies.default import experimental_set_strategy as experimental_set_strategy
@@ -39,6 +44,7 @@ from replicax.strategies.tpu import TPUStrategy as TPUStrategy
 from replicax.tracing.function import function as function
 from replicax.tracing.gradients import grad as grad
 from replicax.tracing.gradients import value_and_grad as value_and_grad
+from replicax.tracing.signature import PerReplicaSpec as PerReplicaSpec
 from replicax.tracing.signature import TensorSpec as TensorSpec
 from replicax.values.distributed_values import DistributedValues as DistributedValues
 from replicax.values.distributed_values import Mirrored as Mirrored

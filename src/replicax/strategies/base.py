@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 
-from replicax.contexts import guards
+from replicax.contexts import frames, guards
 from replicax.contexts.replica_context import ValueContext
 from replicax.foundation import devices, errors
 from replicax.foundation.options import ReduceOp, RunOptions, resolve_reduce_op
+from replicax.input.input_context import InputContext, InputOptions
 from replicax.strategies import reductions
 from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.scope import Scope, entered
@@ -140,6 +141,57 @@ class Strategy:
         """Makes a distributed value from one call of `value_fn` per replica."""
         guards.require_cross_replica("experimental_distribute_values_from_function")
         return self._extended.values_from_function(value_fn)
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> Any:
+        """Cuts the global batches of a dataset into one part per replica.
+
+        Parts differ by at most one row; a replica without rows gets an empty part. Batches
+        are read, cut and copied to the devices ahead of the consumer.
+
+        Args:
+          dataset: An `rx.data.Dataset`, a Grain dataset, an iterable of batches, arrays whose
+            first dimension counts batches, a torch DataLoader, a tf.data.Dataset or a keras
+            PyDataset.
+          options: How elements reach the devices.
+
+        >>> import replicax as rx
+        >>> strategy = rx.OneDeviceStrategy("CPU:0")
+        >>> data = strategy.experimental_distribute_dataset(rx.data.Dataset.range(3).batch(2))
+        >>> [batch.tolist() for batch in data]
+        [[0, 1], [2]]
+        """
+        self._require_outside_replicas("experimental_distribute_dataset")
+        return self._extended.distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """Feeds the replicas from a dataset that `dataset_fn` makes: one batch per replica.
+
+        Nothing is batched, cut or sharded: `dataset_fn` does that, with what the
+        `InputContext` tells it.
+
+        Args:
+          dataset_fn: Takes an `InputContext` and returns a dataset of per-replica batches.
+          options: How elements reach the devices, and how often `dataset_fn` is called.
+
+        >>> import replicax as rx
+        >>> strategy = rx.OneDeviceStrategy("CPU:0")
+        >>> def dataset_fn(context):
+        ...     size = context.get_per_replica_batch_size(2)
+        ...     return rx.data.Dataset.range(4).batch(size)
+        >>> [batch.tolist() for batch in strategy.distribute_datasets_from_function(dataset_fn)]
+        [[0, 1], [2, 3]]
+        """
+        self._require_outside_replicas("distribute_datasets_from_function")
+        return self._extended.distribute_datasets_from_function(dataset_fn, options)
+
+    def _require_outside_replicas(self, api: str) -> None:
+        frame = frames.current()
+        if not frame.is_default:
+            guards.require_cross_replica(api)
 
     def unwrap(self, value: Any) -> list[Any]:
         """Returns the components of a distributed value as a list."""

@@ -12,6 +12,7 @@ from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.replica_context import ReplicaContext, ValueContext
 from replicax.execution.single import SingleExecutor
 from replicax.foundation import errors
+from replicax.input.input_context import InputContext, checked_options
 from replicax.strategies.base import Strategy
 from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.updating import update_on_devices, update_variable
@@ -61,6 +62,16 @@ class DefaultExtended(StrategyExtended):
     @override
     def values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         return value_fn(ValueContext())
+
+    @override
+    def distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        checked_options(options, is_from_function=False)
+        return dataset
+
+    @override
+    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        checked_options(options, is_from_function=True)
+        return dataset_fn(InputContext())
 
     @override
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:

@@ -18,6 +18,8 @@ from replicax.execution.threaded import ThreadedRun
 from replicax.foundation import devices, errors
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp, resolve_reduce_op
+from replicax.input import distribution
+from replicax.input.input_context import InputContext
 from replicax.strategies import components, reductions, updating
 from replicax.tracing.function import Function
 from replicax.tracing.program import note_layout
@@ -159,6 +161,25 @@ class StrategyExtended:
         count = self.num_replicas_in_sync
         values = [value_fn(ValueContext(i, count)) for i in range(count)]
         return components.wrapped(values, self.layout)
+
+    # Data.
+
+    @property
+    def input_context(self) -> InputContext:
+        """Which input pipeline of the strategy this process runs: the only one, by default."""
+        return InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
+
+    def distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        """Does the work of `Strategy.experimental_distribute_dataset`."""
+        assert self.num_replicas_in_sync and self.layout is not None
+        return distribution.distribute_dataset(dataset, options, self.layout, self.input_context)
+
+    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        """Does the work of `Strategy.distribute_datasets_from_function`."""
+        assert self.num_replicas_in_sync and self.layout is not None
+        return distribution.distribute_from_function(
+            dataset_fn, options, self.layout, self.input_context
+        )
 
     def value_container(self, value: Any) -> Any:
         """Returns the distributed value or variable that a component belongs to."""

@@ -28,6 +28,8 @@ class CapturingOverlay(Overlay):
         self.stand_ins: dict[int, tuple[Any, Any]] = {}
         # Variables created inside the trace, with their traced initial values.
         self.created: dict[Any, Any] = {}
+        # Place of each array that a data iterator feeds, by the id of its stand-in.
+        self.fed_places: dict[int, int] = {}
 
     def first_read(self, variable: Any) -> Any:
         with jax_compat.eagerly():
@@ -64,8 +66,9 @@ class CapturingOverlay(Overlay):
 class Capture:
     """A pure program, and what its inputs and outputs stand for.
 
-    The program takes the values of `variables`, then `constants`, then the arguments; it
-    returns the new values of `written`, the initial values of `created`, then the results.
+    The program takes the values of `variables`, then `constants`, then what data iterators
+    feed, then the arguments; it returns the new values of `written`, the initial values of
+    `created`, then the results.
     """
 
     jaxpr: Any
@@ -73,7 +76,7 @@ class Capture:
     constants: list[Any]
     written: list[Any]
     created: list[Any]
-    # For each constant of the jaxpr, its place among variables + constants.
+    # For each constant of the jaxpr, its place among variables + constants + fed arrays.
     order: list[int]
 
     def needs(self, created: int) -> set[Any]:
@@ -83,13 +86,19 @@ class Capture:
         for eqn in reversed(self.jaxpr.eqns):
             if wanted.intersection(eqn.outvars):
                 wanted.update(v for v in eqn.invars if not hasattr(v, "val"))
-        given = [*self.variables, *[None] * len(self.constants)]
         read = zip(self.jaxpr.constvars, self.order, strict=True)
-        return {given[i] for var, i in read if var in wanted and given[i] is not None}
+        places = [i for var, i in read if var in wanted]
+        return {self.variables[i] for i in places if i < len(self.variables)}
 
-    def run(self, variables: Sequence[Any], constants: Sequence[Any], args: Sequence[Any]) -> Any:
+    def run(
+        self,
+        variables: Sequence[Any],
+        constants: Sequence[Any],
+        args: Sequence[Any],
+        fed: Sequence[Any] = (),
+    ) -> Any:
         """Runs the program in the current trace."""
-        given = [*variables, *constants]
+        given = [*variables, *constants, *fed]
         return jax_compat.eval_jaxpr(self.jaxpr, [given[i] for i in self.order], *args)
 
 
@@ -120,16 +129,19 @@ def capture(
     closed = jax.make_jaxpr(flat, axis_env=axis_env)(*args)
     variables: list[Any] = []
     constants: list[Any] = []
-    places: list[tuple[bool, int]] = []
+    places: list[tuple[int, int]] = []
     for const in closed.consts:
         found = overlay.stand_ins.get(id(const))
-        if found is None:
-            places.append((False, len(constants)))
-            constants.append(const)
-        else:
-            places.append((True, len(variables)))
+        if found is not None:
+            places.append((0, len(variables)))
             variables.append(found[0])
-    order = [i if is_variable else len(variables) + i for is_variable, i in places]
+        elif id(const) in overlay.fed_places:
+            places.append((2, overlay.fed_places[id(const)]))
+        else:
+            places.append((1, len(constants)))
+            constants.append(const)
+    starts = (0, len(variables), len(variables) + len(constants))
+    order = [starts[kind] + i for kind, i in places]
     return Capture(
         closed.jaxpr, variables, constants, list(overlay.written), list(overlay.created), order
     )

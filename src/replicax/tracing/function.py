@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import jax
 
 from replicax.contexts import frames
 from replicax.foundation import errors, jax_compat
-from replicax.tracing import signature
+from replicax.tracing import feeds, signature
 from replicax.tracing.program import Program
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,8 @@ class Function:
         self.python_function = python_function
         self.input_signature = None if input_signature is None else tuple(input_signature)
         self.name = name or getattr(python_function, "__name__", "function")
-        self._programs: dict[Any, Program] = {}
+        # Per key of arguments one program, or several that took different data.
+        self._programs: dict[Any, list[Program]] = {}
         self._reasons: list[str] = []
         self._has_created = False
         self._has_warned = False
@@ -54,14 +56,50 @@ class Function:
             return self.python_function(*args, **kwargs)
         try:
             arguments = signature.Arguments(args, kwargs, frame.layout)
+            key = (
+                arguments.key,
+                frame.mode,
+                weakref.ref(frame.strategy),
+                jax_compat.caller_settings(),
+            )
+            programs = self._programs.get(key)
+            if programs is None or programs[0].events:
+                return self._call_with_data(key, arguments)
         except signature.Ragged:
             self._warn_ragged()
-            return self.python_function(*args, **kwargs)
-        key = (arguments.key, frame.mode, weakref.ref(frame.strategy), jax_compat.caller_settings())
-        program = self._programs.get(key)
-        if program is None:
-            program = self._trace(key, arguments)
-        return program(arguments.arrays)
+            with _end_of_data(self.name):
+                return self.python_function(*args, **kwargs)
+        return programs[0](arguments.arrays)
+
+    def _call_with_data(self, key: Any, arguments: signature.Arguments) -> Any:
+        """Takes from data iterators what the program of an earlier call took, and runs it.
+
+        If the data is different this time, or there was no call, the function is traced.
+        """
+        supply = feeds.Supply(arguments.feeds)
+        try:
+            program = self._program_for(key, supply)
+            if program is None:
+                with _end_of_data(self.name):
+                    program = self._trace(key, arguments, supply)
+            result = program([*arguments.arrays, *supply.arrays])
+        except BaseException:
+            supply.return_all()
+            raise
+        supply.close()
+        return result
+
+    def _program_for(self, key: Any, supply: feeds.Supply) -> Program | None:
+        """Takes elements until one program fits them, or none does."""
+        fitting = self._programs.get(key, [])
+        position = 0
+        while fitting:
+            if len(fitting[0].events) == position:
+                return fitting[0]
+            event = supply.take(fitting[0].events[position].origin)
+            fitting = [p for p in fitting if p.events[position] == event]
+            position += 1
+        return None
 
     def _call_python(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the Python function, with arguments converted to the signature."""
@@ -70,14 +108,15 @@ class Function:
             args, kwargs = signature.apply_input_signature(fn, specs, args, kwargs), {}
         return self.python_function(*args, **kwargs)
 
-    def _trace(self, key: Any, arguments: signature.Arguments) -> Program:
+    def _trace(self, key: Any, arguments: signature.Arguments, supply: feeds.Supply) -> Program:
         with self._lock:
-            program = self._programs.get(key)
-            if program is not None:
-                return program
+            # Another thread may have traced meanwhile.
+            programs = self._programs.get(key, [])
+            if programs and not programs[0].events:
+                return programs[0]
             reason = self._reason(key)
             with translated_errors(self.name):
-                program = Program(self.python_function, arguments)
+                program = Program(self.python_function, arguments, supply)
             if program.created and self._has_created:
                 names = ", ".join(repr(v.name) for v in program.created)
                 raise errors.InvalidArgumentError(
@@ -90,8 +129,8 @@ class Function:
                 )
             self._has_created = self._has_created or bool(program.created)
             self._reasons.append(reason)
-            self._programs[key] = program
-            if len(self._programs) == _MANY_TRACES:
+            self._programs.setdefault(key, []).append(program)
+            if len(self._reasons) == _MANY_TRACES:
                 _log.warning(
                     "%s was traced %d times; the last time because %s. Python numbers are "
                     "constants of the trace: pass arrays for values that change.",
@@ -104,6 +143,8 @@ class Function:
     def _reason(self, key: Any) -> str:
         if not self._programs:
             return "first call"
+        if key in self._programs:
+            return "the elements of a data iterator changed"
         texts = [signature.difference(old[0], key[0]) for old in self._programs]
         return min(texts, key=len) if len(set(texts)) > 1 else texts[-1]
 
@@ -208,6 +249,21 @@ def function(func: Any = None, *, input_signature: Sequence[Any] | None = None) 
             )
         )
     return Function(func, input_signature)
+
+
+@contextlib.contextmanager
+def _end_of_data(name: str) -> Iterator[None]:
+    """Turns the end of an iterator into an error that no loop around the call swallows."""
+    try:
+        yield
+    except StopIteration:
+        raise errors.OutOfRangeError(
+            errors.message(
+                f"{name!r} needs another element",
+                "the iterator that it reads has come to its end",
+                "Catch rx.errors.OutOfRangeError to end the epoch, or repeat the dataset.",
+            )
+        ) from None
 
 
 class translated_errors:

@@ -14,12 +14,12 @@ from replicax.contexts import frames
 from replicax.contexts.overlay import View
 from replicax.foundation import errors, gate, jax_compat
 from replicax.tracing import capture as capturing
-from replicax.tracing import signature
+from replicax.tracing import feeds, signature
 from replicax.values.array_surface import ArraySurface
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout, copier
-from replicax.values.regroup import leaves_of, map_structure
+from replicax.values.regroup import map_structure
 
 # References to a variable's array while it is looked at: the variable's own, the local
 # name, and the argument of getrefcount. More means that somebody else holds it.
@@ -29,11 +29,13 @@ _OWN_REFERENCES = 3
 class ProgramOverlay(capturing.CapturingOverlay):
     """The overlay of a compiled function; knows the replicas that the function runs on."""
 
-    def __init__(self) -> None:
+    def __init__(self, supply: feeds.Supply) -> None:
         super().__init__(None, View.STORED)
         # Set by the first `run` of a strategy with several devices.
         self.layout: ReplicaLayout | None = None
         self.creations: list[Any] = []
+        self.feed_inputs = feeds.FeedInputs(supply)
+        self.fed_places = self.feed_inputs.positions
 
     def note_creation(self, variable: Any) -> None:
         self.creations.append(variable)
@@ -57,10 +59,12 @@ def note_layout(overlay: Any, layout: ReplicaLayout) -> None:
 
 
 class Program:
-    """A compiled function for one key of arguments."""
+    """A compiled function for one key of arguments, and one sequence of fed elements."""
 
-    def __init__(self, fn: Callable[..., Any], arguments: signature.Arguments) -> None:
-        overlay = ProgramOverlay()
+    def __init__(
+        self, fn: Callable[..., Any], arguments: signature.Arguments, supply: feeds.Supply
+    ) -> None:
+        overlay = ProgramOverlay(supply)
         frame = frames.current().with_overlay(overlay)
         results: list[Any] = []
 
@@ -72,13 +76,17 @@ class Program:
         with frames.pushed(frame):
             captured = capturing.capture(body, arguments.arrays, overlay)
         self._results: _Results = results[0]
-        self._finish(captured, overlay, arguments.skeleton, arguments.arrays)
+        # What the function took from data iterators; another sequence needs another program.
+        self.events = [event for event, _ in supply.events]
+        layouts = signature.layouts_of(arguments.skeleton) + overlay.feed_inputs.layouts
+        self._finish(captured, overlay, layouts, [*arguments.arrays, *supply.arrays])
 
     def _finish(
-        self, captured: Any, overlay: ProgramOverlay, skeleton: Any, arrays: list[Any]
+        self, captured: Any, overlay: ProgramOverlay, layouts: list[Any], arrays: list[Any]
     ) -> None:
         self.created: list[Any] = overlay.creations
-        self._layout = overlay.layout or self._results.layout or _layout_of(captured, skeleton)
+        self._num_fed = len(overlay.fed_places)
+        self._layout = overlay.layout or self._results.layout or _layout_of(captured, layouts)
         is_mesh = self._layout is not None and self._layout.is_mesh
         self._mesh = self._layout if is_mesh else None
         self._takes_turns = self._mesh is not None and gate.needs_turns(self._mesh.devices)
@@ -100,12 +108,13 @@ class Program:
         donated = [place[v] for v in self._donated]
         kept = [place[v] for v in self._kept]
         num_written, num_created = len(captured.written), len(captured.created)
+        run = self._run_captured
 
         def program(old: Any, read: Any, constants: Any, arrays: Any) -> Any:
             values: list[Any] = [None] * len(place)
             for i, value in zip((*donated, *kept), (*old, *read), strict=True):
                 values[i] = value
-            outs = captured.run(values, constants, arrays)
+            outs = run(captured, values, constants, arrays)
             # The last output belongs to the gate alone.
             results = outs[num_written + num_created :]
             return outs[:num_written], results, jnp.zeros((), jnp.int8)
@@ -120,6 +129,11 @@ class Program:
         donate = () if jax_compat.has_callbacks(captured.jaxpr) else (0,)
         self._run = jax.jit(program, donate_argnums=donate, out_shardings=shardings)
 
+    def _run_captured(self, captured: Any, values: Any, constants: Any, arrays: Any) -> Any:
+        """Runs the captured program; `arrays` are the arguments, then what was fed."""
+        start = len(arrays) - self._num_fed
+        return captured.run(values, constants, arrays[:start], arrays[start:])
+
     def _initialize(self, captured: Any, arrays: list[Any]) -> None:
         """Computes, once, the first values of variables that the function created.
 
@@ -131,7 +145,7 @@ class Program:
             ready = ready or list(waiting)
 
             def initial(values: Any, constants: Any, arrays: Any, ready: Any = ready) -> Any:
-                outs = captured.run(values, constants, arrays)
+                outs = self._run_captured(captured, values, constants, arrays)
                 return [outs[len(captured.written) + i] for i in ready]
 
             values = [
@@ -208,11 +222,10 @@ class Program:
         return arrays
 
 
-def _layout_of(captured: Any, skeleton: Any) -> ReplicaLayout | None:
+def _layout_of(captured: Any, layouts: list[Any]) -> ReplicaLayout | None:
     """Returns the replicas of a function that runs none, by its variables and arguments."""
     found = {v.layout for v in (*captured.variables, *captured.written) if v.layout is not None}
-    slots = [leaf for leaf in leaves_of(skeleton) if isinstance(leaf, signature.Slot)]
-    found |= {slot.layout for slot in slots if slot.layout is not None}
+    found |= set(layouts)
     if len(found) > 1:
         raise errors.InvalidArgumentError(
             errors.message(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import inspect
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from replicax.values.array_surface import ArraySurface
 from replicax.values.distributed_values import Mirrored, PerReplica
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout
-from replicax.values.regroup import map_structure
+from replicax.values.regroup import leaves_of, map_structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,27 @@ class TensorSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class PerReplicaSpec:
+    """What a value of all replicas looks like: one spec per replica.
+
+    >>> PerReplicaSpec((TensorSpec((None, 2)), TensorSpec((None, 2)))).dtype
+    dtype('float32')
+    """
+
+    value_specs: tuple[TensorSpec, ...]
+
+    @property
+    def shape(self) -> tuple[int | None, ...] | None:
+        """The shape of each replica's value."""
+        return self.value_specs[0].shape
+
+    @property
+    def dtype(self) -> Any:
+        """The type of each replica's value."""
+        return self.value_specs[0].dtype
+
+
+@dataclasses.dataclass(frozen=True)
 class Slot:
     """Stands for an array argument in the structure that a trace is made from."""
 
@@ -60,13 +82,35 @@ class Ragged(Exception):
     """Raised for per-replica arguments that one compiled program cannot take."""
 
 
+class Feed(abc.ABC):
+    """An iterator that compiled functions can take elements from."""
+
+    @abc.abstractmethod
+    def pull(self) -> Any:
+        """Returns the next element, or raises StopIteration."""
+
+    @abc.abstractmethod
+    def get_state(self) -> Any:
+        """Returns the position, such that an iterator there gives the same elements."""
+
+    @abc.abstractmethod
+    def put_back(self, elements: list[tuple[Any, Any]]) -> None:
+        """Takes back what `pull` gave last, oldest first, each with the position before it."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stops work in the background."""
+
+
 class Arguments:
     """The arguments of one call, split into arrays and everything else."""
 
-    __slots__ = ("arrays", "key", "skeleton")
+    __slots__ = ("arrays", "feeds", "key", "skeleton")
 
     def __init__(self, args: Any, kwargs: dict[str, Any], layout: ReplicaLayout | None) -> None:
         self.arrays: list[Any] = []
+        # Data iterators: one trace serves all of them, whatever their identity.
+        self.feeds: list[Feed] = []
         key: list[Any] = []
         add = self._add
 
@@ -90,6 +134,10 @@ class Arguments:
             return self._add_mirrored(leaf, key)
         if isinstance(leaf, IndexedSlices):
             return leaf.map_arrays(lambda x: self._add(x, key, layout))
+        if isinstance(leaf, Feed):
+            key.append("iterator")
+            self.feeds.append(leaf)
+            return leaf
         key.append(_static_key(leaf))
         return leaf
 
@@ -139,6 +187,12 @@ def fill(skeleton: Any, arrays: Sequence[Any]) -> Any:
     return map_structure(visit, skeleton)
 
 
+def layouts_of(skeleton: Any) -> list[ReplicaLayout]:
+    """Returns the replicas that the arguments of a call are distributed over."""
+    slots = [leaf for leaf in leaves_of(skeleton) if isinstance(leaf, Slot)]
+    return [slot.layout for slot in slots if slot.layout is not None]
+
+
 def apply_input_signature(
     fn: Any, signature: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
@@ -155,7 +209,10 @@ def apply_input_signature(
         )
 
     def convert(spec: Any, value: Any) -> Any:
-        if isinstance(value, PerReplica) or not hasattr(spec, "dtype"):
+        if isinstance(value, PerReplica):
+            _require_components(fn, spec, value)
+            return value
+        if not hasattr(spec, "dtype"):
             return value
         if not isinstance(spec, TensorSpec):
             spec = TensorSpec(spec.shape, spec.dtype)
@@ -175,6 +232,22 @@ def apply_input_signature(
     return tuple(
         map_structure(convert, spec, value) for spec, value in zip(signature, args, strict=True)
     )
+
+
+def _require_components(fn: Any, spec: Any, value: PerReplica) -> None:
+    """Raises unless the components of a distributed value fit a spec per replica."""
+    if not isinstance(spec, PerReplicaSpec):
+        return
+    value.require_components(len(spec.value_specs))
+    for i, (own, component) in enumerate(zip(spec.value_specs, value.values, strict=True)):
+        if not own.accepts(component.shape) or component.dtype != own.dtype:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"{_name(fn)} needs shape {own.shape} and type {own.dtype} on replica {i}",
+                    f"shape {component.shape} and type {component.dtype} were given",
+                    "Pass elements of the dataset whose element_spec this is.",
+                )
+            )
 
 
 def difference(old: Any, new: Any) -> str:

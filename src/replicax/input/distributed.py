@@ -1,0 +1,287 @@
+"""`DistributedDataset` and its iterator: what the loop of a training program reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from typing_extensions import override
+
+from replicax.contexts import frames
+from replicax.contexts.frames import Mode
+from replicax.foundation import errors
+from replicax.input import pipelines, splitting
+from replicax.input.input_context import InputOptions
+from replicax.input.rebatching import Share
+from replicax.input.sources import Source, unbatched
+from replicax.tracing import feeds
+from replicax.tracing.signature import Feed, PerReplicaSpec, TensorSpec
+from replicax.values.layout import ReplicaLayout
+from replicax.values.regroup import leaves_of, map_structure
+
+
+class DistributedDataset:
+    """A dataset whose elements are values of all replicas; made by a strategy.
+
+    It can be iterated any number of times, each time from the start, also inside an
+    `rx.function`. It has no transformations: make them before distributing.
+
+    >>> import numpy as np
+    >>> import replicax as rx
+    >>> strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)
+    >>> dataset = rx.data.Dataset.range(4).batch(2)
+    >>> for batch in strategy.experimental_distribute_dataset(dataset):
+    ...     print([part.tolist() for part in strategy.experimental_local_results(batch)])
+    [[0], [1]]
+    [[2], [3]]
+    """
+
+    def __init__(
+        self,
+        layout: ReplicaLayout,
+        sources: list[Source],
+        options: InputOptions,
+        share: Share | None,
+    ) -> None:
+        self._layout = layout
+        self._sources = sources
+        self._options = options
+        # How global batches are cut; None if every replica gets whole batches.
+        self._share = share
+        self._spec: Any = None
+        is_cut = share is not None and share.num_replicas * share.num_workers > 1
+        if is_cut and not sources[0].is_batched:
+            raise unbatched("this dataset has no `batch` step")
+
+    def __iter__(self) -> DistributedIterator:
+        overlay = frames.current().overlay
+        feed = feeds.open_loop(overlay, self)
+        assert isinstance(feed, DistributedIterator)
+        return feed
+
+    def open_feed(self) -> DistributedIterator:
+        """Returns a new iterator, at the first element."""
+        return DistributedIterator(self)
+
+    @property
+    def element_spec(self) -> Any:
+        """What elements look like; can be used as an entry of an `input_signature`.
+
+        The number of rows is known only if the dataset drops remainders.
+        """
+        if self._spec is None:
+            self._spec = self._find_spec()
+        return self._spec
+
+    def _find_spec(self) -> Any:
+        batch = self._sources[0].first_batch()
+        count = self._layout.num_replicas
+        is_fixed = all(source.drops_remainder for source in self._sources)
+        size = None
+        if self._share is not None and is_fixed and leaves_of(batch):
+            total = count * self._share.num_workers
+            rows = splitting.rows_of(batch)
+            size = rows // total if rows % total == 0 else None
+
+        def spec(leaf: Any) -> Any:
+            shape = np.shape(leaf)
+            first = shape[0] if shape and is_fixed and self._share is None else size
+            own = TensorSpec((first, *shape[1:]) if shape else (), _dtype(leaf))
+            return own if count == 1 else PerReplicaSpec((own,) * count)
+
+        return map_structure(spec, batch)
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Calls `state = reduce_func(state, element)` for all elements.
+
+        >>> import replicax as rx
+        >>> strategy = rx.OneDeviceStrategy("CPU:0")
+        >>> data = strategy.experimental_distribute_dataset(rx.data.Dataset.range(4).batch(2))
+        >>> int(data.reduce(0, lambda total, batch: total + batch.sum()))
+        6
+        """
+        state = initial_state
+        for element in self:
+            state = reduce_func(state, element)
+        return state
+
+    def make_one_shot_iterator(self) -> DistributedIterator:
+        """Returns an iterator (the spelling of TensorFlow 1)."""
+        return DistributedIterator(self)
+
+    def make_initializable_iterator(self) -> DistributedIterator:
+        """Returns an iterator that gives nothing before `initialize` (TensorFlow 1)."""
+        return DistributedIterator(self, is_initialized=False)
+
+    def open_pipeline(self, state: Any = None) -> pipelines.Pipeline:
+        """Starts to read, at the first element or at a saved position."""
+        options, layout = self._options, self._layout
+        copies = not all(source.is_fresh for source in self._sources)
+        share = self._share
+        splitter = splitting.Splitter(
+            layout, share or Share(layout.num_replicas), options.fetches_to_device, copies
+        )
+        if share is not None:
+            pipeline: Any = pipelines.GlobalBatches(self._sources[0], splitter)
+        else:
+            pipeline = pipelines.ReplicaBatches(self._sources, layout, splitter)
+        if state is not None:
+            pipeline.set_state(state)
+        if all(source.is_quick for source in self._sources):
+            return pipeline
+        depth = max(layout.num_replicas, options.experimental_per_replica_buffer_size, 2)
+        return pipelines.ReadAhead(pipeline, depth)
+
+    def __repr__(self) -> str:
+        return f"<rx.DistributedDataset over {self._layout.num_replicas} replicas>"
+
+
+class DistributedIterator(Feed):
+    """The position of one loop over a `DistributedDataset`.
+
+    `get_state` and `set_state` save and set it, so that a checkpoint can hold it; elements
+    that were read ahead do not count.
+    """
+
+    def __init__(self, dataset: DistributedDataset, is_initialized: bool = True) -> None:
+        self._dataset = dataset
+        self._pipeline: pipelines.Pipeline | None = None
+        self._is_initialized = is_initialized
+        # Elements that came back, the next one last, each with the position before it.
+        self._returned: list[tuple[Any, Any]] = []
+        self._lock = threading.RLock()
+
+    @property
+    def element_spec(self) -> Any:
+        """What elements look like."""
+        return self._dataset.element_spec
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        frame = frames.current()
+        if frame.mode is Mode.REPLICA and not frame.is_default:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "The next element is taken for all replicas at once",
+                    f"this is {frame.describe()}",
+                    "Call next(iterator) outside of `strategy.run` and pass the element in `args`.",
+                )
+            )
+        return feeds.next_element(frame.overlay, self)
+
+    def get_next(self) -> Any:
+        """Returns the next element; raises `rx.errors.OutOfRangeError` after the last one."""
+        try:
+            return next(self)
+        except StopIteration:
+            raise errors.OutOfRangeError(
+                errors.message(
+                    "`get_next` needs another element",
+                    "the dataset has come to its end",
+                    "Catch this error to end the epoch, or repeat the dataset.",
+                )
+            ) from None
+
+    def get_next_as_optional(self) -> Optional:
+        """Returns the next element, or the news that there is none, without an error."""
+        try:
+            return Optional(next(self), has_value=True)
+        except StopIteration:
+            return Optional(None, has_value=False)
+
+    @override
+    def pull(self) -> Any:
+        with self._lock:
+            if self._returned:
+                return self._returned.pop()[0]
+            return next(self._open())
+
+    @override
+    def put_back(self, elements: list[tuple[Any, Any]]) -> None:
+        with self._lock:
+            self._returned += reversed(elements)
+
+    def initialize(self) -> None:
+        """Starts, or starts again, at the first element."""
+        with self._lock:
+            self.close()
+            self._returned = []
+            self._pipeline = None
+            self._is_initialized = True
+
+    @property
+    def initializer(self) -> Callable[[], None]:
+        """What has to be called first, for an initializable iterator."""
+        return self.initialize
+
+    @override
+    def get_state(self) -> Any:
+        with self._lock:
+            return self._returned[-1][1] if self._returned else self._open().get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Goes to a position that `get_state` returned, in this process or another."""
+        with self._lock:
+            self.close()
+            self._returned = []
+            self._pipeline = self._dataset.open_pipeline(state)
+            self._is_initialized = True
+
+    @override
+    def close(self) -> None:
+        """Stops reading ahead. The iterator can still be set to a position."""
+        with self._lock:
+            if self._pipeline is not None:
+                self._pipeline.close()
+
+    def _open(self) -> pipelines.Pipeline:
+        if not self._is_initialized:
+            raise errors.ContextError(
+                errors.message(
+                    "An initializable iterator must be initialized before it gives elements",
+                    "`initialize` was not called",
+                    "Call iterator.initialize() once, and again for each epoch.",
+                )
+            )
+        if self._pipeline is None:
+            self._pipeline = self._dataset.open_pipeline()
+        return self._pipeline
+
+
+class Optional:
+    """An element, or the news that there is none.
+
+    >>> Optional(3, has_value=True).get_value()
+    3
+    """
+
+    def __init__(self, value: Any, has_value: bool) -> None:
+        self._value = value
+        self._has_value = has_value
+
+    def has_value(self) -> bool:
+        """Tells whether there is an element."""
+        return self._has_value
+
+    def get_value(self) -> Any:
+        """Returns the element, or raises if there is none."""
+        if not self._has_value:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`get_value` needs an element",
+                    "the dataset has come to its end",
+                    "Ask has_value() first.",
+                )
+            )
+        return self._value
+
+
+def _dtype(leaf: Any) -> Any:
+    """Returns the type that a leaf has as an element."""
+    dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+    return jax.dtypes.canonicalize_dtype(dtype) if dtype.kind in "biufc" else dtype

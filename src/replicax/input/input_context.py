@@ -1,0 +1,146 @@
+"""What a `dataset_fn` is told, and how a caller tunes the distribution of data."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from replicax.foundation import errors
+
+
+class InputReplicationMode(enum.Enum):
+    """How often a `dataset_fn` is called: once per worker, or once per replica."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+class InputContext:
+    """What a `dataset_fn` needs to know to shard and batch its data.
+
+    >>> context = InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
+    >>> context.get_per_replica_batch_size(64)
+    16
+    """
+
+    __slots__ = ("_id", "_num_pipelines", "_num_replicas")
+
+    def __init__(
+        self,
+        num_input_pipelines: int = 1,
+        input_pipeline_id: int = 0,
+        num_replicas_in_sync: int = 1,
+    ) -> None:
+        self._num_pipelines = num_input_pipelines
+        self._id = input_pipeline_id
+        self._num_replicas = num_replicas_in_sync
+
+    @property
+    def num_input_pipelines(self) -> int:
+        """The number of pipelines that read the data together."""
+        return self._num_pipelines
+
+    @property
+    def input_pipeline_id(self) -> int:
+        """Which of them this is."""
+        return self._id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas that a global batch is spread over."""
+        return self._num_replicas
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Returns the part of a global batch that one replica gets."""
+        if global_batch_size % self._num_replicas:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"The global batch size must be a multiple of {self._num_replicas}, the number "
+                    "of replicas",
+                    f"it is {global_batch_size}",
+                    "Change it, or use experimental_distribute_dataset, which cuts any batch.",
+                )
+            )
+        return global_batch_size // self._num_replicas
+
+    def __repr__(self) -> str:
+        return f"InputContext(input pipeline id {self._id}, total: {self._num_pipelines})"
+
+
+class InputOptions(NamedTuple):
+    """How elements reach the replicas.
+
+    Attributes:
+      experimental_fetch_to_device: Whether elements are copied to the devices ahead of time;
+        None means yes. Otherwise components are NumPy arrays.
+      experimental_replication_mode: How often `dataset_fn` is called.
+      experimental_place_dataset_on_device: Accepted with PER_REPLICA for portability.
+      experimental_per_replica_buffer_size: How many elements wait on the devices.
+
+    >>> InputOptions().experimental_per_replica_buffer_size
+    1
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+
+    @property
+    def fetches_to_device(self) -> bool:
+        """Whether elements are copied to the devices."""
+        return self.experimental_fetch_to_device is not False
+
+    @property
+    def is_per_replica(self) -> bool:
+        """Whether each replica has a dataset of its own."""
+        return self.experimental_replication_mode is InputReplicationMode.PER_REPLICA
+
+
+def checked_options(options: object, is_from_function: bool) -> InputOptions:
+    """Returns the options of a call, or raises for a combination that has no meaning."""
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "`options` must be an rx.InputOptions or None",
+                f"it is {type(options).__name__}",
+                "Pass rx.InputOptions(...).",
+            )
+        )
+    if options.experimental_per_replica_buffer_size < 1:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`experimental_per_replica_buffer_size` must be at least 1",
+                f"it is {options.experimental_per_replica_buffer_size}",
+                "Leave it out for the default.",
+            )
+        )
+    if not is_from_function and options.is_per_replica:
+        raise errors.UnsupportedError(
+            errors.message(
+                "InputReplicationMode.PER_REPLICA needs a function that makes one dataset per "
+                "replica",
+                "experimental_distribute_dataset was given a single dataset",
+                "Use distribute_datasets_from_function.",
+            )
+        )
+    if options.experimental_place_dataset_on_device and not options.is_per_replica:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`experimental_place_dataset_on_device` needs PER_REPLICA replication",
+                "the mode is PER_WORKER",
+                "Leave it out, or pass experimental_replication_mode=PER_REPLICA.",
+            )
+        )
+    if options.experimental_place_dataset_on_device and options.experimental_fetch_to_device:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "A dataset that is placed on the device must not be fetched to it",
+                "both `experimental_place_dataset_on_device` and `experimental_fetch_to_device` "
+                "are True",
+                "Pass one of the two.",
+            )
+        )
+    return options

@@ -1,0 +1,108 @@
+"""What a dataset is told about how it may be run and divided."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from replicax.foundation import errors
+
+
+class AutoShardPolicy(enum.IntEnum):
+    """How a dataset is divided among the workers of a cluster.
+
+    >>> AutoShardPolicy.DATA.name
+    'DATA'
+    """
+
+    OFF = -1  # every worker sees all data
+    AUTO = 0  # by file if the dataset reads files and there are enough, else by data
+    FILE = 1  # each worker reads its own files
+    DATA = 2  # each worker keeps its own elements of every file or batch
+    HINT = 3  # the dataset itself calls `shard` with `SHARD_HINT`
+
+
+class DistributeOptions:
+    """The part of `Options` that distribution reads.
+
+    >>> options = DistributeOptions()
+    >>> options.auto_shard_policy = "off"
+    >>> options.auto_shard_policy.name
+    'OFF'
+    """
+
+    __slots__ = ("_auto_shard_policy",)
+
+    def __init__(self, auto_shard_policy: AutoShardPolicy | str | None = None) -> None:
+        # None until somebody chooses: then merged options keep an earlier choice.
+        self._auto_shard_policy: AutoShardPolicy | None = None
+        if auto_shard_policy is not None:
+            self.auto_shard_policy = auto_shard_policy
+
+    @property
+    def auto_shard_policy(self) -> AutoShardPolicy:
+        """How the elements are divided among workers; AUTO unless it is set."""
+        return AutoShardPolicy.AUTO if self._auto_shard_policy is None else self._auto_shard_policy
+
+    @auto_shard_policy.setter
+    def auto_shard_policy(self, policy: Any) -> None:
+        if isinstance(policy, str):
+            policy = AutoShardPolicy.__members__.get(policy.upper(), policy)
+        if not isinstance(policy, AutoShardPolicy):
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`auto_shard_policy` must be OFF, AUTO, FILE, DATA or HINT",
+                    f"it is {policy!r}",
+                    "Pass a member of rx.data.AutoShardPolicy.",
+                )
+            )
+        self._auto_shard_policy = policy
+
+    def merge(self, newer: DistributeOptions) -> DistributeOptions:
+        """Returns these options with the choices of `newer` on top."""
+        return DistributeOptions(
+            self._auto_shard_policy
+            if newer._auto_shard_policy is None
+            else newer._auto_shard_policy
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, DistributeOptions)
+            and self._auto_shard_policy == other._auto_shard_policy
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"DistributeOptions(auto_shard_policy={self.auto_shard_policy.name})"
+
+
+class Options:
+    """Options of a dataset, given to it by `Dataset.with_options`.
+
+    >>> options = Options()
+    >>> options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
+    >>> options
+    Options(experimental_distribute=DistributeOptions(auto_shard_policy=OFF))
+    """
+
+    __slots__ = ("experimental_distribute",)
+
+    def __init__(self, experimental_distribute: DistributeOptions | None = None) -> None:
+        self.experimental_distribute = experimental_distribute or DistributeOptions()
+
+    def merge(self, newer: Options) -> Options:
+        """Returns new options: these, with the choices of `newer` on top."""
+        return Options(self.experimental_distribute.merge(newer.experimental_distribute))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Options)
+            and self.experimental_distribute == other.experimental_distribute
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Options(experimental_distribute={self.experimental_distribute!r})"

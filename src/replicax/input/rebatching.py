@@ -1,0 +1,72 @@
+"""How a global batch is cut into the parts of workers and replicas. Pure arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+# A part of a global batch: rows from start up to stop.
+Rows = tuple[int, int]
+
+
+class Share(NamedTuple):
+    """Which part of every global batch belongs to this process.
+
+    Attributes:
+      num_replicas: How many replicas this process has.
+      num_workers: How many processes read the data.
+      worker: Which of them this is.
+      cuts_each_batch: Whether all workers read the same batches and each keeps its part
+        (auto-sharding by data). Otherwise each reads its own, and a batch lasts for as many
+        steps as there are workers.
+    """
+
+    num_replicas: int
+    num_workers: int = 1
+    worker: int = 0
+    cuts_each_batch: bool = True
+
+
+def part_sizes(size: int, num_parts: int) -> list[int]:
+    """Cuts a batch into parts whose sizes differ by at most one, the larger ones first.
+
+    >>> part_sizes(7, 4)
+    [2, 2, 2, 1]
+    """
+    small, extra = divmod(size, num_parts)
+    return [small + 1] * extra + [small] * (num_parts - extra)
+
+
+def batch_sizes_for_worker(
+    global_batch_size: int, num_workers: int, num_replicas_per_worker: int, worker: int
+) -> list[int]:
+    """Returns the sizes that a worker with its own stream of global batches takes in turn.
+
+    In each step all workers together take one global batch.
+
+    >>> batch_sizes_for_worker(7, 2, 2, worker=1)
+    [2, 1, 2, 2]
+    """
+    sizes = part_sizes(global_batch_size, num_workers * num_replicas_per_worker)
+    turn = worker * num_replicas_per_worker
+    return sizes[turn:] + sizes[:turn]
+
+
+def steps_of_batch(size: int, share: Share) -> list[list[Rows]]:
+    """Returns, for each step that a batch serves, the rows of each local replica.
+
+    >>> steps_of_batch(5, Share(num_replicas=2))
+    [[(0, 3), (3, 5)]]
+    """
+    workers, replicas = share.num_workers, share.num_replicas
+    if share.cuts_each_batch:
+        rows = _bounds(part_sizes(size, workers * replicas))
+        # Part j goes to worker j mod W, replica j div W.
+        return [rows[share.worker :: workers]]
+    rows = _bounds(batch_sizes_for_worker(size, workers, replicas, share.worker))
+    return [rows[i : i + replicas] for i in range(0, len(rows), replicas)]
+
+
+def _bounds(sizes: list[int]) -> list[Rows]:
+    ends = list(itertools.accumulate(sizes))
+    return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
