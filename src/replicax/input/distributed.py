@@ -20,7 +20,6 @@ from replicax.input.sources import Source, unbatched
 from replicax.tracing import feeds
 from replicax.tracing.signature import Feed, PerReplicaSpec, TensorSpec
 from replicax.values.layout import ReplicaLayout
-from replicax.values.regroup import leaves_of, map_structure
 
 
 class DistributedDataset:
@@ -81,7 +80,7 @@ class DistributedDataset:
         count = self._layout.num_replicas
         is_fixed = all(source.drops_remainder for source in self._sources)
         size = None
-        if self._share is not None and is_fixed and leaves_of(batch):
+        if self._share is not None and is_fixed:
             total = count * self._share.num_workers
             rows = splitting.rows_of(batch)
             size = rows // total if rows % total == 0 else None
@@ -92,7 +91,7 @@ class DistributedDataset:
             own = TensorSpec((first, *shape[1:]) if shape else (), _dtype(leaf))
             return own if count == 1 else PerReplicaSpec((own,) * count)
 
-        return map_structure(spec, batch)
+        return jax.tree.map(spec, batch, is_leaf=lambda leaf: hasattr(leaf, "todense"))
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Calls `state = reduce_func(state, element)` for all elements.

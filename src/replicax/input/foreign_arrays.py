@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from replicax.values.regroup import map_structure
 
 
 def to_numpy(batch: Any) -> Any:
@@ -19,15 +18,15 @@ def to_numpy(batch: Any) -> Any:
     """
     if isinstance(batch, list) and batch and all(isinstance(v, int | float) for v in batch):
         return np.asarray(batch)
-    if isinstance(batch, list | dict) and type(batch) in (list, dict):
-        if isinstance(batch, list):
-            return [to_numpy(v) for v in batch]
-        return {key: to_numpy(v) for key, v in batch.items()}
-    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
-        return tuple(to_numpy(v) for v in batch)
     if type(batch).__name__ == "SparseTensorValue":
         return _sparse(batch)
-    return map_structure(_leaf, batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(to_numpy, batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map(to_numpy, batch))
+    if isinstance(batch, Mapping):
+        return {key: to_numpy(value) for key, value in batch.items()}
+    return _leaf(batch)
 
 
 def _leaf(leaf: Any) -> Any:

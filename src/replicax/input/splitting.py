@@ -12,7 +12,6 @@ from replicax.input import sources
 from replicax.input.rebatching import Rows, Share, steps_of_batch
 from replicax.values.distributed_values import PerReplica
 from replicax.values.layout import ReplicaLayout
-from replicax.values.regroup import leaves_of, map_structure
 
 _LEAF = jax.tree.structure(0)
 # What devices can hold; text, objects and sparse rows stay on the host.
@@ -47,38 +46,36 @@ class Splitter:
 
     def _whole(self, batch: Any) -> Any:
         """Distributes a batch whose parts are equal, without cutting it on the host."""
-        leaves = leaves_of(batch)
-        dense = [i for i, leaf in enumerate(leaves) if self._to_device and _is_dense(leaf)]
-        own = self._owned([leaves[i] for i in dense])
-        put = jax.device_put(own, self._layout.per_replica)
-        placed = dict(zip(dense, put, strict=True))
-        layout, count = self._layout, self._layout.num_replicas
-        size = rows_of(batch) // count
-        bounds = [(i * size, (i + 1) * size) for i in range(count)]
-        elements = iter(
+        leaves, treedef = _flatten(batch)
+        layout = self._layout
+        placed = self._on_devices(leaves, layout.per_replica)
+        size = leaves[0].shape[0] // layout.num_replicas
+        bounds = [(i * size, (i + 1) * size) for i in range(layout.num_replicas)]
+        elements = [
             PerReplica.from_stored([placed[i]], [False], _LEAF, layout)
             if i in placed
             else PerReplica([leaf[start:stop] for start, stop in bounds], layout)
             for i, leaf in enumerate(leaves)
-        )
-        return map_structure(lambda _: next(elements), batch)
+        ]
+        return jax.tree.unflatten(treedef, elements)
 
     def _parts(self, parts: list[Any]) -> Any:
         """Distributes one structure per replica, of any sizes."""
-        placed = [self.place(part, i) for i, part in enumerate(parts)]
-        return joined(placed, self._layout)
+        return joined([self.place(part, i) for i, part in enumerate(parts)], self._layout)
 
     def place(self, part: Any, replica_id: int) -> Any:
         """Puts the part of one replica on its device."""
+        leaves, treedef = _flatten(part)
+        placed = self._on_devices(leaves, self._layout.devices[replica_id])
+        return jax.tree.unflatten(treedef, [placed.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+    def _on_devices(self, leaves: list[Any], where: Any) -> dict[int, Any]:
+        """Copies those leaves that devices can hold, all in one call; by position."""
         if not self._to_device:
-            return part
-        leaves = leaves_of(part)
+            return {}
         dense = [i for i, leaf in enumerate(leaves) if _is_dense(leaf)]
-        own = self._owned([leaves[i] for i in dense])
-        put = jax.device_put(own, self._layout.devices[replica_id])
-        placed = dict(zip(dense, put, strict=True))
-        found = iter([placed.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return map_structure(lambda _: next(found), part)
+        put = jax.device_put(self._owned([leaves[i] for i in dense]), where)
+        return dict(zip(dense, put, strict=True))
 
     def _owned(self, arrays: list[Any]) -> list[Any]:
         """Copies arrays that `device_put` would share with somebody who may change them."""
@@ -91,13 +88,24 @@ def joined(parts: list[Any], layout: ReplicaLayout) -> Any:
     """Makes one element of one structure per replica."""
     if len(parts) == 1:
         return parts[0]
-    return map_structure(lambda *leaves: PerReplica(leaves, layout), *parts)
+    flat = [_flatten(part) for part in parts]
+    treedef = flat[0][1]
+    if any(other != treedef for _, other in flat):
+        raise errors.StructureError(
+            errors.message(
+                "The batches of all replicas must have one structure",
+                f"these have {[str(t) for _, t in flat]}",
+                "Make every dataset yield the same containers and keys.",
+            )
+        )
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return jax.tree.unflatten(treedef, [PerReplica(column, layout) for column in columns])
 
 
 def rows_of(batch: Any) -> int:
     """Returns the number of rows of a batch, the same for each of its arrays."""
     sizes = {}
-    for leaf in leaves_of(batch):
+    for leaf in _flatten(batch)[0]:
         shape = getattr(leaf, "shape", None)
         if not shape:
             what = "a scalar" if shape == () or np.isscalar(leaf) else type(leaf).__name__
@@ -117,14 +125,20 @@ def rows_of(batch: Any) -> int:
 
 def empty_like(batch: Any) -> Any:
     """Returns a batch without rows, of the same types and ranks; None if that cannot be."""
-    if any(not getattr(leaf, "shape", None) for leaf in leaves_of(batch)):
+    if any(not getattr(leaf, "shape", None) for leaf in _flatten(batch)[0]):
         return None
     return _rows(batch, (0, 0))
 
 
 def _rows(batch: Any, rows: Rows) -> Any:
     start, stop = rows
-    return map_structure(lambda leaf: leaf[start:stop], batch)
+    leaves, treedef = _flatten(batch)
+    return jax.tree.unflatten(treedef, [leaf[start:stop] for leaf in leaves])
+
+
+def _flatten(batch: Any) -> tuple[list[Any], Any]:
+    # Rows of a sparse matrix are not rows of the arrays that it is made of.
+    return jax.tree.flatten(batch, is_leaf=lambda leaf: hasattr(leaf, "todense"))
 
 
 def _is_dense(leaf: Any) -> bool:
