@@ -7,7 +7,6 @@ and whoever made it has imported its library.
 from __future__ import annotations
 
 import abc
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -85,15 +84,40 @@ class GrainSource(Source):
     is_fresh = True
 
     def __init__(self, dataset: Any) -> None:
-        if hasattr(dataset, "to_iter_dataset"):
-            # Grain's defaults start 16 threads for each iterator; one of ours reads ahead.
-            grain = sys.modules["grain"]
-            options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-            dataset = dataset.to_iter_dataset(options)
         self._dataset = dataset
 
     def open(self) -> Stream:
-        return iter(self._dataset)
+        has_random_access = hasattr(self._dataset, "to_iter_dataset")
+        return IndexStream(self._dataset) if has_random_access else iter(self._dataset)
+
+
+class IndexStream:
+    """Reads a Grain `MapDataset` by index.
+
+    Grain's own iterator of such a dataset starts 16 threads; one of ours reads ahead.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._next = 0
+        self._length = len(dataset)
+
+    def __next__(self) -> Any:
+        while self._next < self._length:
+            element = self._dataset[self._next]
+            self._next += 1
+            # What a filter removed.
+            if element is not None:
+                return element
+        raise StopIteration
+
+    def get_state(self) -> Any:
+        """Returns the position, as Grain's iterators name it."""
+        return {"next_index": self._next}
+
+    def set_state(self, state: Any) -> None:
+        """Goes to a position that `get_state` returned."""
+        self._next = state["next_index"]
 
 
 class IterableSource(Source):
