@@ -1,0 +1,316 @@
+"""From a stateful function to a program that needs neither its source nor its strategy.
+
+Note [One replica]
+    A function is traced as code that runs alone: with one copy of each variable, one
+    replica, no devices and no collectives. Writes to ON_READ variables other than
+    `assign` exist only in replica code, so a function that makes them is traced again, as
+    the code of the only replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.contexts import frames
+from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.overlay import View
+from replicax.exporting import structures
+from replicax.foundation import errors, jax_compat
+from replicax.tracing import capture as capturing
+from replicax.tracing.function import Function, translated_errors
+from replicax.variables.variable import Variable
+
+# Programs are lowered for all of these where that is possible.
+_PLATFORMS = ("cpu", "cuda", "tpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class PortableProgram:
+    """A function of variables and arguments, compiled as far as it can be kept.
+
+    Attributes:
+      blob: A serialized `jax.export.Exported`. It takes the values of `read`, then the
+        arguments; it returns the new values of `written`, then the results.
+      read: The variables whose values go in.
+      written: The variables whose new values come out.
+      facts: What the manifest says about the program: names and structures.
+    """
+
+    blob: bytes
+    read: tuple[Variable, ...]
+    written: tuple[Variable, ...]
+    facts: dict[str, Any]
+
+
+# Traces by function, then by what was asked for. A later save takes what is here.
+_programs: weakref.WeakKeyDictionary[Any, dict[Any, PortableProgram]] = weakref.WeakKeyDictionary()
+
+
+def portable(
+    fn: Callable[..., Any], specs: Sequence[Any], name: str, frame: Frame, owners: list[Any]
+) -> PortableProgram:
+    """Returns the portable program of a function, traced the first time it is asked for.
+
+    Args:
+      fn: An `rx.function` or a plain Python function.
+      specs: One TensorSpec, or structure of them, per argument.
+      name: What to call the function in messages.
+      frame: Where code stands that runs alone, under no strategy.
+      owners: The strategies of ON_READ variables, which replica code may write.
+    """
+    arguments, shapes = _described_arguments(specs, name)
+    key = (json.dumps(arguments), jax_compat.caller_settings())
+    # Nothing is kept for a bound method: it is a new object each time it is looked up.
+    is_kept = isinstance(fn, Function | types.FunctionType)
+    known = _programs.setdefault(fn, {}) if is_kept else {}
+    if key not in known:
+        known[key] = _trace(fn, name, arguments, shapes, frame, owners)
+    return known[key]
+
+
+class _OneReplicaOverlay(capturing.CapturingOverlay):
+    """The overlay of an export: every variable is one logical array."""
+
+    def __init__(self) -> None:
+        # What is read is what a read returns: there is nothing to combine.
+        super().__init__(None, View.READ)
+        self.creations: list[Variable] = []
+
+    def note_creation(self, variable: Any) -> None:
+        self.creations.append(variable)
+
+    def first_read(self, variable: Any) -> Any:
+        with jax_compat.eagerly():
+            stand_in = self._logical(variable)
+        self.stand_ins[id(stand_in)] = (variable, stand_in)
+        return jnp.copy(stand_in)
+
+    def _logical(self, variable: Any) -> jax.Array:
+        if variable.is_per_replica or variable.stored is None:
+            return jnp.zeros(variable.shape, variable.dtype)
+        # The primary copy, as an object of its own over the same buffer.
+        copy = variable.read_copy(0)
+        return jax.make_array_from_single_device_arrays(copy.shape, copy.sharding, [copy])
+
+
+def _trace(
+    fn: Callable[..., Any],
+    name: str,
+    arguments: structures.Described,
+    shapes: list[jax.ShapeDtypeStruct],
+    frame: Frame,
+    owners: list[Any],
+) -> PortableProgram:
+    python_function = fn.python_function if isinstance(fn, Function) else fn
+    try:
+        captured, results = _capture(python_function, name, arguments, shapes, frame)
+    except errors.InvalidArgumentError as error:
+        if len(owners) != 1:
+            raise
+        replica = _replica_frame(frame, owners[0])
+        try:
+            captured, results = _capture(python_function, name, arguments, shapes, replica)
+        except errors.DistributeError:
+            raise error from None
+    facts = {
+        "name": name,
+        "parameters": _parameter_names(python_function, len(arguments["tuple"])),
+        "arguments": arguments,
+        "results": results,
+    }
+    blob, more = _serialized(captured, name, shapes)
+    return PortableProgram(blob, tuple(captured.variables), tuple(captured.written), facts | more)
+
+
+def _replica_frame(frame: Frame, strategy: Any) -> Frame:
+    """Returns the frame of the only replica; see Note [One replica]."""
+    return Frame(
+        Mode.REPLICA,
+        strategy,
+        replica_context=frame.replica_context,
+        executor=frame.executor,
+    )
+
+
+def _capture(
+    fn: Callable[..., Any],
+    name: str,
+    arguments: structures.Described,
+    shapes: list[jax.ShapeDtypeStruct],
+    frame: Frame,
+) -> tuple[capturing.Capture, structures.Described]:
+    overlay = _OneReplicaOverlay()
+    results: list[structures.Described] = []
+
+    def body(*arrays: Any) -> list[Any]:
+        args = structures.build(arguments, lambda leaf: arrays[leaf["leaf"]])
+        found: list[Any] = []
+        results.append(structures.describe(fn(*args), lambda leaf: _result(leaf, found, name)))
+        return found
+
+    inner = frame.with_overlay(overlay)
+    with _explained_errors(name), translated_errors(name), frames.pushed(inner):
+        captured = capturing.capture(body, shapes, overlay)
+    if overlay.creations or captured.created:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"The variables of {name!r} must exist before it is saved",
+                f"it created {[v.name for v in overlay.creations]} while it was traced",
+                "Call it once first.",
+            )
+        )
+    return captured, results[0]
+
+
+@contextlib.contextmanager
+def _explained_errors(name: str) -> Iterator[None]:
+    """Says what an export has to do with the errors that its trace raises."""
+    try:
+        yield
+    except errors.ContextError as error:
+        error.add_note(
+            f"replicax: {name!r} is exported as the code of one replica. If it calls "
+            "`strategy.run`, export the function that it passes to `run`."
+        )
+        raise
+    except errors.DistributeError:
+        raise
+    except Exception as error:
+        # JAX keeps the class of this error to itself; operations raise the other two.
+        is_inconclusive = type(error).__name__ == "InconclusiveDimensionOperation"
+        if not is_inconclusive and not isinstance(error, TypeError | ValueError):
+            raise
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"{name!r} must work for every size that its input_signature leaves open",
+                f"it does not: {str(error).splitlines()[0]}",
+                "Give the size in the input_signature instead of None, or name sizes that are "
+                "equal in `signatures`.",
+            )
+        ) from error
+
+
+def _described_arguments(
+    specs: Sequence[Any], name: str
+) -> tuple[structures.Described, list[jax.ShapeDtypeStruct]]:
+    """Returns the description of the arguments, and shapes with symbols for open sizes."""
+    leaves: list[Any] = []
+    # The size of axis 0 is the batch, for all arguments; other open sizes are their own.
+    fresh = (f"d{i}" for i in range(1_000_000))
+
+    def describe_leaf(spec: Any) -> dict[str, Any]:
+        shape = getattr(spec, "shape", None)
+        if shape is None or not hasattr(spec, "dtype"):
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"The input_signature of {name!r} must give a TensorSpec with a shape for "
+                    "each argument",
+                    f"it gives {spec!r}",
+                    "Use None for sizes that may differ between calls.",
+                )
+            )
+        sizes = [_size(axis, size, fresh) for axis, size in enumerate(shape)]
+        leaves.append((sizes, spec.dtype))
+        return {"leaf": len(leaves) - 1, "shape": sizes, "dtype": jnp.dtype(spec.dtype).name}
+
+    described = structures.describe(tuple(specs), describe_leaf)
+    symbols = list(dict.fromkeys(s for sizes, _ in leaves for s in sizes if isinstance(s, str)))
+    known = dict(zip(symbols, jax.export.symbolic_shape(", ".join(symbols)), strict=True))
+    shapes = [
+        jax.ShapeDtypeStruct(tuple(known.get(s, s) for s in sizes), dtype)
+        for sizes, dtype in leaves
+    ]
+    return described, shapes
+
+
+def _size(axis: int, size: Any, fresh: Iterator[str]) -> int | str:
+    if size is None:
+        return "b" if axis == 0 else next(fresh)
+    return size if isinstance(size, int) else str(size)
+
+
+def _result(leaf: Any, found: list[Any], name: str) -> dict[str, Any]:
+    if isinstance(leaf, Variable):
+        leaf = leaf.read_value()
+    try:
+        array = jnp.asarray(leaf)
+    except TypeError as error:
+        raise errors.ArgumentTypeError(
+            errors.message(
+                f"An exported function such as {name!r} must return arrays in lists, tuples "
+                "and dicts",
+                f"it returned a {type(leaf).__name__}",
+                "Return its arrays instead.",
+            )
+        ) from error
+    found.append(array)
+    sizes = [size if isinstance(size, int) else str(size) for size in array.shape]
+    return {"leaf": len(found) - 1, "shape": sizes, "dtype": str(array.dtype)}
+
+
+def _parameter_names(fn: Callable[..., Any], count: int) -> list[str] | None:
+    """Returns the names of the arguments, for calls by keyword."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())[:count]
+    except (TypeError, ValueError):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
+    names = [p.name for p in parameters if p.kind in by_name]
+    return names if len(names) == count else None
+
+
+def _serialized(
+    captured: capturing.Capture, name: str, shapes: list[jax.ShapeDtypeStruct]
+) -> tuple[bytes, dict[str, Any]]:
+    """Lowers a captured function for as many platforms as possible, with its gradient."""
+    # As NumPy arrays, constants are tied to no device.
+    constants = [np.asarray(c) for c in captured.constants]
+    num_read = len(captured.variables)
+
+    def pure(*inputs: Any) -> list[Any]:
+        return captured.run(inputs[:num_read], constants, inputs[num_read:])
+
+    pure.__name__ = name if name.isidentifier() else "exported"
+    values = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in captured.variables]
+    exported = None
+    for platforms in (_PLATFORMS, (jax.export.default_export_platform(),)):
+        try:
+            exported = jax.export.export(jax.jit(pure), platforms=platforms)(*values, *shapes)
+            break
+        except Exception as error:
+            # JAX raises errors of many kinds for what a platform does not know.
+            if platforms != _PLATFORMS:
+                raise _not_portable(name, error) from error
+    assert exported is not None
+    try:
+        blob, is_differentiable = exported.serialize(vjp_order=1), True
+    except Exception:
+        # A while loop, for one, has no gradient in this direction. The function still works.
+        try:
+            blob, is_differentiable = exported.serialize(), False
+        except Exception as error:
+            raise _not_portable(name, error) from error
+    facts = {"platforms": list(exported.platforms), "is_differentiable": is_differentiable}
+    return bytes(blob), facts
+
+
+def _not_portable(name: str, error: Exception) -> errors.UnsupportedError:
+    return errors.UnsupportedError(
+        errors.message(
+            f"{name!r} must be made of operations that jax.export can write",
+            f"it is not: {str(error).splitlines()[0]}",
+            "Leave callbacks, prints and custom kernels out of exported functions.",
+        )
+    )

@@ -1,0 +1,162 @@
+"""`rx.saved_model.save`: an object, its variables and its functions into a directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.contexts.frames import Frame
+from replicax.exporting import files
+from replicax.exporting.loaded_program import LoadedProgram
+from replicax.exporting.object_graph import LoadedModule, ObjectGraph
+from replicax.exporting.portable import PortableProgram, portable
+from replicax.foundation import errors
+from replicax.tracing.function import Function
+from replicax.tracing.signature import TensorSpec
+from replicax.variables.variable import Variable
+
+DEFAULT_SIGNATURE = "serving_default"
+
+
+def save(obj: Any, export_dir: str | os.PathLike[str], signatures: Any, frame: Frame) -> None:
+    """Saves an object; `frame` is where code stands that runs under no strategy."""
+    files.require_target(Path(export_dir))
+    if signatures is None and isinstance(obj, LoadedModule):
+        signatures = obj.signatures
+    asked = {name: _resolve(name, given) for name, given in _by_name(signatures).items()}
+    specs = {id(fn): own for fn, own in reversed(asked.values())}
+
+    def specs_of(function: Function) -> Any:
+        own = function.input_signature
+        return specs.get(id(function)) if own is None else own
+
+    graph = ObjectGraph(lambda function: specs_of(function) is not None)
+    graph.add_root(obj)
+    # Each function once per list of specs; an attribute is the function as it is called.
+    wanted = [(fn, specs_of(fn)) for fn in graph.functions.values()] + list(asked.values())
+    functions = {_key(fn, own): (fn, own) for fn, own in wanted}
+    numbers = {key: number for number, key in enumerate(functions)}
+    for node in graph.nodes:
+        if "function" in node:
+            fn = graph.functions[node["function"]]
+            node["function"] = numbers[_key(fn, specs_of(fn))]
+    programs = _programs(list(functions.values()), graph, frame)
+    manifest: dict[str, Any] = {
+        "nodes": graph.nodes,
+        "signatures": {name: numbers[_key(fn, own)] for name, (fn, own) in asked.items()},
+        "functions": [_function_entry(program, graph) for program in programs],
+    }
+    # Last: functions may use variables that no attribute leads to.
+    entries = list(map(_variable_entry, graph.variables, graph.paths))
+    manifest["variables"] = entries
+    values = _values(graph.variables, entries, frame)
+    files.write(export_dir, manifest, values, [program.blob for program in programs])
+
+
+def _by_name(signatures: Any) -> Mapping[str, Any]:
+    if signatures is None:
+        return {}
+    if not isinstance(signatures, Mapping):
+        return {DEFAULT_SIGNATURE: signatures}
+    for name in signatures:
+        if not isinstance(name, str):
+            raise errors.ArgumentTypeError(
+                errors.message(
+                    "`signatures` must map names to functions",
+                    f"{name!r} is not a name",
+                    "Use text as keys.",
+                )
+            )
+    return signatures
+
+
+def _resolve(name: str, given: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a function that was asked for, and the specs of its arguments."""
+    fn, specs = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    if not callable(fn):
+        raise errors.ArgumentTypeError(
+            errors.message(
+                f"Signature {name!r} must be a function, or a pair (function, specs)",
+                f"{type(fn).__name__} was given",
+                "Pass an rx.function with an input_signature.",
+            )
+        )
+    if specs is None:
+        specs = getattr(fn, "input_signature", None)
+    if specs is None:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"An exported function such as {name!r} needs an input_signature; traces of "
+                "earlier calls belong to their strategy",
+                "it has none",
+                "Pass input_signature=[rx.TensorSpec(...)] to rx.function, or the pair "
+                "(function, [rx.TensorSpec(...)]) in `signatures`.",
+            )
+        )
+    is_one = isinstance(specs, TensorSpec | jax.ShapeDtypeStruct)
+    return fn, (specs,) if is_one else tuple(specs)
+
+
+def _key(fn: Callable[..., Any], specs: Any) -> tuple[int, str]:
+    return id(fn), repr(specs)
+
+
+def _programs(
+    functions: list[tuple[Callable[..., Any], Any]], graph: ObjectGraph, frame: Frame
+) -> list[PortableProgram]:
+    found = [v.owner.container_strategy for v in graph.variables if v.is_per_replica]
+    owners = list({id(strategy): strategy for strategy in found}.values())
+    programs: list[PortableProgram] = []
+    for fn, specs in functions:
+        inner = getattr(fn, "python_function", None)
+        if isinstance(inner, LoadedProgram) and specs == getattr(fn, "input_signature", None):
+            # Saved before: its program is as good as a new one.
+            programs.append(inner.program)
+            continue
+        name = getattr(fn, "name", None) or getattr(fn, "__name__", type(fn).__name__)
+        programs.append(portable(fn, specs, name, frame, owners))
+    return programs
+
+
+def _function_entry(program: PortableProgram, graph: ObjectGraph) -> dict[str, Any]:
+    def numbers(variables: tuple[Variable, ...]) -> list[int]:
+        # The path of a variable that only functions know.
+        return [graph.add_variable(v, f"{program.facts['name']}()/{v.name}") for v in variables]
+
+    return {**program.facts, "read": numbers(program.read), "written": numbers(program.written)}
+
+
+def _variable_entry(variable: Variable, path: str) -> dict[str, Any]:
+    entry = {
+        "path": path,
+        "name": variable.name,
+        "shape": list(variable.shape),
+        "dtype": str(variable.dtype),
+        "trainable": variable.trainable,
+        "synchronization": variable.synchronization.name,
+        "aggregation": variable.aggregation.name,
+    }
+    if jnp.issubdtype(variable.dtype, jax.dtypes.prng_key):
+        entry["key_impl"] = str(jax.random.key_impl(variable.read_copy(0)))
+    return entry
+
+
+def _values(
+    variables: list[Variable], entries: list[dict[str, Any]], frame: Frame
+) -> Iterator[np.ndarray]:
+    """Yields one logical array per variable, as if nothing were distributed."""
+    for variable, entry in zip(variables, entries, strict=True):
+        # Copies that differ are combined; of equal copies the first is taken.
+        is_combined = variable.is_per_replica
+        value = variable.read_in(frame) if is_combined else variable.read_copy(0)
+        if "key_impl" in entry:
+            value = jax.random.key_data(value)
+        array = np.asarray(value)
+        entry.update(stored_dtype=array.dtype.name, stored_shape=list(array.shape))
+        yield array
