@@ -1,0 +1,241 @@
+"""`Metric`: state that replicas count into on their own, and that is combined when read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from typing_extensions import override
+
+from replicax.contexts import frames
+from replicax.contexts.frames import Frame, Mode
+from replicax.foundation import errors
+from replicax.foundation.options import VariableAggregation, VariableSynchronization
+from replicax.values.array_surface import as_operand
+from replicax.variables.module import Module
+from replicax.variables.variable import Variable
+
+Initializer = float | str | Callable[..., Any] | None
+_NAMED_INITIALIZERS = {"zeros": 0, "ones": 1}
+
+
+class Metric(Module):
+    """Base of metrics: define `update_state` and `result`, make state with `add_weight`.
+
+    `update_state` inside `strategy.run` counts on each replica without communication.
+    `result` combines the counts: outside of `run` when the host reads it, inside of `run` by a
+    meeting of all replicas, so that each of them sees the total.
+
+    Args:
+      dtype: The type of the state and of the result; float32 by default.
+      name: The metric's name; by default that of the class.
+
+    >>> import jax.numpy as jnp
+    >>> class Largest(Metric):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.above = self.add_weight("above")
+    ...     def update_state(self, values):
+    ...         self.above.assign_add(jnp.sum(jnp.asarray(values) > 0.5, dtype=self.dtype))
+    ...     def result(self):
+    ...         return self.above.read_value()
+    >>> float(Largest()([0.2, 0.7, 0.9]))
+    2.0
+    """
+
+    def __init__(self, dtype: Any = None, name: str | None = None) -> None:
+        super().__init__(name)
+        self._dtype = jnp.dtype(dtype or jnp.float32)
+        self._weights: dict[str, Variable] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # Subclasses override the two methods as plain Python; where they are called from is
+        # decided here, once for all of them.
+        super().__init_subclass__(**kwargs)
+        if "update_state" in cls.__dict__:
+            cls.update_state = _on_one_replica(cls.__dict__["update_state"])
+        if "result" in cls.__dict__:
+            cls.result = _over_all_replicas(cls.__dict__["result"])
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the state and of the result."""
+        return self._dtype
+
+    def add_weight(
+        self,
+        name: str,
+        shape: tuple[int, ...] = (),
+        initializer: Initializer = 0.0,
+        dtype: Any = None,
+    ) -> Variable:
+        """Makes a variable that each replica counts into, and whose copies are summed on read.
+
+        Args:
+          name: Its name, unique within the metric.
+          shape: Its shape.
+          initializer: A number, "zeros", "ones", or a function of shape and dtype.
+          dtype: Its type; that of the metric by default.
+        """
+        if name in self._weights:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"Each weight of metric {self.name!r} needs a name of its own",
+                    f"there already is one called {name!r}",
+                    "Choose another name.",
+                )
+            )
+        dtype = jnp.dtype(dtype or self._dtype)
+        variable = Variable(
+            _initial_value(initializer, tuple(shape), dtype),
+            name=name,
+            synchronization=VariableSynchronization.ON_READ,
+            aggregation=VariableAggregation.SUM,
+        )
+        self._weights[name] = variable
+        return variable
+
+    def update_state(self, *args: Any, **kwargs: Any) -> None:
+        """Counts one batch. Subclasses define it."""
+        raise NotImplementedError
+
+    def result(self) -> Any:
+        """Returns the value of the metric over everything counted. Subclasses define it."""
+        raise NotImplementedError
+
+    def reset_state(self) -> None:
+        """Sets all state to zero; in replica code, that of this replica."""
+        for variable in self.variables:
+            variable.assign(jnp.zeros(variable.shape, variable.dtype))
+
+    def reset_states(self) -> None:
+        """Calls `reset_state`, under its older name."""
+        self.reset_state()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Counts one batch, and returns the result over everything counted so far."""
+        self.update_state(*args, **kwargs)
+        return self.result()
+
+    def checkpoint_children(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps: the weights, and metrics inside this one, by name."""
+        inner = {key: value for key, value in vars(self).items() if isinstance(value, Metric)}
+        return {**self._weights, **inner}
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} name={self.name}>"
+
+
+class RunningTotal:
+    """A sum that does not stop growing: two variables that hold what one would round away.
+
+    A float32 that has counted to 16,777,216 stays there when one is added. The second
+    variable keeps the part that does not fit into the first, which makes 48 bits.
+    """
+
+    def __init__(self, metric: Metric, name: str, shape: tuple[int, ...] = ()) -> None:
+        self._total = metric.add_weight(name, shape)
+        self._rest = metric.add_weight(f"{name}_rest", shape)
+
+    def add(self, value: Any) -> None:
+        """Adds to the sum, on this replica."""
+        total, rest = _sum_with_rest(
+            self._total.read_value(), self._rest.read_value(), jnp.asarray(value, self._total.dtype)
+        )
+        self._total.assign(total)
+        self._rest.assign(rest)
+
+    def value(self) -> Any:
+        """Returns the sum, as the current code sees it."""
+        return self._total.read_value() + self._rest.read_value()
+
+
+@jax.jit
+def _sum_with_rest(total: Any, rest: Any, value: Any) -> tuple[Any, Any]:
+    rounded = total + value
+    # What the addition rounded away, exactly, whichever of the two is larger.
+    kept = rounded - total
+    lost = (total - (rounded - kept)) + (value - kept)
+    rest = rest + lost
+    # Moves into the total what the rest has gathered, so that the rest stays small.
+    moved = rounded + rest
+    return moved, rest - (moved - rounded)
+
+
+def as_array(value: Any) -> jax.Array:
+    """Returns an argument of `update_state` as an array."""
+    return jnp.asarray(as_operand(value))
+
+
+def divide(numerator: Any, denominator: Any) -> Any:
+    """Divides; nothing divided by nothing is 0."""
+    is_zero = denominator == 0
+    return jnp.where(is_zero, 0, numerator / jnp.where(is_zero, 1, denominator))
+
+
+def _initial_value(initializer: Initializer, shape: tuple[int, ...], dtype: Any) -> Any:
+    if callable(initializer):
+        return lambda: initializer(shape, dtype)
+    if isinstance(initializer, str):
+        if initializer not in _NAMED_INITIALIZERS:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    '`initializer` must be a number, "zeros", "ones" or a function',
+                    f"it is {initializer!r}",
+                    "Pass a number or a function of shape and dtype.",
+                )
+            )
+        initializer = _NAMED_INITIALIZERS[initializer]
+    fill = 0 if initializer is None else initializer
+    return lambda: jnp.full(shape, fill, dtype)
+
+
+def _on_one_replica(update_state: Callable[..., None]) -> Callable[..., None]:
+    """Refuses an update that would have to choose a replica."""
+
+    @functools.wraps(update_state)
+    def checked(self: Metric, *args: Any, **kwargs: Any) -> None:
+        frame = frames.current()
+        if _is_seen_from_outside(frame) and _num_copies(self) > 1:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"`update_state` of metric {self.name!r} needs a replica context, because "
+                    f"each of {_num_copies(self)} replicas counts on its own",
+                    f"this is {frame.describe()}",
+                    "Call it inside the function that `strategy.run` runs.",
+                )
+            )
+        update_state(self, *args, **kwargs)
+
+    return checked
+
+
+def _over_all_replicas(result: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets replica code see the combined state: replicas meet, and one computes for all."""
+
+    @functools.wraps(result)
+    def combined(self: Metric) -> Any:
+        frame = frames.current()
+        if frame.mode is not Mode.REPLICA or frame.is_default or not _num_copies(self):
+            return result(self)
+        merged = frame.replica_context.merge_call(lambda strategy: result(self))
+        if frame.replica_id is None or frame.layout is None:
+            return merged
+        device = frame.layout.devices[frame.replica_id]
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, device), merged)
+
+    return combined
+
+
+def _is_seen_from_outside(frame: Frame) -> bool:
+    return frame.mode is Mode.CROSS_REPLICA or frame.is_default
+
+
+def _num_copies(metric: Metric) -> int:
+    """Returns on how many replicas a metric counts; 0 if it has one copy for everybody."""
+    counts = [v.layout.num_replicas for v in metric.variables if v.is_per_replica]
+    return max(counts, default=0)

@@ -1,0 +1,233 @@
+"""Metrics made of true and false positives and negatives at thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from typing_extensions import override
+
+from replicax.foundation import errors
+from replicax.training.metrics import Metric, RunningTotal, as_array, divide
+from replicax.training.metrics_accuracy import positive
+from replicax.training.metrics_means import same_rank, weighted
+
+
+class _Thresholded(Metric):
+    """Counts positives and negatives by whether predictions exceed thresholds."""
+
+    def __init__(self, name: str, dtype: Any, thresholds: Sequence[float]) -> None:
+        super().__init__(dtype, name)
+        self._thresholds = np.asarray(thresholds, np.float32)
+
+    def _above(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, Any, Any, Any]:
+        """Returns the weight of positives and of negatives: above each threshold, and in all."""
+        true, pred = same_rank(self, as_array(y_true), as_array(y_pred))
+        positives = true.astype(bool).astype(self.dtype)
+        # Weights per example count for each of its predictions.
+        if sample_weight is not None:
+            weights = as_array(sample_weight)
+            missing = max(positives.ndim - weights.ndim, 0) if weights.ndim else 0
+            sample_weight = weights.reshape(weights.shape + (1,) * missing)
+        positives, weights = weighted(self, positives, sample_weight, jnp.sum)
+        negatives = 1 - positives
+        if weights is not None:
+            positives, negatives = positives * weights, negatives * weights
+        pred = pred.astype(jnp.promote_types(pred.dtype, jnp.float32))
+        return (
+            _weight_above(pred, positives, self._thresholds),
+            _weight_above(pred, negatives, self._thresholds),
+            jnp.sum(positives),
+            jnp.sum(negatives),
+        )
+
+
+class _OfPositives(_Thresholded):
+    """What `Precision` and `Recall` share: true positives as a part of something."""
+
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None,
+        top_k: int | None,
+        class_id: int | None,
+        name: str,
+        dtype: Any,
+    ) -> None:
+        self._top_k = None if top_k is None else positive("top_k", top_k)
+        self._class_id = class_id
+        if thresholds is None:
+            thresholds = 0.5 if top_k is None else -np.inf
+        self._is_scalar = np.ndim(thresholds) == 0
+        found = np.atleast_1d(np.asarray(thresholds, float))
+        if top_k is None and not ((found >= 0) & (found <= 1)).all():
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"`thresholds` of {type(self).__name__} must lie between 0 and 1",
+                    f"they are {found.tolist()}",
+                    "Predictions are taken as probabilities.",
+                )
+            )
+        super().__init__(name, dtype, np.sort(found).tolist())
+        # Where each of the user's thresholds is among the sorted ones.
+        self._order = np.argsort(np.argsort(found, kind="stable"), kind="stable")
+        self._true_positives = RunningTotal(self, "true_positives", (len(found),))
+
+    def _selected(self, y_true: Any, y_pred: Any) -> tuple[jax.Array, jax.Array]:
+        true, pred = as_array(y_true), as_array(y_pred)
+        if self._top_k is not None:
+            pred = pred.astype(jnp.promote_types(pred.dtype, jnp.float32))
+            k = min(self._top_k, pred.shape[-1])
+            smallest = jax.lax.top_k(pred, k)[0][..., -1:]
+            pred = jnp.where(pred >= smallest, pred, -jnp.inf)
+        if self._class_id is not None:
+            true, pred = true[..., self._class_id], pred[..., self._class_id]
+        return true, pred
+
+    def _part(self, whole: RunningTotal, is_rest: bool = True) -> Any:
+        found = self._true_positives.value()
+        total = whole.value() + found if is_rest else whole.value()
+        parts = divide(found, total)[self._order]
+        return parts[0] if self._is_scalar else parts
+
+
+class Precision(_OfPositives):
+    """How many of the examples that are predicted positive are so.
+
+    Args:
+      thresholds: A prediction above it is positive; several give one result each.
+      top_k: If given, only the `k` largest predictions of each row are positive.
+      class_id: If given, only this class of the last dimension counts.
+      name: The metric's name.
+      dtype: The type of state and result.
+
+    >>> round(float(Precision()([0, 1, 1, 1], [1, 0, 1, 1])), 4)
+    0.6667
+    """
+
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None = None,
+        top_k: int | None = None,
+        class_id: int | None = None,
+        name: str = "precision",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(thresholds, top_k, class_id, name, dtype)
+        self._false_positives = RunningTotal(self, "false_positives", self._thresholds.shape)
+
+    @override
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        true, pred = self._selected(y_true, y_pred)
+        true_above, false_above, _, _ = self._above(true, pred, sample_weight)
+        self._true_positives.add(true_above)
+        self._false_positives.add(false_above)
+
+    @override
+    def result(self) -> Any:
+        return self._part(self._false_positives)
+
+
+class Recall(_OfPositives):
+    """How many of the positive examples are predicted so. Arguments as of `Precision`.
+
+    >>> round(float(Recall()([0, 1, 1, 1], [1, 0, 1, 1])), 4)
+    0.6667
+    """
+
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None = None,
+        top_k: int | None = None,
+        class_id: int | None = None,
+        name: str = "recall",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(thresholds, top_k, class_id, name, dtype)
+        self._positives = RunningTotal(self, "positives")
+
+    @override
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        true, pred = self._selected(y_true, y_pred)
+        true_above, _, positives, _ = self._above(true, pred, sample_weight)
+        self._true_positives.add(true_above)
+        self._positives.add(positives)
+
+    @override
+    def result(self) -> Any:
+        return self._part(self._positives, is_rest=False)
+
+
+class AUC(_Thresholded):
+    """The area under the ROC curve, from counts at fixed thresholds.
+
+    Args:
+      num_thresholds: How many thresholds between 0 and 1, both included; more are finer.
+      curve: "ROC"; no other curve is offered.
+      name: The metric's name.
+      dtype: The type of state and result.
+      thresholds: The inner thresholds themselves, instead of `num_thresholds`.
+
+    >>> m = AUC(num_thresholds=3)
+    >>> float(m([0, 0, 1, 1], [0.0, 0.5, 0.3, 0.9]))
+    0.75
+    """
+
+    def __init__(
+        self,
+        num_thresholds: int = 200,
+        curve: str = "ROC",
+        *,
+        name: str = "auc",
+        dtype: Any = None,
+        thresholds: Sequence[float] | None = None,
+    ) -> None:
+        if curve != "ROC":
+            raise errors.UnsupportedError(
+                errors.message(
+                    '`curve` of AUC must be "ROC"',
+                    f"it is {curve!r}",
+                    "Use Precision and Recall with several thresholds for other curves.",
+                )
+            )
+        if thresholds is None:
+            if positive("num_thresholds", num_thresholds) < 2:
+                raise errors.InvalidArgumentError(
+                    errors.message(
+                        "`num_thresholds` must be 2 or more", "it is 1", "The default is 200."
+                    )
+                )
+            inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
+        else:
+            inner = np.sort(np.asarray(thresholds, float))
+        # Below and above everything, so that the curve has both its ends.
+        super().__init__(name, dtype, [-1e-7, *inner, 1 + 1e-7])
+        shape = self._thresholds.shape
+        self._true_positives = RunningTotal(self, "true_positives", shape)
+        self._false_positives = RunningTotal(self, "false_positives", shape)
+        self._positives = RunningTotal(self, "positives")
+        self._negatives = RunningTotal(self, "negatives")
+
+    @override
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        found = self._above(y_true, y_pred, sample_weight)
+        totals = (self._true_positives, self._false_positives, self._positives, self._negatives)
+        for total, value in zip(totals, found, strict=True):
+            total.add(value)
+
+    @override
+    def result(self) -> Any:
+        hits = divide(self._true_positives.value(), self._positives.value())
+        alarms = divide(self._false_positives.value(), self._negatives.value())
+        return jnp.sum((alarms[:-1] - alarms[1:]) * (hits[:-1] + hits[1:]) / 2)
+
+
+def _weight_above(pred: jax.Array, weights: jax.Array, thresholds: np.ndarray) -> jax.Array:
+    """Returns for each of the sorted thresholds the weight of the predictions above it."""
+    pred, weights = pred.reshape(-1), weights.reshape(-1)
+    num_exceeded = jnp.searchsorted(thresholds.astype(pred.dtype), pred, side="left")
+    num_exceeded = jnp.where(jnp.isnan(pred), 0, num_exceeded)
+    by_number = jnp.zeros(len(thresholds) + 1, weights.dtype).at[num_exceeded].add(weights)
+    return jnp.cumsum(by_number[::-1])[::-1][1:]
