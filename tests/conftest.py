@@ -61,6 +61,11 @@ def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return chosen
 
 
+def _new_threads(known: set[threading.Thread]) -> list[threading.Thread]:
+    new = set(threading.enumerate()) - known
+    return [t for t in new if t.is_alive() and not t.name.startswith(_ALLOWED_THREADS)]
+
+
 @pytest.fixture(autouse=True)
 def police() -> Iterator[None]:
     """Fails a test that leaves an environment variable, thread, process, file or scope."""
@@ -73,8 +78,10 @@ def police() -> Iterator[None]:
     env.pop("PYTEST_CURRENT_TEST", None)
     now = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
     assert now == env, "environment variables leaked"
-    left = [t for t in set(threading.enumerate()) - threads if t.is_alive()]
-    left = [t for t in left if not t.name.startswith(_ALLOWED_THREADS)]
+    # Threads that were told to end may take a moment.
+    deadline = time.monotonic() + 2.0
+    while (left := _new_threads(threads)) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not left, f"threads leaked: {left}"
     assert {c.pid for c in process.children(recursive=True)} <= children, "processes leaked"
     if process.num_fds() > num_fds + 2:

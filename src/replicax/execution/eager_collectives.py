@@ -17,6 +17,19 @@ from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.regroup import leaves_of, map_structure
 
 
+def exchange_reduced(run: Any, op: ReduceOp, value: Any, options: Any) -> Any:
+    """Combines a nest of values that nobody differentiates."""
+    leaves = [require_array("all_reduce", leaf) for leaf in leaves_of(value)]
+    found = iter(run.merge_call(_reduce_merged, (op, leaves, options), {}))
+    return map_structure(lambda _: next(found), value)
+
+
+def exchange_gathered(run: Any, value: Any, axis: int) -> Any:
+    """Concatenates a value that nobody differentiates."""
+    array, axis = _checked_gather(value, axis)
+    return run.merge_call(_gather_merged, (array, axis), {})[0]
+
+
 def all_reduce(run: Any, op: ReduceOp, value: Any, options: Any) -> Any:
     """Combines a nest of values over the replicas of an eager run."""
     leaves = [require_array("all_reduce", leaf) for leaf in leaves_of(value)]
@@ -64,10 +77,7 @@ def _no_gradient(leaf: Any) -> Any:
 
 def all_gather(run: Any, value: Any, axis: int) -> Any:
     """Concatenates a value over the replicas of an eager run."""
-    if isinstance(value, IndexedSlices):
-        raise gather_of_slices()
-    array = require_array("all_gather", value)
-    axis = checked_axis(axis, array.ndim)
+    array, axis = _checked_gather(value, axis)
 
     def exchange(leaves: list[Any]) -> list[Any]:
         return run.merge_call(_gather_merged, (leaves[0], axis), {})
@@ -80,6 +90,13 @@ def all_gather(run: Any, value: Any, axis: int) -> Any:
     if jax_compat.is_traced(array):
         return _through_gradients(exchange, pull_back, [array])[0]
     return _concrete(exchange, [array])[0]
+
+
+def _checked_gather(value: Any, axis: int) -> tuple[Any, int]:
+    if isinstance(value, IndexedSlices):
+        raise gather_of_slices()
+    array = require_array("all_gather", value)
+    return array, checked_axis(axis, array.ndim)
 
 
 def _through_gradients(exchange: Any, pull_back: Any, leaves: list[Any]) -> list[Any]:

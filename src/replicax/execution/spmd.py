@@ -16,6 +16,7 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import View
 from replicax.contexts.replica_context import ReplicaContext
+from replicax.execution.unrolled import UnrolledRun
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import CommunicationOptions, ReduceOp
 from replicax.tracing import capture as capturing
@@ -103,6 +104,8 @@ def run_replicas(
     if outer.view is View.LOCAL:
         return _run_in_merge_call(strategy, layout, fn, args, kwargs)
     note_layout(outer, layout)
+    if mode is Mode.REPLICA and _is_ragged(layout, args, kwargs):
+        return UnrolledRun(strategy, layout, fn, args, kwargs).run()
     inputs = _Inputs(layout, args, kwargs)
     overlay = capturing.CapturingOverlay(outer, View.LOCAL)
     executor = SpmdExecutor(strategy, layout)
@@ -339,6 +342,17 @@ def _select(leaf: Any) -> Any:
         stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *leaf.values)
         return jax.tree.map(lambda s: s[jax.lax.axis_index(AXIS)], stacked)
     return leaf
+
+
+def _is_ragged(layout: ReplicaLayout, args: Any, kwargs: Any) -> bool:
+    """Tells whether arguments are arrays of different shapes on different replicas."""
+    for leaf in leaves_of((args, kwargs)):
+        if isinstance(leaf, TracedPerReplica) or not isinstance(leaf, PerReplica):
+            continue
+        is_arrays = all(is_array_like(x) for v in leaf.values for x in jax.tree.leaves(v))
+        if is_arrays and leaf.stored(layout) is None:
+            return True
+    return False
 
 
 def _are_one_python_value(values: Any) -> bool:

@@ -161,6 +161,20 @@ class ThreadedRun:
 
     def merge_call(self, merge_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         frame = frames.current()
+        self._require_meeting(frame)
+        replica_id = frame.replica_id
+        assert replica_id is not None
+        if replica_id < self._count - 1:
+            answer = self._park(self._others[replica_id], (merge_fn, args, kwargs))
+        else:
+            answer = self._meet(merge_fn, args, kwargs)
+        answer = map_structure(lambda leaf: self._localize(replica_id, leaf), answer)
+        if frame.eager_reads is not None:
+            frame.eager_reads.renew()
+        return answer
+
+    def _require_meeting(self, frame: Frame) -> None:
+        """Raises where replicas cannot meet."""
         if frame.overlay is not None and not frame.overlay.meets_other_replicas:
             raise errors.ContextError(
                 errors.message(
@@ -179,16 +193,6 @@ class ThreadedRun:
                     "Compile the whole step with `rx.function` instead.",
                 )
             )
-        replica_id = frame.replica_id
-        assert replica_id is not None
-        if replica_id < self._count - 1:
-            answer = self._park(self._others[replica_id], (merge_fn, args, kwargs))
-        else:
-            answer = self._meet(merge_fn, args, kwargs)
-        answer = map_structure(lambda leaf: self._localize(replica_id, leaf), answer)
-        if frame.eager_reads is not None:
-            frame.eager_reads.renew()
-        return answer
 
     def all_reduce(self, op: Any, value: Any, options: Any) -> Any:
         return eager_collectives.all_reduce(self, op, value, options)
@@ -255,8 +259,7 @@ class ThreadedRun:
                 )
         merged_args = regroup([call[1] for call in calls], self._layout)
         merged_kwargs = regroup([call[2] for call in calls], self._layout)
-        frame = Frame(Mode.CROSS_REPLICA, self._strategy, self._layout, opened_at=self._opened_at)
-        with frames.pushed(frame), devices.device(self._layout.devices[0]):
+        with self._merge_frame():
             result = calls[0][0](self._strategy, *merged_args, **merged_kwargs)
         for i, replica in enumerate(self._others):
             replica.call = None
@@ -264,6 +267,12 @@ class ThreadedRun:
             replica.may_go.release()
             self._wait_parked(replica)
         return select(self._count - 1, result)
+
+    @contextlib.contextmanager
+    def _merge_frame(self) -> Iterator[None]:
+        frame = Frame(Mode.CROSS_REPLICA, self._strategy, self._layout, opened_at=self._opened_at)
+        with frames.pushed(frame), devices.device(self._layout.devices[0]):
+            yield
 
     def _wait_parked(self, replica: _Replica) -> None:
         while not replica.parked.acquire(timeout=_CHECK_S):

@@ -18,7 +18,7 @@ from replicax.input.input_context import InputOptions
 from replicax.input.rebatching import Share
 from replicax.input.sources import Source, unbatched
 from replicax.tracing import feeds
-from replicax.tracing.signature import Feed, PerReplicaSpec, TensorSpec
+from replicax.tracing.signature import EndOfData, Feed, PerReplicaSpec, TensorSpec
 from replicax.values.layout import ReplicaLayout
 
 
@@ -198,7 +198,10 @@ class DistributedIterator(Feed):
         with self._lock:
             if self._returned:
                 return self._returned.pop()[0]
-            return next(self._open())
+            try:
+                return next(self._open())
+            except StopIteration:
+                raise EndOfData from None
 
     @override
     def put_back(self, elements: list[tuple[Any, Any]]) -> None:

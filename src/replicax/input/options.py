@@ -19,7 +19,7 @@ class AutoShardPolicy(enum.IntEnum):
     AUTO = 0  # by file if the dataset reads files and there are enough, else by data
     FILE = 1  # each worker reads its own files
     DATA = 2  # each worker keeps its own elements of every file or batch
-    HINT = 3  # the dataset itself calls `shard` with `SHARD_HINT`
+    HINT = 3  # the dataset shards itself
 
 
 class DistributeOptions:

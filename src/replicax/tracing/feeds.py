@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from replicax.foundation import errors, jax_compat
 from replicax.tracing import signature
-from replicax.tracing.signature import Feed
+from replicax.tracing.signature import EndOfData, Feed
 
 # How many elements one call may take: each is a set of inputs of the compiled program.
 MOST_ELEMENTS = 1024
@@ -104,7 +104,7 @@ class Supply:
         position = feed.get_state()
         try:
             taken = feed.pull()
-        except StopIteration:
+        except EndOfData:
             self.events.append((Event(origin, None), None))
             return self.events[-1][0]
         self._taken.append((feed, taken, position))
@@ -146,10 +146,10 @@ class FeedInputs:
         supply.start_replay()
 
     def next_of(self, feed: Feed) -> Any:
-        """Returns the next element as traced arrays, or raises StopIteration."""
+        """Returns the next element as traced arrays, or raises EndOfData."""
         element = self.supply.next_of(feed)
         if element is None:
-            raise StopIteration
+            raise EndOfData
         traced = [self._enter(array) for array in element.arrays]
         self.layouts += signature.layouts_of(element.skeleton)
         return signature.fill(element.skeleton, traced)[0][0]

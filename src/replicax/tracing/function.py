@@ -256,7 +256,7 @@ def _end_of_data(name: str) -> Iterator[None]:
     """Turns the end of an iterator into an error that no loop around the call swallows."""
     try:
         yield
-    except StopIteration:
+    except signature.EndOfData:
         raise errors.OutOfRangeError(
             errors.message(
                 f"{name!r} needs another element",

@@ -78,8 +78,21 @@ class Slot:
     scalars: tuple[bool, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class RaggedSlot:
+    """Stands for a per-replica argument whose components differ in shape."""
+
+    # For each replica, where its arrays start, how many they are, and their structure.
+    parts: tuple[tuple[int, int, Any], ...]
+    layout: Any
+
+
 class Ragged(Exception):
     """Raised for per-replica arguments that one compiled program cannot take."""
+
+
+class EndOfData(StopIteration):
+    """Raised by `next` of a data iterator that has no element left."""
 
 
 class Feed(abc.ABC):
@@ -87,7 +100,7 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def pull(self) -> Any:
-        """Returns the next element, or raises StopIteration."""
+        """Returns the next element, or raises EndOfData."""
 
     @abc.abstractmethod
     def get_state(self) -> Any:
@@ -161,12 +174,25 @@ class Arguments:
             raise Ragged
         stored = leaf.stored(layout)
         if stored is None:
-            raise Ragged
+            return self._add_ragged(leaf, key, layout)
         start = len(self.arrays)
         self.arrays += stored
         shapes = tuple((a.shape, a.dtype) for a in stored)
         key.append(("per_replica", layout, shapes, leaf.scalars, leaf.treedef))
         return Slot(start, "per_replica", len(stored), layout, leaf.treedef, leaf.scalars)
+
+    def _add_ragged(self, leaf: PerReplica, key: list[Any], layout: ReplicaLayout) -> Any:
+        parts = []
+        shapes: list[Any] = []
+        for component in leaf.values:
+            found, treedef = jax.tree.flatten(component)
+            if not found or not all(isinstance(a, jax.Array | np.ndarray) for a in found):
+                raise Ragged
+            parts.append((len(self.arrays), len(found), treedef))
+            self.arrays += found
+            shapes += [(a.shape, a.dtype) for a in found]
+        key.append(("ragged", layout, tuple(shapes), tuple(p[2] for p in parts)))
+        return RaggedSlot(tuple(parts), layout)
 
 
 def fill(skeleton: Any, arrays: Sequence[Any]) -> Any:
@@ -175,6 +201,9 @@ def fill(skeleton: Any, arrays: Sequence[Any]) -> Any:
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, IndexedSlices):
             return leaf.map_arrays(visit)
+        if isinstance(leaf, RaggedSlot):
+            components = [jax.tree.unflatten(t, arrays[a : a + n]) for a, n, t in leaf.parts]
+            return PerReplica(components, leaf.layout)
         if not isinstance(leaf, Slot):
             return leaf
         if leaf.kind == "array":
@@ -296,9 +325,8 @@ def _structure_key(skeleton: Any) -> Any:
     args, kwargs = skeleton
     if all(isinstance(a, Slot) for a in args) and not kwargs:
         return len(args)
-    return jax.tree.structure(
-        (args, kwargs), is_leaf=lambda x: isinstance(x, Slot | PerReplica | ArraySurface)
-    )
+    leaves = (Slot, RaggedSlot, PerReplica, ArraySurface)
+    return jax.tree.structure((args, kwargs), is_leaf=lambda x: isinstance(x, leaves))
 
 
 def _name(fn: Any) -> str:

@@ -1,0 +1,153 @@
+"""The compiled executor for uneven parts: the replicas are traced one after the other.
+
+One trace cannot stand for replicas whose arguments differ in shape. So each replica is
+traced by itself, in turns as in eager mode, all into the trace of the function that is
+being compiled. Every device then computes the parts of all replicas, which is what the
+last, partial batch of an epoch is worth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from typing_extensions import override
+
+from replicax.contexts import frames
+from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.overlay import EagerReads, Overlay, View
+from replicax.contexts.replica_context import ReplicaContext
+from replicax.execution import eager_collectives
+from replicax.execution.threaded import ThreadedRun
+from replicax.foundation import jax_compat
+from replicax.tracing import signature
+from replicax.values.layout import ReplicaLayout
+from replicax.values.regroup import leaves_of, map_structure
+
+
+class ReplicaOverlay(Overlay):
+    """The values that one replica sees: equal copies of the trace around it, its own of others."""
+
+    def __init__(self, parent: Overlay, replica_id: int) -> None:
+        super().__init__(parent, View.LOCAL)
+        self._replica_id = replica_id
+
+    @override
+    def read(self, variable: Any) -> Any:
+        if variable in self.values:
+            return self.values[variable]
+        assert self.parent is not None
+        value = self.parent.read(variable)
+        if not variable.is_per_replica:
+            return value
+        with jax_compat.in_trace(self.parent.trace):
+            return variable.layout.component(value, self._replica_id, not variable.shape)
+
+    def flush(self) -> None:
+        """Hands what this replica wrote to its own copies to the trace around it."""
+        assert self.parent is not None
+        for variable, value in self.values.items():
+            if variable.is_per_replica:
+                stored = self.parent.read(variable)
+                is_scalar = not variable.shape
+                layout = variable.layout
+                value = layout.with_component(stored, self._replica_id, is_scalar, value)
+            self.parent.write(variable, value)
+        self.values = {}
+
+
+def _with_own_results(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes replicas return arrays of their own, also where they computed one together.
+
+    What all replicas were given and hand back stays one value.
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        given = {id(leaf) for leaf in leaves_of((args, kwargs))}
+
+        def own(leaf: Any) -> Any:
+            is_new = jax_compat.is_traced(leaf) and id(leaf) not in given
+            return jnp.copy(leaf) if is_new else leaf
+
+        return map_structure(own, fn(*args, **kwargs))
+
+    return called
+
+
+class UnrolledRun(ThreadedRun):
+    """One `run` inside a function that is being compiled, replica by replica."""
+
+    def __init__(self, strategy: Any, layout: ReplicaLayout, fn: Any, args: Any, kwargs: Any):
+        super().__init__(strategy, layout, _with_own_results(fn), args, kwargs)
+        outer = frames.current().overlay
+        assert outer is not None
+        self._outer: Overlay = outer
+        self._overlays = [ReplicaOverlay(outer, i) for i in range(layout.num_replicas)]
+
+    @override
+    def run(self) -> Any:
+        result = super().run()
+        self._flush()
+        return result
+
+    def _flush(self) -> None:
+        for overlay in self._overlays:
+            overlay.flush()
+
+    @contextlib.contextmanager
+    @override
+    def _replica_frame(self, i: int, reads: EagerReads) -> Iterator[None]:
+        frame = Frame(
+            Mode.REPLICA,
+            self._strategy,
+            self._layout,
+            replica_id=i,
+            replica_context=ReplicaContext(self._strategy, self._layout.replica_ids[i]),
+            executor=self,
+            overlay=self._overlays[i],
+            opened_at=self._opened_at,
+        )
+        # The thread of a replica has no trace of its own.
+        with (
+            jax_compat.in_trace(self._outer.trace),
+            self._overlays[i].opened(),
+            frames.pushed(frame),
+        ):
+            yield
+
+    @override
+    def _localize(self, i: int, leaf: Any) -> Any:
+        return leaf
+
+    @override
+    def _require_meeting(self, frame: Frame) -> None:
+        overlay = frame.overlay
+        if overlay not in self._overlays or not overlay.is_current_trace():
+            # Inside a gradient or a loop: only eager code meets there.
+            raise signature.Ragged
+
+    @contextlib.contextmanager
+    @override
+    def _merge_frame(self) -> Iterator[None]:
+        self._flush()
+        frame = Frame(
+            Mode.CROSS_REPLICA,
+            self._strategy,
+            self._layout,
+            overlay=self._outer,
+            opened_at=self._opened_at,
+        )
+        with frames.pushed(frame):
+            yield
+
+    @override
+    def all_reduce(self, op: Any, value: Any, options: Any) -> Any:
+        self._require_meeting(frames.current())
+        return eager_collectives.exchange_reduced(self, op, value, options)
+
+    @override
+    def all_gather(self, value: Any, axis: int) -> Any:
+        self._require_meeting(frames.current())
+        return eager_collectives.exchange_gathered(self, value, axis)

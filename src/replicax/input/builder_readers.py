@@ -1,0 +1,180 @@
+"""Datasets that read files: lines, records of one length, ArrayRecord and TFRecord."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from replicax.foundation import errors, lazy
+from replicax.input.builder import Dataset
+from replicax.input.builder_checks import whole_number
+from replicax.input.builder_plan import UNKNOWN_CARDINALITY, Plan
+
+if TYPE_CHECKING:
+    from replicax.input import grain_nodes as nodes
+    from replicax.input import grain_nodes_files as files_of
+    from replicax.input import grain_nodes_nested as nested
+    from replicax.input import grain_nodes_streams as streams
+else:
+    files_of = lazy.module("replicax.input.grain_nodes_files")
+    nested = lazy.module("replicax.input.grain_nodes_nested")
+    nodes = lazy.module("replicax.input.grain_nodes")
+    streams = lazy.module("replicax.input.grain_nodes_streams")
+
+Files = str | os.PathLike[str] | Sequence[Any] | Dataset
+
+
+class _Reader(Dataset):
+    """A dataset of the records of files, one file after the other."""
+
+    def __init__(self, name: str, filenames: Files, open_file: Callable[[str], Any]) -> None:
+        if isinstance(filenames, Dataset):
+
+            def read(file: Any) -> Dataset:
+                return Dataset(_stream_plan(name, open_file, (str(file),)))
+
+            super().__init__(filenames.flat_map(read)._plan)
+        else:
+            super().__init__(_stream_plan(name, open_file, _checked(name, filenames)))
+
+
+class TextLineDataset(_Reader):
+    r"""The lines of text files, as `bytes` without what ends them.
+
+    Args:
+      filenames: A path, a list of paths, or a dataset of them.
+      compression_type: "GZIP" for compressed files.
+
+    >>> import pathlib, tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> path = pathlib.Path(folder.name, "a.txt")
+    >>> path.write_text("one\ntwo\n")
+    8
+    >>> list(TextLineDataset(path))
+    [b'one', b'two']
+    >>> folder.cleanup()
+    """
+
+    def __init__(self, filenames: Files, compression_type: str | None = None) -> None:
+        is_compressed = _is_compressed(compression_type)
+        super().__init__("TextLine", filenames, lambda path: files_of.Lines(path, is_compressed))
+
+
+class FixedLengthRecordDataset(_Reader):
+    """Records of one length, as `bytes`.
+
+    Args:
+      filenames: A path, a list of paths, or a dataset of them.
+      record_bytes: The length of a record.
+      header_bytes: How many bytes come before the first record.
+      footer_bytes: How many bytes come after the last one.
+      compression_type: "GZIP" for compressed files.
+    """
+
+    def __init__(
+        self,
+        filenames: Files,
+        record_bytes: int,
+        header_bytes: int = 0,
+        footer_bytes: int = 0,
+        compression_type: str | None = None,
+    ) -> None:
+        length = whole_number("record_bytes", record_bytes, 1)
+        header = whole_number("header_bytes", header_bytes, 0)
+        footer = whole_number("footer_bytes", footer_bytes, 0)
+        is_compressed = _is_compressed(compression_type)
+        super().__init__(
+            "FixedLengthRecord",
+            filenames,
+            lambda path: files_of.FixedLength(path, is_compressed, length, header, footer),
+        )
+
+
+class TFRecordDataset(_Reader):
+    """The records of TFRecord files, as `bytes`; checksums are not checked."""
+
+    def __init__(self, filenames: Files) -> None:
+        super().__init__("TFRecord", filenames, lambda path: files_of.open_tf_records(path))
+
+
+class ArrayRecordDataset(Dataset):
+    """The records of ArrayRecord files, as `bytes`, with random access."""
+
+    def __init__(self, filenames: str | os.PathLike[str] | Sequence[Any]) -> None:
+        super().__init__(_indexed_plan(_checked("ArrayRecord", filenames)))
+
+
+def _stream_plan(
+    name: str,
+    open_file: Callable[[str], Any],
+    files: tuple[str, ...],
+    num_shards: int = 1,
+    index: int = 0,
+) -> Plan:
+    def open_part(number: int) -> Any:
+        records = open_file(files[number])
+        if num_shards == 1:
+            return records
+        return streams.Sliced(records, index, sys.maxsize, num_shards)
+
+    return Plan(
+        name,
+        lambda epoch: streams.Stream(lambda: nested.Chained(open_part, len(files))),
+        False,
+        UNKNOWN_CARDINALITY if files else 0,
+        files=files,
+        with_files=lambda files: _stream_plan(name, open_file, files, num_shards, index),
+        shard_records=lambda num, i: _stream_plan(
+            name, open_file, files, num_shards * num, index + num_shards * i
+        ),
+    )
+
+
+def _indexed_plan(files: tuple[str, ...], num_shards: int = 1, index: int = 0) -> Plan:
+    # A file is opened once, for its length and for all passes.
+    @functools.cache
+    def opened() -> Any:
+        parts = [files_of.ArrayRecords(path) for path in files]
+        return nodes.Concatenated(
+            [nodes.Sliced(part, index, sys.maxsize, num_shards) for part in parts]
+        )
+
+    return Plan(
+        "ArrayRecord",
+        lambda epoch: opened(),
+        True,
+        len(opened()),
+        files=files,
+        with_files=lambda files: _indexed_plan(files, num_shards, index),
+        shard_records=lambda num, i: _indexed_plan(files, num_shards * num, index + num_shards * i),
+    )
+
+
+def _checked(name: str, filenames: Any) -> tuple[str, ...]:
+    given = [filenames] if isinstance(filenames, str | os.PathLike) else list(filenames)
+    files = tuple(os.fspath(path) for path in given)
+    for path in files:
+        if not os.path.exists(path):
+            raise errors.NotFoundError(
+                errors.message(
+                    f"{name}Dataset needs files that exist",
+                    f"there is no {path!r}",
+                    "Correct the path, or write the file first.",
+                )
+            )
+    return files
+
+
+def _is_compressed(compression_type: str | None) -> bool:
+    if compression_type not in (None, "", "GZIP"):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                '`compression_type` must be "GZIP" or None',
+                f"it is {compression_type!r}",
+                "Decompress the files first.",
+            )
+        )
+    return compression_type == "GZIP"

@@ -1,0 +1,120 @@
+"""What can be read of a dataset: its elements, and facts about them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from replicax.foundation import errors
+from replicax.input import builder_elements
+from replicax.input.builder_iterator import DatasetIterator
+from replicax.input.builder_plan import UNKNOWN_CARDINALITY, Plan
+from replicax.input.options import AutoShardPolicy
+
+
+class ReadableDataset:
+    """A dataset as its readers see it; `Dataset` adds the steps.
+
+    Distribution reads `batch_size`, `drops_remainder`, `is_quick`, `files` and
+    `auto_shard_policy`, and asks for parts by `with_files` and `shard_records`.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        # The number that the next iteration has; shuffles depend on it.
+        self._next_epoch = 0
+
+    def __iter__(self) -> DatasetIterator:
+        epoch = self._next_epoch
+        self._set_epoch(epoch)
+        return DatasetIterator(self._plan, epoch, self._set_epoch)
+
+    def _set_epoch(self, epoch: int) -> None:
+        self._next_epoch = epoch + 1
+
+    def as_numpy_iterator(self) -> Iterator[Any]:
+        """Goes through the elements, with NumPy scalars for arrays without dimensions."""
+        return map(builder_elements.as_scalars, self)
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Returns `reduce_func(state, element)` after the last element."""
+        return functools.reduce(reduce_func, self, builder_elements.as_element(initial_state))
+
+    def cardinality(self) -> int:
+        """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
+        return self._plan.cardinality
+
+    def __len__(self) -> int:
+        count = self.cardinality()
+        if count < 0:
+            raise errors.ArgumentTypeError(
+                errors.message(
+                    "`len` needs a dataset with a known number of elements",
+                    "it is unknown" if count == UNKNOWN_CARDINALITY else "it is infinite",
+                    "Count the elements, or use `take`.",
+                )
+            )
+        return count
+
+    def __bool__(self) -> bool:
+        return True
+
+    @functools.cached_property
+    def element_spec(self) -> Any:
+        """What elements look like, as a structure of `rx.TensorSpec`; reads the first one."""
+        plan = self._plan
+        if plan.spec is not None:
+            return plan.spec
+        iterator = plan.open((0,))
+        try:
+            element = next(iterator)
+        except StopIteration:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "The elements of a dataset are known by its first one",
+                    "the dataset is empty",
+                    "Give it at least one element.",
+                )
+            ) from None
+        finally:
+            iterator.close()
+        size = None if plan.drops_remainder else plan.batch_size
+        if size is not None and plan.cardinality in (1, UNKNOWN_CARDINALITY):
+            # The first batch may be the last one, and small.
+            size = builder_elements.num_rows(element, size)
+        return builder_elements.spec_of(element, size, plan.is_padded)
+
+    def to_grain(self) -> Any:
+        """Returns the first epoch as a Grain MapDataset or IterDataset."""
+        return self._plan.build((0,))
+
+    # What distribution asks.
+
+    @property
+    def batch_size(self) -> int | None:
+        """The size of the last batch step; None if elements are single examples."""
+        return self._plan.batch_size
+
+    @property
+    def drops_remainder(self) -> bool:
+        """Whether every batch has exactly `batch_size` rows."""
+        return self._plan.drops_remainder
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether elements come from memory without a function of the user."""
+        return self._plan.is_quick
+
+    @property
+    def files(self) -> tuple[str, ...] | None:
+        """The files that the dataset reads; None if it does not start from files."""
+        return self._plan.files
+
+    @property
+    def auto_shard_policy(self) -> AutoShardPolicy:
+        """How the options want the dataset to be divided among workers."""
+        return self._plan.options.experimental_distribute.auto_shard_policy
+
+    def __repr__(self) -> str:
+        return f"<Dataset {self._plan.name}>"
