@@ -11,6 +11,7 @@ rx.set_virtual_cpu_devices(2)
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 GLOBAL_BATCH = 64
 
@@ -21,39 +22,34 @@ strategy = rx.MirroredStrategy()
 with strategy.scope():
     slope = rx.Variable(0.0, name="slope")
     offset = rx.Variable(0.0, name="offset")
+    optimizer = rx.optimizers.Optimizer(optax.sgd(0.1), [slope, offset])
 
 
-# 3. What one replica does with its part of the batch.
-def replica_step(x: Any, y: Any) -> Any:
+# 3. What one replica does with its part of the batch. Gradients are summed over replicas.
+def replica_step(batch: Any) -> Any:
     def loss_fn() -> Any:
-        return jnp.sum((slope * x + offset - y) ** 2) / GLOBAL_BATCH
+        error = slope * batch["x"] + offset - batch["y"]
+        return jnp.sum(error**2) / GLOBAL_BATCH
 
     loss, gradients = rx.value_and_grad(loss_fn, [slope, offset])()
-    context = rx.get_replica_context()
-    gradients = context.all_reduce("SUM", gradients)
-    for variable, gradient in zip([slope, offset], gradients, strict=True):
-        context.update(variable, lambda v, g: v.assign_sub(0.1 * g), args=(gradient,))
+    optimizer.apply_gradients(gradients)
     return loss
 
 
 # 4. All replicas, compiled into one program.
 @rx.function
-def train_step(x: Any, y: Any) -> Any:
-    return strategy.reduce("SUM", strategy.run(replica_step, args=(x, y)), axis=None)
+def train_step(batch: Any) -> Any:
+    return strategy.reduce("SUM", strategy.run(replica_step, args=(batch,)), axis=None)
 
 
 # 5. Each replica gets its share of every batch.
-rng = np.random.default_rng(0)
+x = np.random.default_rng(0).uniform(-1, 1, 2048).astype(np.float32)
+dataset = rx.data.Dataset.from_tensor_slices({"x": x, "y": 3 * x + 2})
+dataset = dataset.shuffle(len(x), seed=0).batch(GLOBAL_BATCH)
+distributed = strategy.experimental_distribute_dataset(dataset)
 
-
-def share(context: Any) -> Any:
-    x = rng.uniform(-1, 1, GLOBAL_BATCH // context.num_replicas_in_sync).astype(np.float32)
-    return x, 3 * x + 2
-
-
-for step in range(100):
-    x, y = strategy.experimental_distribute_values_from_function(share)
-    loss = train_step(x, y)
-    if step % 20 == 19:
-        print(f"step {step + 1}: loss {loss:.5f}")
+for epoch in range(4):
+    for batch in distributed:
+        loss = train_step(batch)
+    print(f"epoch {epoch + 1}: loss {loss:.5f}")
 print(f"y = {slope.numpy():.2f} x + {offset.numpy():.2f}, expected y = 3 x + 2")
