@@ -1,1 +1,5 @@
 """Optimizers: any optax transformation, applied to variables."""
+
+from replicax.training.optimizer import Optimizer as Optimizer
+
+__all__ = ["Optimizer"]

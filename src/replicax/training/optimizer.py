@@ -1,0 +1,377 @@
+"""`Optimizer`: any optax transformation, applied to the variables of a strategy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax.contexts import frames
+from replicax.contexts.frames import Frame, Mode
+from replicax.foundation import errors, jax_compat, lazy
+from replicax.tracing.function import Function
+from replicax.training import (
+    optimizer_arguments,
+    optimizer_gradients,
+    optimizer_probe,
+    row_updates,
+)
+from replicax.training.optimizer_state import StateVariables, make_variable, split
+from replicax.values.array_surface import as_operand
+from replicax.values.distributed_values import DistributedValues, Mirrored
+from replicax.values.indexed_slices import IndexedSlices
+from replicax.values.regroup import leaves_of, map_structure
+from replicax.variables.variable import Variable
+
+if TYPE_CHECKING:
+    import optax
+else:
+    optax = lazy.module("optax")
+
+
+class Optimizer:
+    """Changes variables by gradients, as an optax transformation says.
+
+    The state of the transformation becomes variables: slots are placed like the variable
+    that they belong to, counters and hyperparameters like the strategy wants.
+
+    Args:
+      transformation: Any `optax.GradientTransformation`, e.g. `optax.adam(1e-3)`.
+      variables: The variables to change: a list, a dict or any other structure, which is
+        the structure of parameters that the transformation sees. They must have been made
+        in the scope of the strategy that is in force.
+      gradient_accumulation_steps: If given, variables change at every k-th call only, by
+        the mean of the k gradients.
+      sparse: What to do with `IndexedSlices`. "auto" touches only the rows that have a
+        gradient if a trial shows that this is exact for the transformation, and makes the
+        gradient dense otherwise. "rows" touches only these rows always, which makes e.g.
+        Adam "lazy". "dense" makes the gradient dense always.
+
+    >>> import optax
+    >>> import replicax as rx
+    >>> w = rx.Variable(3.0, name="w")
+    >>> optimizer = rx.optimizers.Optimizer(optax.sgd(0.5), [w])
+    >>> optimizer.apply_gradients([(2.0, w)])
+    >>> float(w), int(optimizer.iterations)
+    (2.0, 1)
+    """
+
+    def __init__(
+        self,
+        transformation: Any,
+        variables: Any,
+        *,
+        gradient_accumulation_steps: int | None = None,
+        sparse: str = "auto",
+    ) -> None:
+        optimizer_arguments.check_options(transformation, gradient_accumulation_steps, sparse)
+        self._structure, self._trained = optimizer_arguments.trainable_list(variables)
+        numbers = itertools.count()
+        self._template = map_structure(lambda _: next(numbers), self._structure)
+        self._accumulates = gradient_accumulation_steps is not None
+        self._transformation = optimizer_arguments.with_extra_args(
+            transformation, gradient_accumulation_steps
+        )
+        self._sparse = sparse
+        self._is_row_wise: dict[Any, bool] = {}
+        # Strong: variables alone do not keep their strategy alive.
+        self._strategy = optimizer_arguments.common_strategy(self._trained)
+        extended = self._strategy.extended
+        self._state = StateVariables(self._first_state(), self._template, self._trained, extended)
+        near = extended.non_slot_devices(self._trained)
+        self._iterations = make_variable(
+            jnp.zeros((), jnp.int32), "optimizer/iterations", near, extended
+        )
+        self._compiled = Function(self._update, name="Optimizer.apply_gradients")
+
+    def _first_state(self) -> Any:
+        with jax_compat.eagerly():
+            params = self._tree([v.read_copy(0) for v in self._trained])
+            try:
+                state = self._transformation.init(params)
+            except (AttributeError, TypeError, ValueError) as error:
+                raise errors.InvalidArgumentError(
+                    errors.message(
+                        "`transformation` must be able to start from the values of the variables",
+                        f"its `init` raised {type(error).__name__}: {error}",
+                        "Compare the structure of the variables with masks and labels in it.",
+                    )
+                ) from error
+        optimizer_arguments.refuse_lookahead(state)
+        return state
+
+    # The state.
+
+    @property
+    def iterations(self) -> Variable:
+        """How often the variables were changed."""
+        return self._iterations
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The variables of the optimizer itself: `iterations`, slots, and the other state."""
+        return (self._iterations, *self._state.variables)
+
+    def slots(self, variable: Variable) -> dict[str, Variable]:
+        """Returns the slots of a variable, by name.
+
+        >>> import optax
+        >>> import replicax as rx
+        >>> w = rx.Variable([3.0], name="w")
+        >>> sorted(rx.optimizers.Optimizer(optax.adam(0.1), [w]).slots(w))
+        ['mu', 'nu']
+        """
+        for number, trained in enumerate(self._trained):
+            if trained is variable:
+                return self._state.slots(number)
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "Slots belong to the variables that the optimizer was made for",
+                f"{getattr(variable, 'name', variable)!r} is not one of them",
+                "Pass one of them.",
+            )
+        )
+
+    def get_slot(self, variable: Variable, name: str) -> Variable:
+        """Returns one slot of a variable."""
+        return _named(self.slots(variable), name, f"slot of {variable.name!r}")
+
+    @property
+    def hyperparams(self) -> dict[str, Variable]:
+        """The hyperparameters that `optax.inject_hyperparams` made part of the state."""
+        return self._state.hyperparams()
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate, if `optax.inject_hyperparams` made it part of the state."""
+        return _named(self.hyperparams, "learning_rate", "hyperparameter").read_value()
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        rate = _named(self.hyperparams, "learning_rate", "hyperparameter")
+        if self._state.is_scheduled(rate):
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "Only a constant learning rate can be set",
+                    "a schedule sets this one at each update",
+                    "Pass a number to optax.inject_hyperparams(...)(learning_rate=...).",
+                )
+            )
+        rate.assign(value)
+
+    def checkpoint_children(self) -> dict[str, Variable]:
+        """Returns all variables of the optimizer by names that stay the same.
+
+        >>> import optax
+        >>> import replicax as rx
+        >>> w = rx.Variable([3.0], name="w")
+        >>> list(rx.optimizers.Optimizer(optax.adam(0.1), [w]).checkpoint_children())
+        ['iterations', '0/count', '0/mu/0', '0/nu/0']
+        """
+        children = {"iterations": self._iterations}
+        for path, variable in self._state.by_path().items():
+            children[f"state/{path}" if path in ("", "iterations") else path] = variable
+        return children
+
+    # Applying.
+
+    def apply_gradients(self, gradients: Any, variables: Any = None, **extra_args: Any) -> None:
+        """Changes the variables by gradients.
+
+        In replica code the gradients of all replicas are summed first, and the variables
+        change once, in sync. In cross-replica code `PerReplica` gradients are summed, and
+        others are taken as they are. A gradient that is None, or not given, leaves its
+        variable and slots unchanged; with gradient accumulation it counts as zero.
+
+        Args:
+          gradients: Pairs (gradient, variable), or a structure of gradients.
+          variables: The variables of a structure of gradients, if not all of the optimizer.
+          **extra_args: Further arguments of the transformation's `update`, such as the
+            `value` of the loss for `optax.polyak_sgd`. Arrays are summed over replicas like
+            the gradients.
+        """
+        found = optimizer_gradients.by_variable(
+            gradients, variables, self._structure, self._trained
+        )
+        frame = frames.current()
+        for variable in self._trained:
+            variable.check_frame(frame, "The update of")
+        if frame.is_default and frame.strategy is not self._strategy:
+            with self._strategy.scope():
+                self._apply(self._strategy, found, extra_args, False)
+        elif frame.mode is Mode.REPLICA:
+            assert frame.executor is not None
+            arguments = (found, extra_args, not frame.is_default)
+            frame.executor.merge_call(self._apply, arguments, {})
+        elif frame.mode is Mode.CROSS_REPLICA:
+            self._apply(frame.strategy, found, extra_args, False)
+        else:
+            raise errors.ContextError(
+                errors.message(
+                    "`apply_gradients` needs replica or cross-replica code",
+                    f"this is {frame.describe()}",
+                    "Call it in the function that `strategy.run` calls.",
+                )
+            )
+
+    def _apply(
+        self, strategy: Any, gradients: list[Any], extra: dict[str, Any], is_sum: bool
+    ) -> None:
+        """Updates in cross-replica code.
+
+        Args:
+          strategy: The strategy in force.
+          gradients: One per variable.
+          extra: Further arguments of the transformation.
+          is_sum: Whether values that are equal on all replicas are to be summed as well.
+        """
+        pairs = list(zip(gradients, self._trained, strict=True))
+        anywhere = self._trained[0]
+        arrays = [leaf for leaf in leaves_of(extra) if _is_array(leaf)]
+        pairs += [(leaf, anywhere) for leaf in arrays]
+        reduced = iter(optimizer_gradients.summed(strategy, pairs, is_sum))
+        whole = [optimizer_gradients.checked(next(reduced), variable) for variable in self._trained]
+        extra = map_structure(lambda x: next(reduced) if _is_array(x) else x, extra)
+        self._compiled(whole, extra)
+
+    # The update itself: one pure function of arrays, compiled unless it is part of a trace.
+
+    def _update(self, gradients: list[Any], extra: dict[str, Any]) -> None:
+        frame = frames.current()
+        gradients, extra = map_structure(_first_copy, (gradients, extra))
+        params = [variable.read_in(frame) for variable in self._trained]
+        arrays = self._state.read(frame)
+        blocks: dict[int, row_updates.RowBlock] = {}
+        inputs = list(gradients)
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                inputs[i] = jnp.zeros_like(params[i])
+            elif isinstance(gradient, IndexedSlices):
+                variable = self._trained[i]
+                if self._touches_rows(i, extra):
+                    blocks[i] = row_updates.RowBlock(gradient, variable.shape[0])
+                    inputs[i] = blocks[i].gradient
+                else:
+                    inputs[i] = row_updates.densify(gradient, variable.shape)
+        own = [blocks.get(o.owner) if o.owner is not None else None for o in self._state.origins]
+        seen = [b.take(a) if b else a for a, b in zip(arrays, own, strict=True)]
+        seen_params = [blocks[i].take(p) if i in blocks else p for i, p in enumerate(params)]
+        new_params, new_arrays = self._transformed(inputs, seen, seen_params, extra)
+        kept = set() if self._accumulates else {i for i, g in enumerate(gradients) if g is None}
+        for i, variable in enumerate(self._trained):
+            if i not in kept:
+                block = blocks.get(i)
+                value = block.put(params[i], new_params[i]) if block else new_params[i]
+                if variable.constraint is not None:
+                    value = variable.constraint(value)
+                _store(variable, frame, value)
+        places = zip(self._state.origins, self._state.variables, strict=True)
+        for i, (origin, variable) in enumerate(places):
+            if origin.owner not in kept:
+                block = own[i]
+                value = block.put(arrays[i], new_arrays[i]) if block else new_arrays[i]
+                _store(variable, frame, value)
+        self._count(frame)
+
+    def _transformed(
+        self, gradients: list[Any], arrays: list[Any], params: list[Any], extra: dict[str, Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns new parameters and the arrays of the new state."""
+        tree = self._tree(params)
+        try:
+            updates, state = self._transformation.update(
+                self._tree(gradients), self._state.assemble(arrays), tree, **extra
+            )
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            raise errors.ArgumentTypeError(
+                errors.message(
+                    "The transformation needs further arguments",
+                    str(error),
+                    "Pass them by name, e.g. apply_gradients(gradients, value=loss).",
+                )
+            ) from error
+        found = split(self._template, optax.apply_updates(tree, updates))
+        assert found is not None
+        by_number = dict(found)
+        return [by_number[i] for i in range(len(params))], self._state.arrays_of(state)
+
+    def _count(self, frame: Frame) -> None:
+        if self._accumulates:
+            new = self._state.by_path()["gradient_step"].read_in(frame)
+        else:
+            new = self._iterations.read_in(frame) + 1
+        _store(self._iterations, frame, new)
+
+    def _touches_rows(self, number: int, extra: dict[str, Any]) -> bool:
+        """Decides whether a sparse gradient is applied by rows."""
+        variable = self._trained[number]
+        slots = [self._state.variables[i] for i in self._state.slot_places(number)]
+        misfit = next((s for s in slots if s.shape[:1] != variable.shape[:1]), None)
+        if self._sparse == "dense" or (self._sparse == "auto" and misfit is not None):
+            return False
+        if misfit is not None:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    'sparse="rows" needs a transformation whose slots have a row per row of '
+                    f"{variable.name!r}",
+                    f"slot {misfit.name!r} has shape {misfit.shape}",
+                    'Use sparse="auto" or "dense".',
+                )
+            )
+        if self._sparse == "rows":
+            return True
+        key = (number, *sorted(extra))
+        if key not in self._is_row_wise:
+            shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self._trained]
+            self._is_row_wise[key] = optimizer_probe.is_row_wise(
+                optimizer_probe.Sample(
+                    self._transformation, self._template, shapes, number, dict(extra)
+                )
+            )
+        return self._is_row_wise[key]
+
+    def _tree(self, arrays: Sequence[Any]) -> Any:
+        return jax.tree.map(lambda number: arrays[number], self._template)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | DistributedValues | IndexedSlices) or hasattr(leaf, "dtype")
+
+
+def _first_copy(leaf: Any) -> Any:
+    if isinstance(leaf, IndexedSlices):
+        return leaf.map_arrays(_first_copy)
+    return leaf.values[0] if isinstance(leaf, Mirrored) else as_operand(leaf)
+
+
+def _store(variable: Variable, frame: Frame, value: Any) -> None:
+    if jnp.shape(value) != variable.shape:
+        raise errors.UnsupportedError(
+            errors.message(
+                "A transformation and a constraint must keep shapes",
+                f"{variable.name!r} of shape {variable.shape} became {jnp.shape(value)}",
+                "Return arrays of the shape that went in.",
+            )
+        )
+    variable.store_everywhere(frame, jnp.asarray(value, variable.dtype))
+
+
+def _named(found: dict[str, Variable], name: str, kind: str) -> Variable:
+    if name in found:
+        return found[name]
+    known = ", ".join(map(repr, sorted(found))) or "none"
+    raise errors.NotFoundError(
+        errors.message(
+            f"There must be a {kind} called {name!r}",
+            f"there is: {known}",
+            "Wrap the transformation, e.g. optax.inject_hyperparams(optax.sgd)"
+            "(learning_rate=0.1), to be able to change hyperparameters."
+            if kind == "hyperparameter"
+            else "Use one of these names.",
+        )
+    )

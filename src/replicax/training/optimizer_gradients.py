@@ -1,0 +1,241 @@
+"""What may be passed to `apply_gradients`, brought into one form: a gradient per variable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax.foundation import errors, jax_compat
+from replicax.foundation.options import ReduceOp
+from replicax.values.array_surface import ArraySurface, as_operand
+from replicax.values.distributed_values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    TracedPerReplica,
+    is_array_like,
+)
+from replicax.values.indexed_slices import IndexedSlices
+from replicax.values.regroup import map_structure
+from replicax.variables.replicated import VariableComponent
+from replicax.variables.variable import Variable
+
+
+def by_variable(
+    gradients: Any, given: Any, structure: Any, variables: Sequence[Variable]
+) -> list[Any]:
+    """Returns one gradient, or None, for each of `variables`.
+
+    Args:
+      gradients: Pairs (gradient, variable), or a structure of gradients.
+      given: The structure of variables that goes with the structure of gradients, or None
+        for `structure`.
+      structure: The structure of variables that the optimizer was made with.
+      variables: Its leaves.
+    """
+    if isinstance(gradients, Iterator):
+        gradients = list(gradients)
+    if given is None and _are_pairs(gradients):
+        pairs = list(gradients)
+    else:
+        pairs = _zipped(gradients, structure if given is None else given)
+    places = {id(variable): i for i, variable in enumerate(variables)}
+    found: list[Any] = [None] * len(variables)
+    seen: set[int] = set()
+    for gradient, variable in pairs:
+        whole = variable.container if isinstance(variable, VariableComponent) else variable
+        place = places.get(id(whole))
+        if place is None or place in seen:
+            raise _not_expected(variable, place)
+        seen.add(place)
+        found[place] = checked(gradient, whole)
+    if all(gradient is None for gradient in found):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`apply_gradients` needs at least one gradient",
+                "there is none for any variable",
+                "Check that the loss depends on the variables.",
+            )
+        )
+    return found
+
+
+def _are_pairs(gradients: Any) -> bool:
+    is_list = isinstance(gradients, list | tuple)
+    return is_list and all(
+        isinstance(item, list | tuple) and len(item) == 2 and isinstance(item[1], Variable)
+        for item in gradients
+    )
+
+
+def _zipped(gradients: Any, variables: Any) -> list[tuple[Any, Any]]:
+    """Puts the leaves of two structures side by side."""
+    if isinstance(variables, Variable):
+        variables = [variables]
+    if _is_one_gradient(gradients):
+        gradients = [gradients]
+    if isinstance(variables, tuple | list) and type(gradients) in (list, tuple):
+        # Which of the two it is does not matter at the top.
+        variables, gradients = list(variables), list(gradients)
+    pairs: list[tuple[Any, Any]] = []
+    try:
+        map_structure(lambda v, g: pairs.append((g, v)), variables, gradients)
+    except errors.StructureError:
+        raise errors.StructureError(
+            errors.message(
+                "`apply_gradients` needs a structure of gradients like that of the variables",
+                f"the variables are {_sketch(variables)} and the gradients {_sketch(gradients)}",
+                "Pass what `rx.value_and_grad(loss, variables)` returned, or pairs "
+                "(gradient, variable).",
+            )
+        ) from None
+    return pairs
+
+
+def _is_one_gradient(value: Any) -> bool:
+    return is_array_like(value) or isinstance(
+        value, IndexedSlices | DistributedValues | ArraySurface
+    )
+
+
+def _sketch(structure: Any) -> str:
+    if isinstance(structure, Mapping):
+        return f"a {type(structure).__name__} with keys {sorted(map(str, structure))}"
+    if isinstance(structure, list | tuple):
+        return f"a {type(structure).__name__} of {len(structure)}"
+    return f"a {type(structure).__name__}"
+
+
+def _not_expected(variable: Any, place: int | None) -> errors.DistributeError:
+    name = repr(getattr(variable, "name", variable))
+    if place is not None:
+        found = f"there are two for {name}"
+        return errors.InvalidArgumentError(
+            errors.message(
+                "`apply_gradients` needs one gradient per variable", found, "Add them up first."
+            )
+        )
+    return errors.InvalidArgumentError(
+        errors.message(
+            "`apply_gradients` needs variables that the optimizer was made for",
+            f"{name} is not one of them",
+            "Pass it to rx.optimizers.Optimizer(transformation, variables).",
+        )
+    )
+
+
+def checked(gradient: Any, variable: Variable) -> Any:
+    """Returns a gradient as arrays, or raises if it cannot be one of the variable.
+
+    Values of several replicas pass; they are checked when they have become one.
+    """
+    if gradient is None or (
+        isinstance(gradient, DistributedValues) and not isinstance(gradient, Mirrored)
+    ):
+        return gradient
+    if isinstance(gradient, Mirrored):
+        checked(gradient.values[0], variable)
+        return gradient
+    if isinstance(gradient, IndexedSlices):
+        return _checked_slices(gradient, variable)
+    gradient = as_operand(gradient)
+    if not is_array_like(gradient):
+        raise errors.ArgumentTypeError(
+            errors.message(
+                f"The gradient of {variable.name!r} must be an array, rx.IndexedSlices or None",
+                f"it is a {type(gradient).__name__}",
+                "Pass what `rx.value_and_grad` returned.",
+            )
+        )
+    array = gradient if isinstance(gradient, jax.Array) else jnp.asarray(gradient)
+    if array.shape != variable.shape:
+        raise _misfit(variable, f"a gradient of shape {variable.shape}", array.shape)
+    return _floating(array, variable)
+
+
+def _checked_slices(slices: IndexedSlices, variable: Variable) -> IndexedSlices:
+    slices = slices.map_arrays(lambda x: x if isinstance(x, Mirrored) else jnp.asarray(x))
+    ids, rows = slices.indices, slices.values
+    if not variable.shape or ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"A sparse gradient of {variable.name!r} needs a list of integer row numbers",
+                f"they have type {ids.dtype} and shape {ids.shape}; the variable has shape "
+                f"{variable.shape}",
+                "Pass rx.IndexedSlices(rows, row_numbers).",
+            )
+        )
+    expected = (*ids.shape, *variable.shape[1:])
+    if rows.shape != expected:
+        raise _misfit(variable, f"gradient rows of shape {expected}", rows.shape)
+    return slices.map_values(lambda array: _floating(array, variable))
+
+
+def _floating(array: Any, variable: Variable) -> Any:
+    is_floating = jnp.issubdtype(array.dtype, jnp.inexact)
+    return array if is_floating else array.astype(variable.dtype)
+
+
+def _misfit(variable: Variable, required: str, shape: Any) -> errors.InvalidArgumentError:
+    return errors.InvalidArgumentError(
+        errors.message(
+            f"Variable {variable.name!r} needs {required}",
+            f"it has shape {shape}",
+            "Check which gradient goes with which variable.",
+        )
+    )
+
+
+def summed(strategy: Any, pairs: list[tuple[Any, Any]], is_sum: bool) -> list[Any]:
+    """Sums what differs between replicas, all in one batch; None stays None.
+
+    Args:
+      strategy: The strategy in force.
+      pairs: Values, each with the variable that it is for.
+      is_sum: Whether values that are equal on all replicas are summed as well.
+    """
+    batch = [
+        i
+        for i, (value, _) in enumerate(pairs)
+        if isinstance(value, PerReplica) or (is_sum and value is not None)
+    ]
+    for value, variable in pairs:
+        if isinstance(value, PerReplica) and not isinstance(value, TracedPerReplica):
+            _require_from_all(value, variable)
+    results = [value for value, _ in pairs]
+    if batch:
+        chosen = [pairs[i] for i in batch]
+        reduced = strategy.extended.batch_reduce_to(ReduceOp.SUM, chosen)
+        for i, value in zip(batch, reduced, strict=True):
+            results[i] = value
+    return [_placed(value, target) for value, (_, target) in zip(results, pairs, strict=True)]
+
+
+def _require_from_all(value: PerReplica, variable: Variable) -> None:
+    without = [i for i, component in enumerate(value.values) if component is None]
+    if without:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"The gradient of {variable.name!r} must come from all replicas or from none",
+                f"it is None on replica {without[0]}",
+                "Pass zeros there.",
+            )
+        )
+
+
+def _placed(value: Any, variable: Variable) -> Any:
+    """Brings a value into the form and to the device in which the update takes it."""
+    if isinstance(value, Mirrored) and isinstance(value.values[0], IndexedSlices):
+        copies = value.values
+        return IndexedSlices(
+            Mirrored([c.values for c in copies]),
+            Mirrored([c.indices for c in copies]),
+            copies[0].dense_shape,
+        )
+    is_concrete = not any(map(jax_compat.is_traced, jax.tree.leaves(value)))
+    if variable.layout is None and value is not None and is_concrete and jax_compat.is_eager():
+        return jax.device_put(value, variable.placement[0])
+    return value
