@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from replicax.variables.variable import Variable
@@ -20,8 +20,17 @@ class Module:
     ['w']
     """
 
+    # Called with name and value of every attribute that is set: how a restored checkpoint
+    # hears of variables that did not exist yet when it was read.
+    on_new_child: Callable[[str, Any], None] | None = None
+
     def __init__(self, name: str | None = None) -> None:
         self._name = name or _snake_case(type(self).__name__)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if self.on_new_child is not None and name != "on_new_child":
+            self.on_new_child(name, value)
 
     @property
     def name(self) -> str:

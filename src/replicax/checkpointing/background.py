@@ -1,0 +1,56 @@
+"""One piece of work in the background at a time, whose error is not lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+# Work that must be done before Python shuts down its thread pools, which Orbax needs.
+_unfinished: set[threading.Thread] = set()
+
+
+class BackgroundWork:
+    """Runs one function after the other in a thread, while the caller goes on."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Waits for earlier work, then starts `work`; raises the error of earlier work."""
+        self.wait()
+        thread = threading.Thread(target=self._run, args=(work,), name="replicax-checkpoint")
+        self._thread = thread
+        _unfinished.add(thread)
+        thread.start()
+
+    def wait(self) -> None:
+        """Waits until all work is done, and raises its error if it failed."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raises the error of work that has failed, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            _unfinished.discard(threading.current_thread())
+
+
+def _finish() -> None:
+    for thread in list(_unfinished):
+        thread.join()
+
+
+# Python ends its thread pools before it joins threads: a save in flight would fail. This is
+# what `concurrent.futures` itself uses; callbacks run last in, first out.
+threading._register_atexit(_finish)  # type: ignore[attr-defined]

@@ -1,0 +1,158 @@
+"""`Checkpoint`: named objects whose state is saved and restored together."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from replicax.checkpointing import snapshot
+from replicax.checkpointing.graph import Graph, child_name
+from replicax.checkpointing.slots import ValueSlot
+from replicax.checkpointing.snapshot import Snapshot
+from replicax.checkpointing.status import RestoreStatus
+from replicax.contexts import guards
+from replicax.foundation import errors, jax_compat
+
+_COUNTER = "save_counter"
+
+
+class Checkpoint:
+    """Objects with state under names, to be saved to disk and restored as one.
+
+    Takes variables of any strategy, modules, optimizers, metrics, dataset iterators,
+    `jax.random` keys, arrays, plain values, lists and dicts of these, and pytrees of other
+    libraries. Objects can be added later as attributes; values restored before that wait
+    for them.
+
+    >>> import replicax as rx, tempfile
+    >>> directory = tempfile.mkdtemp()
+    >>> step = rx.Variable(3, name="step")
+    >>> checkpoint = rx.train.Checkpoint(step=step, note="first try")
+    >>> path = checkpoint.save(directory + "/ckpt")
+    >>> step.assign(0), setattr(checkpoint, "note", "")
+    (<rx.Variable 'step:0' shape=() dtype=int32, numpy=0>, None)
+    >>> status = checkpoint.restore(path).assert_consumed()
+    >>> int(step), checkpoint.note
+    (3, 'first try')
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        self.__dict__["_objects"] = {}
+        self.__dict__["_counter"] = 0
+        # The last restore, as long as it may keep values for objects to come.
+        self.__dict__["_last_restore"] = None
+        for name, value in objects.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name) or name.startswith("_"):
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "An object in a Checkpoint needs a name of its own",
+                    f"{name!r} is private or a part of Checkpoint itself",
+                    "Choose another name.",
+                )
+            )
+        _require_savable(name, value, self._put(name))
+        self._objects[name] = value
+        if self._last_restore is not None:
+            self._last_restore.give(child_name("", name), value, self._put(name))
+
+    def __getattr__(self, name: str) -> Any:
+        objects = self.__dict__.get("_objects", {})
+        if name in objects:
+            return objects[name]
+        raise AttributeError(f"this Checkpoint has no object {name!r}, but {sorted(objects)}")
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self._objects:
+            raise AttributeError(name)
+        del self._objects[name]
+
+    def _put(self, name: str) -> Any:
+        return lambda new: self._objects.__setitem__(name, new)
+
+    @property
+    def save_counter(self) -> int:
+        """How often `save` was called; saved and restored with the objects."""
+        return self._counter
+
+    def save(self, file_prefix: str | os.PathLike[str]) -> str:
+        """Saves to `file_prefix-<number>`, counting up; returns that path."""
+        number = self._counter + 1
+        path = Path(f"{os.fspath(file_prefix)}-{number}")
+        self.take_snapshot("Checkpoint.save", number).write(path, number)
+        return str(path)
+
+    def write(self, path: str | os.PathLike[str]) -> str:
+        """Saves to exactly `path`, a new directory, or in place of the checkpoint there."""
+        self.take_snapshot("Checkpoint.write", self._counter).write(Path(path), self._counter)
+        return os.fspath(path)
+
+    def restore(self, path: str | os.PathLike[str] | None) -> RestoreStatus:
+        """Gives every object the value that the checkpoint at `path` has for it.
+
+        Everything is read and checked first: if a name, shape, type or checksum is wrong,
+        nothing is changed. Values for objects that do not exist yet wait for them. With
+        None (no checkpoint yet) nothing happens.
+        """
+        _require_plain_code("Checkpoint.restore")
+        status = RestoreStatus(None if path is None else Path(path), self._walk)
+        if path is not None:
+            self.__dict__["_last_restore"] = status.load(Path(path))
+        return status
+
+    read = restore
+
+    def take_snapshot(self, api: str, number: int) -> Snapshot:
+        """Copies all values into host memory; counts as save `number`."""
+        _require_plain_code(api)
+        if self._last_restore is not None:
+            # Values that still wait for an object may find it in a list or dict by now.
+            _ = self._last_restore.pending
+        before, self.__dict__["_counter"] = self._counter, number
+        try:
+            return snapshot.take(self._walk())
+        except BaseException:
+            self.__dict__["_counter"] = before
+            raise
+
+    def _walk(self) -> Graph:
+        graph = Graph()
+        counter = ValueSlot(_COUNTER, self._counter, self._put_counter)
+        graph.slots[_COUNTER] = counter
+        for name, value in self._objects.items():
+            graph.add(child_name("", name), value, self._put(name))
+        return graph
+
+    def _put_counter(self, value: Any) -> None:
+        self.__dict__["_counter"] = value if type(value) is int else 0
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({', '.join(self._objects)})"
+
+
+def _require_savable(name: str, value: Any, put: Any) -> None:
+    if not Graph().add(child_name("", name), value, put):
+        raise errors.ArgumentTypeError(
+            errors.message(
+                f"The object {name!r} needs state that can be saved",
+                f"it is a {type(value).__name__}",
+                "Pass a variable, rx.Module, optimizer, metric, array, pytree, plain value, or "
+                "an object with get_state() and set_state(state), or checkpoint_children().",
+            )
+        )
+
+
+def _require_plain_code(api: str) -> None:
+    """Raises inside replica code and inside compiled code."""
+    frame = guards.require_cross_replica(api)
+    if frame.overlay is not None or jax_compat.is_staging():
+        raise errors.TracingError(
+            errors.message(
+                f"`{api}` needs values",
+                "this code is being compiled",
+                "Call it outside of `rx.function` and `jax.jit`.",
+            )
+        )

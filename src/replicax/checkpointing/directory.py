@@ -1,0 +1,92 @@
+"""A directory of numbered checkpoints: what is in it, and who may write to it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import weakref
+from pathlib import Path
+
+from replicax.checkpointing import manifest, storage
+from replicax.foundation import errors
+
+_NUMBERED = re.compile(r"(?P<name>.+)-(?P<step>[0-9]{1,18})")
+_LOCK_FILE = ".writer.lock"
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def steps_in(directory: Path, name: str | None = None) -> dict[int, Path]:
+    """Returns the finished checkpoints of a directory by number, the newest last.
+
+    The number counts, never the time of a file, which clocks and copies change.
+    """
+    found: dict[int, Path] = {}
+    try:
+        entries = sorted(directory.iterdir())
+    except FileNotFoundError:
+        return found
+    except OSError as error:
+        raise errors.CheckpointError(
+            errors.message(
+                f"{directory} must be a directory that can be read",
+                f"reading it failed: {error.strerror}",
+                "Give the directory of a CheckpointManager.",
+            )
+        ) from error
+    for entry in entries:
+        match = _NUMBERED.fullmatch(entry.name)
+        if not match or name not in (None, match["name"]) or storage.TEMPORARY in entry.name:
+            continue
+        if (entry / manifest.FILE_NAME).is_file():
+            found[int(match["step"])] = entry
+    return dict(sorted(found.items()))
+
+
+class WriterLock:
+    """The right to write to a directory: one process has it, until it closes it or ends.
+
+    Readers need no lock. Several managers of one process share it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._closer: weakref.finalize | None = None
+
+    def acquire(self) -> bool:
+        """Takes the lock; False if the directory can only be read, an error if it is taken."""
+        if self._closer is not None and self._closer.alive:
+            return True
+        file = self._directory / _LOCK_FILE
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if error.errno in _READ_ONLY:
+                return False
+            raise storage.cannot_write(self._directory, error) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+            os.close(descriptor)
+            if holder == str(os.getpid()):
+                return True
+            raise errors.CheckpointError(
+                errors.message(
+                    f"Only one process may manage the checkpoints in {self._directory}",
+                    f"process {holder or 'unknown'} does so",
+                    "Wait for it, or use another directory. To read only, use "
+                    "`rx.train.latest_checkpoint` and `Checkpoint.restore`.",
+                )
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode("ascii"), 0)
+        self._closer = weakref.finalize(self, os.close, descriptor)
+        return True
+
+    def release(self) -> None:
+        """Gives the lock back."""
+        if self._closer is not None:
+            self._closer()

@@ -1,0 +1,209 @@
+"""The object graph: finds what a checkpoint saves below named objects, and under which name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.checkpointing import plain
+from replicax.checkpointing.slots import (
+    ArraySlot,
+    KeySlot,
+    Setter,
+    Slot,
+    StateSlot,
+    ValueSlot,
+    VariableSlot,
+)
+from replicax.foundation import errors
+from replicax.variables.module import Module
+from replicax.variables.variable import Variable
+
+# Attributes of `Module` that say how it is held, not what it holds.
+_NOT_STATE = ("_name", "on_new_child")
+
+
+class Graph:
+    """What was found below some named objects.
+
+    Attributes:
+      slots: Everything that can be saved, by name; each variable once.
+      aliases: Further paths of objects that are under another name already.
+      growing: Objects that tell when they get a new child (`on_new_child`), by path.
+    """
+
+    def __init__(self) -> None:
+        self.slots: dict[str, Slot] = {}
+        self.aliases: dict[str, str] = {}
+        self.growing: dict[str, Any] = {}
+        # Rebuild immutable structures around restored leaves; inner ones come first.
+        self._rebuilders: list[Callable[[], None]] = []
+        self._first_paths: dict[int, str] = {}
+        # Keeps what `_first_paths` knows by id from being replaced by another object.
+        self._seen: list[Any] = []
+
+    def add(self, name: str, value: Any, put: Setter) -> bool:
+        """Adds an object and all below it; tells whether it was of use."""
+        if isinstance(value, Variable):
+            value = getattr(value, "container", value)
+            self._add_once(VariableSlot(name, value, put))
+        elif callable(getattr(value, "checkpoint_children", None)) and not _is_class(value):
+            self._add_own_children(name, value)
+        elif isinstance(value, Module):
+            self._add_children(name, value, list(vars(value).items()), value.__dict__.__setitem__)
+        elif _has_state(value):
+            self._add_once(StateSlot(name, value, put))
+        elif isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            self._add_slot(KeySlot(name, value, put))
+        elif isinstance(value, plain.PLAIN_TYPES) and not isinstance(value, np.generic):
+            self._add_slot(ValueSlot(name, value, put))
+        elif isinstance(value, jax.Array | np.ndarray | np.generic):
+            self._add_slot(ArraySlot(name, value, put))
+        elif type(value) is dict or type(value) is list:
+            keyed = value.items() if isinstance(value, dict) else enumerate(value)
+            self._add_children(name, value, list(keyed), value.__setitem__)
+        elif not jax.tree_util.all_leaves([value]):
+            self._add_pytree(name, value, put)
+        else:
+            return _is_without_state(value)
+        return True
+
+    def paths_of(self, name: str) -> list[str]:
+        """Returns all paths of the object that is known as `name`, that one first."""
+        found = [name]
+        for alias, first in self.aliases.items():
+            if name == first or name.startswith(f"{first}/"):
+                found.append(alias + name[len(first) :])
+        return found
+
+    def rebuild(self) -> None:
+        """Puts restored leaves into the immutable structures that they came from."""
+        for rebuilder in reversed(self._rebuilders):
+            rebuilder()
+
+    def _add_slot(self, slot: Slot) -> None:
+        if slot.name in self.slots:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "Every object in a checkpoint needs a name of its own",
+                    f"two are named {slot.name!r}",
+                    "Use keys that differ as text.",
+                )
+            )
+        self.slots[slot.name] = slot
+
+    def _is_known(self, name: str, value: Any) -> bool:
+        first = self._first_paths.setdefault(id(value), name)
+        if first == name:
+            self._seen.append(value)
+            return False
+        self.aliases[name] = first
+        return True
+
+    def _add_once(self, slot: Slot) -> None:
+        if not self._is_known(slot.name, slot.target):
+            self._add_slot(slot)
+
+    def _enter(self, name: str, value: Any) -> bool:
+        """Tells whether an object with children is met for the first time."""
+        if self._is_known(name, value):
+            return False
+        if hasattr(value, "on_new_child"):
+            self.growing[name] = value
+        return True
+
+    def _add_children(
+        self,
+        name: str,
+        value: Any,
+        children: Iterable[tuple[Any, Any]],
+        put: Callable[[Any, Any], None],
+    ) -> None:
+        if not self._enter(name, value):
+            return
+        for key, child in children:
+            if not (isinstance(value, Module) and key in _NOT_STATE):
+                self.add(child_name(name, key), child, lambda new, key=key: put(key, new))
+
+    def _add_own_children(self, name: str, value: Any) -> None:
+        """Adds what an object says it consists of; its names may be paths."""
+        if not self._enter(name, value):
+            return
+        for path, child in value.checkpoint_children().items():
+            full = child_path(name, path)
+            self.add(full, child, lambda new, path=path: setattr(value, path, new))
+
+    def _add_pytree(self, name: str, value: Any, put: Setter) -> None:
+        found, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_object)
+        leaves = [leaf for _, leaf in found]
+        changed: list[int] = []
+
+        def put_leaf(index: int, new: Any) -> None:
+            leaves[index] = new
+            changed.append(index)
+
+        def rebuild() -> None:
+            if changed:
+                put(jax.tree_util.tree_unflatten(treedef, leaves))
+
+        self._rebuilders.append(rebuild)
+        for index, (path, leaf) in enumerate(found):
+            parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
+            self.add(_joined(name, parts), leaf, lambda new, index=index: put_leaf(index, new))
+
+
+def child_name(parent: str, key: Any) -> str:
+    """Returns the path of a child; characters with a meaning in paths are escaped.
+
+    >>> child_name("model", "a/b")
+    'model/a%2Fb'
+    """
+    return _joined(parent, [str(key)])
+
+
+def child_path(parent: str, path: str) -> str:
+    """Returns the path of something below an object, given the path from there.
+
+    >>> child_path("optimizer", "0/mu")
+    'optimizer/0/mu'
+    """
+    return _joined(parent, path.split("/"))
+
+
+def _joined(parent: str, parts: Sequence[str]) -> str:
+    return "/".join(filter(None, [parent, *map(_escaped, parts)]))
+
+
+def _escaped(part: str) -> str:
+    if part in ("", ".", ".."):
+        return part.replace(".", "%2E") or "%"
+    return "".join(c if c.isprintable() and c not in "%/\\" else quote(c, safe="") for c in part)
+
+
+def _is_object(value: Any) -> bool:
+    """Tells whether the walk handles a part of a pytree as an object of its own."""
+    is_own = isinstance(value, Variable | Module) or _has_state(value)
+    return is_own or hasattr(type(value), "checkpoint_children")
+
+
+def _has_state(value: Any) -> bool:
+    if _is_class(value):
+        return False
+    return callable(getattr(value, "get_state", None)) and callable(
+        getattr(value, "set_state", None)
+    )
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, type)
+
+
+def _is_without_state(value: Any) -> bool:
+    """Tells whether there is nothing to save: functions, classes, strategies, empty trees."""
+    is_strategy = hasattr(value, "extended") and hasattr(value, "scope")
+    return callable(value) or is_strategy or not jax.tree_util.tree_leaves(value)

@@ -1,0 +1,293 @@
+"""`CheckpointManager`: numbered checkpoints in a directory, the old ones removed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from replicax.checkpointing import manifest as manifests
+from replicax.checkpointing import storage
+from replicax.checkpointing.background import BackgroundWork
+from replicax.checkpointing.checkpoint import Checkpoint
+from replicax.checkpointing.directory import WriterLock, steps_in
+from replicax.checkpointing.retention import Policy, Record
+from replicax.checkpointing.snapshot import Snapshot
+from replicax.checkpointing.status import RestoreStatus
+from replicax.foundation import errors
+
+_logger = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Saves a `Checkpoint` under rising numbers, keeps the newest, finds the last good one.
+
+    Only one process may manage a directory; the lock ends with `close()` or the process.
+
+    Args:
+      checkpoint: What to save.
+      directory: Where; made if it does not exist.
+      max_to_keep: How many checkpoints to keep; None keeps all.
+      keep_checkpoint_every_n_hours: Keeps one for each such stretch of time besides.
+      checkpoint_name: First part of the name of each checkpoint.
+      step_counter: A variable or number that counts steps; goes with `checkpoint_interval`.
+      checkpoint_interval: `save` does nothing until so many steps after the last save.
+      init_fn: Called by `restore_or_initialize` if there is no checkpoint.
+      keep_every_n_steps: Keeps those whose number is a multiple of this besides.
+      keep_best: Keeps so many with the best value of `best_metric` besides.
+      best_metric: A name from the `metrics` given to `save`; "-loss" if less is better.
+      save_async: Whether `save` returns after copying the values and writes in the background.
+
+    >>> import replicax as rx, tempfile
+    >>> v = rx.Variable(1.0)
+    >>> with CheckpointManager(Checkpoint(v=v), tempfile.mkdtemp(), max_to_keep=2) as manager:
+    ...     for _ in range(3):
+    ...         path = manager.save()
+    ...     [path.rsplit("/", 1)[1] for path in manager.checkpoints]
+    ['ckpt-2', 'ckpt-3']
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+        keep_checkpoint_every_n_hours: float | None = None,
+        checkpoint_name: str = "ckpt",
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], Any] | None = None,
+        *,
+        keep_every_n_steps: int | None = None,
+        keep_best: int = 0,
+        best_metric: str | None = None,
+        save_async: bool = False,
+    ) -> None:
+        self._policy = Policy(
+            max_to_keep, keep_every_n_steps, keep_checkpoint_every_n_hours, keep_best, best_metric
+        )
+        _require_name(checkpoint_name)
+        if checkpoint_interval is not None and step_counter is None:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`checkpoint_interval` needs something that counts steps",
+                    "`step_counter` is not given",
+                    "Pass step_counter=optimizer.iterations, or a variable of your own.",
+                )
+            )
+        self._checkpoint = checkpoint
+        self._directory = Path(directory)
+        self._name = checkpoint_name
+        self._step_counter = step_counter
+        self._interval = checkpoint_interval
+        self._last_saved_at: int | None = None
+        self._init_fn = init_fn
+        self._is_async = save_async
+        self._work = BackgroundWork()
+        self._lock = WriterLock(self._directory)
+        if self._lock.acquire():
+            storage.remove_leftovers(self._directory)
+
+    # Facts.
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is saved."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """Where the checkpoints are."""
+        return str(self._directory)
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """How many steps lie between two saves at least."""
+        return self._interval
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of the finished checkpoints, the newest last."""
+        return [str(path) for path in self._steps().values()]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """Path of the newest finished checkpoint."""
+        return next(reversed(self.checkpoints), None)
+
+    @property
+    def best_checkpoint(self) -> str | None:
+        """Path of the checkpoint with the best metric."""
+        steps = self._steps()
+        best = self._policy.best(_records(steps))
+        return str(steps[best[0].step]) if best else None
+
+    def _steps(self) -> dict[int, Path]:
+        self._work.raise_error()
+        return steps_in(self._directory, self._name)
+
+    # Saving.
+
+    def save(
+        self,
+        checkpoint_number: Any = None,
+        check_interval: bool = True,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        asynchronous: bool | None = None,
+    ) -> str | None:
+        """Saves a checkpoint and removes those that are not to be kept.
+
+        Args:
+          checkpoint_number: Its number, such as the step; by default one more than the last.
+          check_interval: Whether to do nothing if `checkpoint_interval` is not over yet.
+          metrics: Numbers to save with it.
+          asynchronous: Whether to write in the background; by default as `save_async` says.
+            The values are copied before this returns. An error in the background is
+            raised by the next call.
+
+        Returns:
+          The path of the checkpoint, or None if it was not time yet.
+        """
+        self._work.wait()
+        now = None if self._step_counter is None else int(self._step_counter)
+        if check_interval and not self._is_due(now):
+            return None
+        if not self._lock.acquire():
+            raise storage.cannot_write(
+                self._directory, PermissionError("it can only be read by this process")
+            )
+        number = self._number(checkpoint_number)
+        path = self._directory / f"{self._name}-{number}"
+        taken = self._checkpoint.take_snapshot("CheckpointManager.save", number)
+        measured = {name: float(value) for name, value in (metrics or {}).items()}
+        if self._is_async if asynchronous is None else asynchronous:
+            self._work.start(lambda: self._write(taken, path, number, measured))
+        else:
+            self._write(taken, path, number, measured)
+        self._last_saved_at = now
+        return str(path)
+
+    def _is_due(self, now: int | None) -> bool:
+        if self._interval is None or now is None or self._last_saved_at is None:
+            return True
+        return now - self._last_saved_at >= self._interval
+
+    def _number(self, given: Any) -> int:
+        if given is None:
+            # A program that did not restore must not write over what is there.
+            return max(self._checkpoint.save_counter, *self._steps(), 0) + 1
+        number = int(given)
+        if number < 0:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`checkpoint_number` must be 0 or more", f"it is {number}", "Pass the step."
+                )
+            )
+        return number
+
+    def _write(
+        self, taken: Snapshot, path: Path, number: int, metrics: Mapping[str, float]
+    ) -> None:
+        taken.write(path, number, metrics)
+        steps = steps_in(self._directory, self._name)
+        for step in self._policy.expired(_records(steps)):
+            if step != number:
+                storage.remove(steps[step])
+
+    def wait(self) -> None:
+        """Waits for a save in the background; raises its error."""
+        self._work.wait()
+
+    sync = wait
+
+    def close(self) -> None:
+        """Waits for a save in the background and lets other processes manage the directory."""
+        try:
+            self._work.wait()
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Restoring.
+
+    def restore_latest(self) -> RestoreStatus:
+        """Restores the newest checkpoint that is whole.
+
+        A damaged one is passed over with a warning; `status.fallbacks` names it. Without
+        any checkpoint nothing happens, and the path of the status is None.
+        """
+        self._work.wait()
+        steps = self._steps()
+        failed: list[tuple[str, errors.CheckpointError]] = []
+        for step, path in reversed(steps.items()):
+            try:
+                status = self._checkpoint.restore(path)
+            except errors.CheckpointError as error:
+                failed.append((str(path), error))
+                continue
+            for bad, error in failed:
+                _logger.warning(
+                    "Restored %s (step %d) instead of %s, which cannot be used: %s",
+                    path,
+                    step,
+                    bad,
+                    error,
+                )
+            status.fallbacks = failed
+            self._last_saved_at = None if self._step_counter is None else int(self._step_counter)
+            return status
+        if failed:
+            reasons = "; ".join(str(error) for _, error in failed)
+            raise errors.DataLossError(
+                errors.message(
+                    f"One of the {len(failed)} checkpoints in {self._directory} must be whole",
+                    f"none is: {reasons}",
+                    "Copy them again from where they came, or start anew elsewhere.",
+                )
+            ) from failed[0][1]
+        return self._checkpoint.restore(None)
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the newest whole checkpoint; without any, calls `init_fn`.
+
+        Returns:
+          The path that was restored, or None.
+        """
+        path = self.restore_latest().path
+        if path is None and self._init_fn is not None:
+            self._init_fn()
+        return path
+
+
+def _records(steps: Mapping[int, Path]) -> list[Record]:
+    """Reads what the policy needs; a damaged checkpoint counts with its number alone."""
+    found: list[Record] = []
+    for step, path in steps.items():
+        try:
+            content = manifests.read(path)
+            found.append(Record(step, content.saved_at, content.metrics))
+        except errors.CheckpointError:
+            found.append(Record(step))
+    return found
+
+
+def _require_name(name: str) -> None:
+    try:
+        manifests.require_name(name)
+        is_good = "/" not in name and storage.TEMPORARY not in name
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`checkpoint_name` must be a plain file name", f"it is {name!r}", 'Try "ckpt".'
+            )
+        )

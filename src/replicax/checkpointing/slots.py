@@ -1,0 +1,239 @@
+"""Slots: the places of a program whose values a checkpoint saves and restores."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from typing_extensions import override
+
+from replicax.checkpointing import manifest, plain
+from replicax.checkpointing.manifest import ArrayEntry, PlainEntry
+from replicax.contexts import frames
+from replicax.foundation import errors, jax_compat
+from replicax.foundation.options import VariableAggregation
+from replicax.variables.variable import Variable
+
+Entry = ArrayEntry | PlainEntry
+# Puts a new object where an old one was found.
+Setter = Callable[[Any], None]
+
+
+@dataclasses.dataclass
+class Slot(abc.ABC):
+    """One value of the program: how it is read, compared with a checkpoint, and written.
+
+    Attributes:
+      name: Its path from the checkpoint.
+      target: The object found there.
+      put: Replaces that object by another one.
+    """
+
+    name: str
+    target: Any
+    put: Setter
+
+    kind = ""
+
+    @abc.abstractmethod
+    def read(self) -> Any:
+        """Returns what is to be saved: an array, or the JSON form of a plain value."""
+
+    @abc.abstractmethod
+    def check(self, entry: Entry, file: str) -> None:
+        """Raises if the value of `entry` does not fit here."""
+
+    @abc.abstractmethod
+    def write(self, value: Any) -> None:
+        """Takes over a value: an array, or a decoded plain value."""
+
+    def refuse(self, entry: Entry, mine: str, file: str) -> errors.InvalidArgumentError:
+        """Returns the error for a value that does not fit."""
+        return errors.InvalidArgumentError(
+            errors.message(
+                f"{self.name!r} needs {mine}",
+                f"{file} holds {describe(entry)} under this name",
+                "Nothing was restored. Build the program as it was when it was saved, or leave "
+                "this object out of the Checkpoint.",
+            )
+        )
+
+
+def describe(entry: Entry) -> str:
+    """Returns kind, shape and type of an entry, for people."""
+    if isinstance(entry, PlainEntry):
+        return f"a {entry.kind} of type {entry.encoded['type']}"
+    return f"a {entry.kind} of shape {entry.shape} and dtype {entry.dtype}"
+
+
+class ArraySlot(Slot):
+    """An array: of JAX, which keeps its sharding, or of NumPy."""
+
+    kind = "array"
+
+    @override
+    def read(self) -> Any:
+        return self.target
+
+    @override
+    def check(self, entry: Entry, file: str) -> None:
+        shape, dtype = tuple(self.target.shape), self._dtype_name()
+        mine = f"a value of shape {shape} and dtype {dtype}"
+        if not isinstance(entry, ArrayEntry) or entry.kind == "key":
+            raise self.refuse(entry, mine, file)
+        if entry.shape != shape or entry.dtype != dtype:
+            raise self.refuse(entry, mine, file)
+
+    def _dtype_name(self) -> str:
+        return require_dtype_name(self.name, np.dtype(self.target.dtype))
+
+    @override
+    def write(self, value: np.ndarray) -> None:
+        if isinstance(self.target, jax.Array):
+            with jax_compat.eagerly():
+                self.put(jax.device_put(_copied(value), self.target.sharding))
+        elif isinstance(self.target, np.generic):
+            self.put(value[()])
+        else:
+            self.put(value.copy())
+
+
+class VariableSlot(ArraySlot):
+    """A variable of any kind, under any strategy: one logical array."""
+
+    kind = "variable"
+
+    @override
+    def read(self) -> Any:
+        variable: Variable = self.target
+        if variable.is_per_replica:
+            if variable.aggregation is VariableAggregation.NONE:
+                raise errors.InvalidArgumentError(
+                    errors.message(
+                        f"Saving the ON_READ variable {self.name!r} ({variable.name!r}) needs a "
+                        "rule to combine its copies",
+                        "its aggregation is NONE",
+                        "Create it with aggregation=rx.VariableAggregation.SUM, MEAN or "
+                        "ONLY_FIRST_REPLICA, or leave it out of the Checkpoint.",
+                    )
+                )
+            return variable.read_in(frames.current())
+        if variable.stored is None:
+            # Explains that the function which creates it has not run.
+            return variable.read_in(frames.current())
+        return variable.read_copy(0)
+
+    @override
+    def write(self, value: np.ndarray) -> None:
+        variable: Variable = self.target
+        frame = frames.current()
+        if variable.stored is None and frame.overlay is not None:
+            # Created by the trace that runs now, so the value is its initial value.
+            self._require_equal_copies(variable)
+            frame.overlay.adopt(variable, jnp.asarray(value))
+            return
+        with jax_compat.eagerly(), jax_compat.any_dtype(variable.dtype):
+            variable.store_everywhere(frame.with_overlay(None), _copied(value))
+
+    def _require_equal_copies(self, variable: Variable) -> None:
+        if variable.is_per_replica and variable.aggregation is VariableAggregation.SUM:
+            raise errors.UnsupportedError(
+                errors.message(
+                    f"The ON_READ variable {self.name!r} must exist before its restored value "
+                    "is dealt out to the replicas",
+                    "a compiled function is just creating it",
+                    "Create it outside of `rx.function`, or restore after the first call.",
+                )
+            )
+
+
+class KeySlot(Slot):
+    """A typed key of `jax.random`."""
+
+    kind = "key"
+
+    @property
+    def key_impl(self) -> str:
+        """The name of the generator that the key belongs to."""
+        return str(jax.random.key_impl(self.target))
+
+    @override
+    def read(self) -> Any:
+        return jax.random.key_data(self.target)
+
+    @override
+    def check(self, entry: Entry, file: str) -> None:
+        data = jax.random.key_data(self.target)
+        mine = f"a {self.key_impl} key with data of shape {data.shape}"
+        if not isinstance(entry, ArrayEntry) or entry.kind != "key":
+            raise self.refuse(entry, mine, file)
+        if entry.shape != data.shape or entry.key_impl != self.key_impl or entry.dtype != "uint32":
+            raise self.refuse(entry, mine, file)
+
+    @override
+    def write(self, value: np.ndarray) -> None:
+        with jax_compat.eagerly():
+            self.put(jax.random.wrap_key_data(_copied(value), impl=self.key_impl))
+
+
+class ValueSlot(Slot):
+    """A number, text, bytes or None."""
+
+    kind = "value"
+
+    @override
+    def read(self) -> Any:
+        return plain.encode(self.target)
+
+    @override
+    def check(self, entry: Entry, file: str) -> None:
+        if not isinstance(entry, PlainEntry) or entry.kind != "value":
+            raise self.refuse(entry, f"a plain value like {self.target!r}", file)
+
+    @override
+    def write(self, value: Any) -> None:
+        self.put(value)
+
+
+class StateSlot(Slot):
+    """An object with `get_state()` and `set_state(state)`, such as a dataset iterator."""
+
+    kind = "state"
+
+    @override
+    def read(self) -> Any:
+        return plain.encode_state(self.name, self.target.get_state())
+
+    @override
+    def check(self, entry: Entry, file: str) -> None:
+        if not isinstance(entry, PlainEntry) or entry.kind != "state":
+            raise self.refuse(entry, f"the state of a {type(self.target).__name__}", file)
+
+    @override
+    def write(self, value: Any) -> None:
+        self.target.set_state(value)
+
+
+def _copied(value: np.ndarray) -> jax.Array:
+    """Returns a JAX array in memory of its own: the stream it comes from is let go."""
+    with jax_compat.any_dtype(value.dtype):
+        return jnp.array(value, copy=True)
+
+
+def require_dtype_name(name: str, dtype: np.dtype) -> str:
+    """Returns the name under which a type is saved, or raises for the object `name`."""
+    found = manifest.name_of_dtype(dtype)
+    if found is None:
+        raise errors.ArgumentTypeError(
+            errors.message(
+                f"The array {name!r} needs numbers, bools or text of fixed length to be saved",
+                f"its dtype is {dtype}",
+                "Convert it, or leave it out of the Checkpoint.",
+            )
+        )
+    return found

@@ -1,0 +1,244 @@
+"""What a restore did, and the values that it still keeps for objects yet to come."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from replicax.checkpointing import manifest as manifests
+from replicax.checkpointing import plain, storage
+from replicax.checkpointing.graph import Graph, child_path
+from replicax.checkpointing.manifest import ArrayEntry, Manifest
+from replicax.checkpointing.slots import Entry, Slot, StateSlot, describe
+from replicax.foundation import errors
+
+# Walks all objects of the Checkpoint.
+Walk = Callable[[], Graph]
+
+
+class RestoreStatus:
+    """The outcome of `Checkpoint.restore`, and the keeper of values without an object yet.
+
+    >>> import replicax as rx, tempfile
+    >>> v = rx.Variable(1.0)
+    >>> path = rx.train.Checkpoint(v=v).write(tempfile.mkdtemp() + "/one")
+    >>> rx.train.Checkpoint(v=v).restore(path).assert_consumed().restored
+    ('save_counter', 'v')
+
+    Attributes:
+      path: The checkpoint that was restored, or None.
+      fallbacks: Newer checkpoints that were passed over, with the error of each.
+    """
+
+    def __init__(self, path: Path | None, walk: Walk) -> None:
+        self.path = None if path is None else str(path)
+        self.fallbacks: list[tuple[str, errors.CheckpointError]] = []
+        self._walk = walk
+        self._manifest: Manifest | None = None
+        self._restored: dict[str, None] = {}
+        # Entries that no object has claimed; the arrays among them, copied.
+        self._pending: dict[str, Entry] = {}
+        self._kept: dict[str, np.ndarray] = {}
+        self._is_partial = False
+
+    @property
+    def restored(self) -> tuple[str, ...]:
+        """Names of the objects that got a value."""
+        return tuple(sorted(self._restored))
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names of the objects that the checkpoint has no value for."""
+        return tuple(sorted(set(self._settled().slots) - set(self._restored)))
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Names in the checkpoint that wait for an object of that name."""
+        self._settled()
+        return () if self._is_partial else tuple(sorted(self._pending))
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Names in the checkpoint that are not waited for, after `expect_partial()`."""
+        return tuple(sorted(self._pending)) if self._is_partial else ()
+
+    def assert_consumed(self) -> Self:
+        """Raises unless every object got a value and every value an object."""
+        self.assert_existing_objects_matched()
+        left = self.pending or self.unused
+        if left or self.path is None:
+            raise errors.StructureError(
+                errors.message(
+                    f"Every value of the checkpoint {self.path} needs an object",
+                    f"there is none for {_listed(left)}{self._hint(left, self.missing)}",
+                    "Create these objects, or call `expect_partial()` if they are not wanted.",
+                )
+            )
+        return self
+
+    def assert_existing_objects_matched(self) -> Self:
+        """Raises unless every object of the Checkpoint got a value."""
+        missing = self.missing
+        if missing:
+            left = self.pending or self.unused
+            raise errors.StructureError(
+                errors.message(
+                    f"Every object needs a value in the checkpoint {self.path}",
+                    f"there is none for {_listed(missing)}{self._hint(missing, left)}",
+                    "Rename the objects as they were saved, or leave them out.",
+                )
+            )
+        return self
+
+    def expect_partial(self) -> Self:
+        """Accepts that parts of the checkpoint stay unused, and lets go of them."""
+        self._settled()
+        self._is_partial = True
+        self._kept.clear()
+        return self
+
+    def report(self) -> str:
+        """Returns what was restored and what was not, as text for people."""
+        groups = {
+            "missing in the checkpoint": self.missing,
+            "pending, until an object of this name appears": self.pending,
+            "unused": self.unused,
+        }
+        lines = [f"checkpoint {self.path}"]
+        lines += [f"passed over {path}: {error}" for path, error in self.fallbacks]
+        lines.append(f"restored: {len(self._restored)}")
+        lines += [f"  {name}" for name in self.restored]
+        for title, names in groups.items():
+            lines += [f"{title}: {len(names)}"] if names else []
+            for name in names:
+                near = difflib.get_close_matches(name, self._others(name), 1, 0.75)
+                lines.append(f"  {name}" + (f" (is it {near[0]!r}?)" if near else ""))
+        return "\n".join(lines)
+
+    def _others(self, name: str) -> Sequence[str]:
+        left = self.pending or self.unused
+        return self.missing if name in left else left
+
+    def _hint(self, names: Sequence[str], others: Sequence[str]) -> str:
+        pairs = [(n, difflib.get_close_matches(n, others, 1, 0.75)) for n in names]
+        found = [f"{near[0]!r} looks like {name!r}" for name, near in pairs if near]
+        return f" ({'; '.join(found[:3])})" if found else ""
+
+    # Restoring.
+
+    def load(self, path: Path) -> Self:
+        """Gives every object its value, or raises and changes nothing."""
+        content = self._manifest = manifests.read(path)
+        graph = self._walk()
+        matched = self._match(graph, content.entries)
+        stream = storage.read(path, content)
+        arrays = [e for e in content.entries.values() if isinstance(e, ArrayEntry)]
+        views = {e.name: storage.array_in(stream, e) for e in arrays}
+        _write(graph, matched, views)
+        self._restored = dict.fromkeys(matched)
+        taken = {entry.name for entry in matched.values()}
+        self._pending = {n: e for n, e in content.entries.items() if n not in taken}
+        self._kept = {n: views[n].copy() for n in self._pending if n in views}
+        self._listen(graph)
+        return self
+
+    def give(self, name: str, value: Any, put: Callable[[Any], None]) -> None:
+        """Gives pending values to an object that has just appeared under `name`."""
+        if self._pending and not self._is_partial:
+            graph = Graph()
+            graph.add(name, value, put)
+            self._give_to(graph)
+
+    def _settled(self) -> Graph:
+        """Gives pending values to objects that appeared unseen, such as items of a list."""
+        graph = self._walk()
+        if self._pending and not self._is_partial:
+            self._give_to(graph)
+        return graph
+
+    def _give_to(self, graph: Graph) -> None:
+        waiting = {n: s for n, s in graph.slots.items() if n not in self._restored}
+        matched = self._match(graph, self._pending, waiting)
+        _write(graph, matched, self._kept)
+        self._restored.update(dict.fromkeys(matched))
+        for entry in matched.values():
+            self._pending.pop(entry.name, None)
+            self._kept.pop(entry.name, None)
+        self._listen(graph)
+
+    def _match(
+        self, graph: Graph, wanted: Mapping[str, Entry], slots: Mapping[str, Slot] | None = None
+    ) -> dict[str, Entry]:
+        """Returns the entry for each slot that has one, after checking that it fits."""
+        assert self._manifest is not None
+        found: dict[str, Entry] = {}
+        for name, slot in (graph.slots if slots is None else slots).items():
+            for path in graph.paths_of(name):
+                entry = self._manifest.find(path)
+                if entry is not None and entry.name in wanted:
+                    slot.check(entry, str(self.path))
+                    found[name] = entry
+                    break
+        return found
+
+    def _listen(self, graph: Graph) -> None:
+        if not self._pending:
+            return
+        for path, value in graph.growing.items():
+            value.on_new_child = _NewChild(self, path, value)
+
+
+class _NewChild:
+    """Tells a pending restore about new attributes of one object."""
+
+    def __init__(self, status: RestoreStatus, path: str, parent: Any) -> None:
+        self._status = status
+        self._path = path
+        self._parent = parent
+
+    def __call__(self, name: str, value: Any) -> None:
+        # Not through the object's own `__setattr__`, which would call here again.
+        put = functools.partial(object.__setattr__, self._parent, name)
+        self._status.give(child_path(self._path, name), value, put)
+
+    def __reduce__(self) -> Any:
+        # A copy of the object is another object: nothing is pending for it.
+        return type(None), ()
+
+
+def _write(graph: Graph, matched: Mapping[str, Entry], arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes values that were all checked; code of others, which may fail, comes first."""
+    undo: list[tuple[StateSlot, Any]] = []
+    for name, entry in matched.items():
+        slot = graph.slots[name]
+        if isinstance(slot, StateSlot) and not isinstance(entry, ArrayEntry):
+            undo.append((slot, slot.target.get_state()))
+            try:
+                slot.write(plain.decode(entry.encoded))
+            except Exception as error:
+                for other, state in undo:
+                    other.write(state)
+                raise errors.CheckpointError(
+                    errors.message(
+                        f"`set_state` of {name!r} must accept {describe(entry)}",
+                        f"it raised {type(error).__name__}: {error}",
+                        "Nothing was restored.",
+                    )
+                ) from error
+    for name, entry in matched.items():
+        slot = graph.slots[name]
+        if isinstance(entry, ArrayEntry):
+            slot.write(arrays[entry.name])
+        elif not isinstance(slot, StateSlot):
+            slot.write(plain.decode(entry.encoded))
+    graph.rebuild()
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:5])) or "any object"
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

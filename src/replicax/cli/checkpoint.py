@@ -1,0 +1,133 @@
+"""`replicax checkpoint`: looks into checkpoints and proves that they are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from replicax.checkpointing import manifest, reading
+from replicax.checkpointing.directory import steps_in
+from replicax.checkpointing.manifest import ArrayEntry, Manifest, PlainEntry
+from replicax.foundation import errors
+
+app = typer.Typer(no_args_is_help=True, help="Look into checkpoints, without their program.")
+
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A directory of checkpoints, or one checkpoint.")
+]
+Step = Annotated[
+    int | None, typer.Option(help="Number of the checkpoint; the newest if not given.")
+]
+
+
+@app.command()
+def show(directory: Directory, step: Step = None) -> None:
+    """Print what a checkpoint holds; fail if it is damaged."""
+    with _errors_as_one_line():
+        found = _checkpoints(directory)
+        if step is not None and step not in found:
+            raise errors.NotFoundError(
+                errors.message(
+                    f"{directory} must hold a checkpoint with number {step}",
+                    f"it holds {', '.join(map(str, found))}",
+                    "Choose one of these.",
+                )
+            )
+        number = step if step is not None else max(found)
+        path = found[number]
+        content = manifest.read(path)
+        problem = _problem(path)
+        state = "damaged" if problem else "valid"
+        lines = [f"checkpoint {path}", f"step {content.step}", f"saved {_when(content)}", state]
+        if len(found) > 1:
+            lines.append(f"steps {' '.join(map(str, found))}")
+        typer.echo("\n".join(lines))
+        _print_entries(content)
+        if problem:
+            raise problem
+
+
+@app.command()
+def verify(directory: Directory) -> None:
+    """Read every checkpoint whole and compare all checksums; fail if one is damaged."""
+    with _errors_as_one_line():
+        problems = {path: _problem(path) for path in _checkpoints(directory).values()}
+        for path, problem in problems.items():
+            typer.echo(f"{path}: {problem or 'valid'}")
+        if any(problems.values()):
+            raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _errors_as_one_line() -> Iterator[None]:
+    try:
+        yield
+    except errors.DistributeError as error:
+        typer.echo(f"replicax: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _checkpoints(directory: Path) -> dict[int, Path]:
+    if (directory / manifest.FILE_NAME).exists():
+        return {manifest.read(directory).step: directory}
+    found = steps_in(directory)
+    if not found:
+        is_there = "holds none" if directory.is_dir() else "does not exist"
+        raise errors.NotFoundError(
+            errors.message(
+                f"{directory} must be a checkpoint, or a directory with some",
+                f"it {is_there}",
+                "Give the directory of a CheckpointManager.",
+            )
+        )
+    return found
+
+
+def _problem(path: Path) -> errors.CheckpointError | None:
+    try:
+        reading.verify(path)
+    except errors.CheckpointError as error:
+        return error
+    return None
+
+
+def _when(content: Manifest) -> str:
+    moment = datetime.datetime.fromtimestamp(content.saved_at, datetime.UTC)
+    return moment.isoformat(sep=" ", timespec="seconds")
+
+
+def _print_entries(content: Manifest) -> None:
+    rows = [_row(entry) for _, entry in sorted(content.entries.items())]
+    rows += [(alias, f"same as {name}", "", "", "") for alias, name in content.aliases.items()]
+    total = sum(e.nbytes for e in content.entries.values() if isinstance(e, ArrayEntry))
+    heads = ("name", "kind", "shape", "dtype", "bytes")
+    if sys.stdout.isatty():
+        _print_table(heads, rows)
+    else:
+        typer.echo("\n".join("\t".join(row) for row in [heads, *rows]))
+    typer.echo(f"{len(content.entries)} entries, {total:,} bytes in arrays")
+
+
+def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table()
+    for head in heads:
+        table.add_column(head, justify="right" if head == "bytes" else "left")
+    for row in rows:
+        # Names come from files: never read as rich markup.
+        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+    Console().print(table)
+
+
+def _row(entry: ArrayEntry | PlainEntry) -> tuple[str, str, str, str, str]:
+    if isinstance(entry, PlainEntry):
+        return entry.name, entry.kind, "", entry.encoded["type"], ""
+    shape = "x".join(map(str, entry.shape)) or "scalar"
+    return entry.name, entry.kind, shape, entry.dtype, str(entry.nbytes)
