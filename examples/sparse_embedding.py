@@ -26,7 +26,8 @@ with strategy.scope():
     rng = np.random.default_rng(0)
     table = rx.Variable((rng.normal(size=(ROWS, WIDTH)) * 0.1).astype(np.float32), name="table")
     # Adagrad changes nothing where the gradient is zero, so touching rows only is exact.
-    optimizer = rx.optimizers.Optimizer(optax.adagrad(0.3), [table])
+    transformation = optax.adagrad(0.1, initial_accumulator_value=1e-8)
+    optimizer = rx.optimizers.Optimizer(transformation, [table])
 
 
 def replica_step(batch: Any) -> Any:
