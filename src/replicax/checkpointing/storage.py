@@ -31,7 +31,7 @@ import numpy as np
 
 from replicax.checkpointing import manifest as manifests
 from replicax.checkpointing.manifest import ArrayEntry, Manifest, StoredFile
-from replicax.foundation import errors, lazy
+from replicax.foundation import durable_files, errors, lazy
 
 if TYPE_CHECKING:
     import orbax.checkpoint as orbax
@@ -67,11 +67,9 @@ def write(
             _write_stream(temporary, stream)
         content = describe(_list_files(temporary))
         _sync_tree(temporary)
-        with open(temporary / manifests.FILE_NAME, "wb") as file:
+        with durable_files.synced(temporary / manifests.FILE_NAME) as file:
             file.write(content.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_directory(temporary)
+        durable_files.sync_directory(temporary)
         _move_into_place(temporary, path)
     except (OSError, ValueError, RuntimeError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -157,20 +155,8 @@ def _files_below(directory: Path) -> Iterator[Path]:
 def _sync_tree(directory: Path) -> None:
     for parent, _, files in os.walk(directory, topdown=False):
         for name in files:
-            _sync(os.path.join(parent, name), os.O_RDONLY)
-        _sync_directory(Path(parent))
-
-
-def _sync_directory(directory: Path) -> None:
-    _sync(directory, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: str | Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            durable_files.sync_file(os.path.join(parent, name))
+        durable_files.sync_directory(parent)
 
 
 def _move_into_place(temporary: Path, path: Path) -> None:
@@ -179,7 +165,7 @@ def _move_into_place(temporary: Path, path: Path) -> None:
         os.rename(path, aside)
     try:
         os.rename(temporary, path)
-        _sync_directory(path.parent)
+        durable_files.sync_directory(path.parent)
     except OSError:
         # Not safe on disk, so not there at all: everything back to where it was.
         if path.exists():

@@ -20,11 +20,11 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from replicax.foundation import errors
+from replicax.foundation import durable_files, errors
 
 MANIFEST = "saved_model.json"
 _FORMAT = "replicax.saved_model"
@@ -79,7 +79,7 @@ def write(
         try:
             _write_files(hidden, manifest, variables, functions)
             hidden.rename(target)
-            _sync_directory(target.parent)
+            durable_files.sync_directory(target.parent)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
@@ -146,10 +146,10 @@ def _write_files(
         _write_data(folder / names["functions"], manifest["functions"], blobs)
         manifest.update(format=_FORMAT, version=_VERSION, files=names)
         manifest["crc32"] = _checksum_of(manifest)
-        with _synced(staged) as file:
+        with durable_files.synced(staged) as file:
             file.write(json.dumps(manifest, indent=1).encode())
         os.replace(staged, folder / MANIFEST)
-        _sync_directory(folder)
+        durable_files.sync_directory(folder)
     except BaseException:
         for name in (*names.values(), staged.name):
             (folder / name).unlink(missing_ok=True)
@@ -157,28 +157,11 @@ def _write_files(
 
 
 def _write_data(path: Path, entries: list[dict[str, Any]], pieces: Iterable[memoryview]) -> None:
-    with _synced(path) as file:
+    with durable_files.synced(path) as file:
         for entry, piece in zip(entries, pieces, strict=True):
             file.write(bytes(-file.tell() % _ALIGNMENT))
             entry.update(offset=file.tell(), bytes=piece.nbytes, crc32=zlib.crc32(piece))
             file.write(piece)
-
-
-@contextlib.contextmanager
-def _synced(path: Path) -> Iterator[BinaryIO]:
-    """Opens a new file that is on the disk when the block ends."""
-    with path.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_unnamed(folder: Path, manifest: dict[str, Any]) -> None:
