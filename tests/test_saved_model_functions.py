@@ -240,3 +240,21 @@ def test_an_object_that_is_no_module(tmp_path: Path) -> None:
 
     rx.saved_model.save(Plain(), tmp_path)
     np.testing.assert_array_equal(rx.saved_model.load(tmp_path).scale([2.0]), [8.0])
+
+
+def test_an_open_size_can_be_counted(tmp_path: Path) -> None:
+    class Counter(rx.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = rx.Variable(0, name="rows")
+
+        @rx.function(input_signature=[rx.TensorSpec((None, 2))])
+        def count(self, x: Any) -> Any:
+            self.rows.assign_add(x.shape[0])
+            return x.sum()
+
+    rx.saved_model.save(Counter(), tmp_path / "counter")
+    loaded = rx.saved_model.load(tmp_path / "counter")
+    for rows in (3, 4):
+        loaded.count(np.ones((rows, 2), np.float32))
+    assert int(loaded.rows) == 7

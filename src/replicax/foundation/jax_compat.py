@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import jax.core
+import jax.export
 import jax.extend.core as jex_core
 from jax.sharding import Mesh, PartitionSpec
 
@@ -79,6 +80,11 @@ def in_trace(trace: Any) -> contextlib.AbstractContextManager[None]:
 def is_traced(value: object) -> bool:
     """Tells whether a value is known to the compiler only."""
     return isinstance(value, jax.core.Tracer)
+
+
+def is_open_size(value: object) -> bool:
+    """Tells whether a value is a size that an exported program leaves open."""
+    return jax.export.is_symbolic_dim(value)
 
 
 def eval_jaxpr(jaxpr: Any, consts: list[Any], *args: Any) -> list[Any]:

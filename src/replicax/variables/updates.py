@@ -58,6 +58,8 @@ def checked_payload(variable: Any, kind: str, value: Any) -> Any:
     if isinstance(value, IndexedSlices):
         value = value.to_dense()
     value = as_operand(value)
+    if jax_compat.is_open_size(value):
+        value = jnp.asarray(value)
     array = value if isinstance(value, jax.Array) else _as_numpy(variable, kind, value)
     if array.shape != variable.shape:
         raise errors.InvalidArgumentError(
