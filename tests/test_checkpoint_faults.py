@@ -408,3 +408,31 @@ pickle.loads(pickle.dumps(print))
 assert seen, "the hook does not see pickles"
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def _can_mount() -> bool:
+    """Tells whether this machine lets a process have a file system of its own."""
+    try:
+        done = subprocess.run(["unshare", "-rm", "true"], capture_output=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+if _can_mount():
+
+    @pytest.mark.parametrize("megabytes", [1, 12, 30])
+    def test_a_disk_that_is_really_full(tmp_path: Path, megabytes: int) -> None:
+        program = Path(__file__).parent / "programs" / "checkpoint_full_disk.py"
+        done = subprocess.run(
+            ["unshare", "-rm", sys.executable, str(program), str(tmp_path), str(megabytes)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        )
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert len(found["raised"]) == 2
+        assert all("No space left" in text and "ckpt-" in text for text in found["raised"])
+        assert found["left"] == [found["first"]]
+        assert found["is_whole"] and "large" in found["report"]
