@@ -1,0 +1,78 @@
+"""One compiled training step on an embedding table, by rows and with a dense gradient.
+
+A case `NxDxI` is a table of N rows of D numbers, I ids looked up in each step, split over two
+replicas on two CPU devices, and adagrad. Contestants: this project's optimizer as it is; and
+the same step with `sparse="dense"`, which makes a gradient of the size of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.harness import Measured, Row, Settings, at_most, best_time, compete, main
+
+CASES = ("1000000x64x256", "1000000x64x4096")
+LIMIT = 0.1
+
+
+def step_time(case: str, seconds: float, sparse: str) -> dict[str, float]:
+    import replicax as rx
+
+    rx.set_virtual_cpu_devices(2)
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    rows, width, num_ids = map(int, case.split("x"))
+    strategy = rx.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        table = rx.Variable(jnp.zeros((rows, width)))
+        optimizer = rx.optimizers.Optimizer(optax.adagrad(0.1), [table], sparse=sparse)
+
+    def replica_step(ids: Any) -> Any:
+        def loss_of_replica() -> Any:
+            looked_up = rx.nn.embedding_lookup(table, ids)
+            return jnp.mean((looked_up - 1.0) ** 2)
+
+        loss, gradients = rx.value_and_grad(loss_of_replica, [table])()
+        optimizer.apply_gradients(gradients)
+        return loss
+
+    @rx.function
+    def step(ids: Any) -> Any:
+        return strategy.reduce("MEAN", strategy.run(replica_step, args=(ids,)), axis=None)
+
+    random = np.random.default_rng(0)
+    ids = strategy.experimental_distribute_values_from_function(
+        lambda context: jnp.asarray(random.integers(0, rows, num_ids // 2))
+    )
+    return {"ms": 1e3 * best_time(lambda: step(ids), jax.block_until_ready, seconds)}
+
+
+def ours(case: str, seconds: float) -> dict[str, float]:
+    return step_time(case, seconds, "auto")
+
+
+def dense(case: str, seconds: float) -> dict[str, float]:
+    return step_time(case, seconds, "dense")
+
+
+CONTESTANTS = {"ours": ours, "dense": dense}
+
+
+def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, list[Row]]:
+    """Measures everything; returns the numbers and the lines of the table."""
+    measured = compete(__name__, CONTESTANTS, CASES, settings, report)
+    rows: list[Row] = []
+    for case in CASES:
+        own, peer = measured["ours", case]["ms"], measured["dense", case]["ms"]
+        texts = f"{own:.3f} ms", f"{peer:.3f} ms"
+        verdict = at_most(LIMIT, own / peer)
+        rows.append(Row("sparse step / dense gradient", case, *texts, own / peer, *verdict))
+    return measured, rows
+
+
+if __name__ == "__main__":
+    main(CONTESTANTS)
