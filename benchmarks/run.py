@@ -1,4 +1,4 @@
-"""Runs all benchmarks: `python -m benchmarks.run [--quick] [--no-tf]`.
+"""Runs all benchmarks: `python -m benchmarks.run [--quick] [--no-tf] [--only NAME …]`.
 
 Prints a table and writes the numbers, with machine and versions, to out/benchmarks.json.
 Only ratios hold on a shared machine, which is why contestants take turns. The exit status is
@@ -26,8 +26,12 @@ from rich.table import Table
 
 from benchmarks import (
     call_overhead,
+    checkpoints,
     compiled_step,
     eager_all_reduce,
+    input_epoch,
+    input_wait,
+    sparse_step,
     tf_environment,
     virtual_replicas,
 )
@@ -38,6 +42,10 @@ BENCHMARKS: tuple[ModuleType, ...] = (
     call_overhead,
     eager_all_reduce,
     virtual_replicas,
+    input_epoch,
+    input_wait,
+    sparse_step,
+    checkpoints,
 )
 PACKAGES = ("replicax", "jax", "jaxlib", "numpy")
 
@@ -46,6 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one short round; not to be trusted")
     parser.add_argument("--no-tf", action="store_true", help="leave TensorFlow out")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of benchmarks to run")
     options = parser.parse_args()
     progress = Console(stderr=True, highlight=False)
 
@@ -68,6 +77,8 @@ def main() -> int:
     numbers: dict[str, Any] = {}
     for benchmark in BENCHMARKS:
         name = benchmark.__name__.rpartition(".")[2]
+        if options.only and name not in options.only:
+            continue
         try:
             measured, found = benchmark.run(settings, report)
         except ContestantFailed as error:

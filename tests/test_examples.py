@@ -3,37 +3,114 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+# A tour with tables and pictures, not an example to start from.
+LONG = {"demo"}
 
 
-def run(*command: str) -> str:
+def run(name: str, *arguments: str) -> str:
     # Without what the suite set: an example sets up its own devices.
     env = {k: v for k, v in os.environ.items() if k != "NPROC"}
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, f"examples/{name}.py", *arguments],
         cwd=ROOT,
         env=env,
-        check=True,
+        check=False,
         timeout=100,
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
     return done.stdout
 
 
-def test_quickstart_learns_the_line() -> None:
-    assert "y = 3.00 x + 2.00" in run("examples/quickstart.py")
+def numbers(pattern: str, output: str) -> list[float]:
+    """All numbers that the output has in place of the group of the pattern."""
+    return [float(found) for found in re.findall(pattern, output)]
 
 
-@pytest.mark.slow
-def test_demo_trains_alike_under_every_strategy() -> None:
-    output = run("examples/demo.py")
+def check_quickstart(output: str) -> None:
+    assert "y = 3.00 x + 2.00" in output
+
+
+def check_custom_loop(output: str) -> None:
+    (accuracy,) = numbers(r"test accuracy ([\d.]+) on 360 digits", output)
+    assert accuracy > 0.93
+
+
+def check_gradient_accumulation(output: str) -> None:
+    (difference,) = numbers(r"largest difference ([\d.e+-]+)", output)
+    assert difference < 1e-5
+    assert numbers(r"(\d+) updates from", output) == [8, 8]
+
+
+def check_export_serve(output: str) -> None:
+    assert "loaded: [1. 2. 3. 4.] after 4096 examples" in output
+    assert "served 3 rows: [10. 10. 10.]" in output
+
+
+def check_model_learns(output: str) -> None:
+    accuracies = numbers(r"epoch \d: loss [\d.]+, accuracy ([\d.]+)", output)
+    assert len(accuracies) >= 4
+    assert accuracies[0] < accuracies[1] < accuracies[-1]
+    assert accuracies[-1] > 0.9
+
+
+def check_sparse_embedding(output: str) -> None:
+    first, second, third = numbers(r"step \d00: loss ([\d.]+)", output)
+    assert first > second > third
+    assert third < 0.01
+
+
+def check_demo(output: str) -> None:
     losses = {line.split("│")[3].strip() for line in output.splitlines() if line.startswith("│")}
     assert len(losses) == 1
     assert (ROOT / "out" / "demo.png").stat().st_size > 10_000
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    "quickstart": check_quickstart,
+    "custom_loop": check_custom_loop,
+    "gradient_accumulation": check_gradient_accumulation,
+    "export_serve": check_export_serve,
+    "flax_model": check_model_learns,
+    "equinox_model": check_model_learns,
+    "sparse_embedding": check_sparse_embedding,
+    "demo": check_demo,
+}
+SLOW = {"flax_model", "equinox_model", "sparse_embedding", "demo"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CHECKS]
+)
+def test_example_prints_what_it_promises(name: str) -> None:
+    CHECKS[name](run(name))
+
+
+def test_checkpoint_resume_ends_like_a_run_that_was_not_stopped(tmp_path: Path) -> None:
+    stopped, whole = str(tmp_path / "stopped"), str(tmp_path / "whole")
+    assert "started from the beginning" in run("checkpoint_resume", stopped, "--stop-after", "30")
+    resumed = run("checkpoint_resume", stopped).splitlines()
+    assert resumed[0] == "resumed at step 30"
+    uninterrupted = run("checkpoint_resume", whole).splitlines()
+    # All steps after the 30th, and the line that was learnt.
+    assert resumed[1:] == uninterrupted[4:]
+    assert resumed[-1].startswith("y = ")
+
+
+def test_every_example_is_checked_and_short() -> None:
+    files = {file.stem: file for file in EXAMPLES.glob("*.py")}
+    assert files.keys() == CHECKS.keys() | {"checkpoint_resume"}
+    lengths = {name: len(file.read_text().splitlines()) for name, file in files.items()}
+    assert {name: n for name, n in lengths.items() if n >= 120}.keys() <= LONG
