@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from replicax.checkpointing import snapshot
 from replicax.checkpointing.graph import Graph, child_name
 from replicax.checkpointing.slots import ValueSlot
@@ -105,15 +107,15 @@ class Checkpoint:
 
     read = restore
 
-    def take_snapshot(self, api: str, number: int) -> Snapshot:
-        """Copies all values into host memory; counts as save `number`."""
+    def take_snapshot(self, api: str, number: int, spare: np.ndarray | None = None) -> Snapshot:
+        """Copies all values into host memory, `spare` if it fits; counts as save `number`."""
         _require_plain_code(api)
         if self._last_restore is not None:
             # Values that still wait for an object may find it in a list or dict by now.
             _ = self._last_restore.pending
         before, self.__dict__["_counter"] = self._counter, number
         try:
-            return snapshot.take(self._walk())
+            return snapshot.take(self._walk(), spare)
         except BaseException:
             self.__dict__["_counter"] = before
             raise

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
+
+import numpy as np
 
 from replicax.checkpointing import manifest as manifests
 from replicax.checkpointing import storage
@@ -86,6 +89,8 @@ class CheckpointManager:
         self._init_fn = init_fn
         self._is_async = save_async
         self._work = BackgroundWork()
+        # Host memory of the last save, for the next one.
+        self._spare: np.ndarray | None = None
         self._lock = WriterLock(self._directory)
         if self._lock.acquire():
             storage.remove_leftovers(self._directory)
@@ -161,12 +166,19 @@ class CheckpointManager:
             )
         number = self._number(checkpoint_number)
         path = self._directory / f"{self._name}-{number}"
-        taken = self._checkpoint.take_snapshot("CheckpointManager.save", number)
+        api, spare = "CheckpointManager.save", self._spare
+        self._spare = None
+        taken = self._checkpoint.take_snapshot(api, number, spare)
+        # Free again when the next save starts, which waits for this one.
+        self._spare = taken.stream
         measured = {name: float(value) for name, value in (metrics or {}).items()}
         if self._is_async if asynchronous is None else asynchronous:
-            self._work.start(lambda: self._write(taken, path, number, measured))
+            self._work.start(lambda: _delete(self._write(taken, path, number, measured)))
         else:
-            self._write(taken, path, number, measured)
+            expired = self._write(taken, path, number, measured)
+            if expired:
+                # They are out of the list already; freeing their space takes a while.
+                self._work.start(lambda: _delete(expired))
         self._last_saved_at = now
         return str(path)
 
@@ -190,12 +202,12 @@ class CheckpointManager:
 
     def _write(
         self, taken: Snapshot, path: Path, number: int, metrics: Mapping[str, float]
-    ) -> None:
+    ) -> list[Path]:
+        """Writes a checkpoint; returns what is left of those that are not kept."""
         taken.write(path, number, metrics)
         steps = steps_in(self._directory, self._name)
-        for step in self._policy.expired(_records(steps)):
-            if step != number:
-                storage.remove(steps[step])
+        expired = self._policy.expired(_records(steps))
+        return [storage.put_aside(steps[step]) for step in expired if step != number]
 
     def wait(self) -> None:
         """Waits for a save in the background; raises its error."""
@@ -205,6 +217,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Waits for a save in the background and lets other processes manage the directory."""
+        self._spare = None
         try:
             self._work.wait()
         finally:
@@ -265,6 +278,12 @@ class CheckpointManager:
         if path is None and self._init_fn is not None:
             self._init_fn()
         return path
+
+
+def _delete(paths: list[Path]) -> None:
+    """Frees the space of what was put aside."""
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _records(steps: Mapping[int, Path]) -> list[Record]:

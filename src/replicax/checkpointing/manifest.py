@@ -45,7 +45,6 @@ class ArrayEntry:
       shape: Its shape.
       dtype: The name of its type.
       offset: Where it starts in the stream.
-      crc32: Checksum of its bytes.
       key_impl: The PRNG implementation of a key, otherwise "".
     """
 
@@ -54,7 +53,6 @@ class ArrayEntry:
     shape: tuple[int, ...]
     dtype: str
     offset: int
-    crc32: int
     key_impl: str = ""
 
     @property
@@ -74,10 +72,10 @@ class PlainEntry:
 
 @dataclasses.dataclass(frozen=True)
 class StoredFile:
-    """A file that belongs to a checkpoint; only small ones carry a checksum of their own."""
+    """A file that belongs to a checkpoint, and the checksum of its bytes."""
 
     size: int
-    crc32: int | None
+    crc32: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +279,6 @@ def _array_entry(raw: dict[str, Any], size: int) -> ArrayEntry:
         shape,
         raw["dtype"],
         _number(raw["offset"]),
-        _number(raw["crc32"]),
         raw["key_impl"],
     )
     if not isinstance(entry.key_impl, str):
@@ -292,7 +289,7 @@ def _array_entry(raw: dict[str, Any], size: int) -> ArrayEntry:
 
 
 def _stored_file(raw: dict[str, Any]) -> StoredFile:
-    return StoredFile(_number(raw["size"]), None if raw["crc32"] is None else _number(raw["crc32"]))
+    return StoredFile(_number(raw["size"]), _number(raw["crc32"]))
 
 
 def _add(entries: dict[str, Any], entry: ArrayEntry | PlainEntry) -> None:

@@ -138,7 +138,8 @@ class VariableSlot(ArraySlot):
             frame.overlay.adopt(variable, jnp.asarray(value))
             return
         with jax_compat.eagerly(), jax_compat.any_dtype(variable.dtype):
-            variable.store_everywhere(frame.with_overlay(None), _copied(value))
+            # On CPU devices the variable may share memory with the value, until it is written.
+            variable.store_everywhere(frame.with_overlay(None), value)
 
     def _require_equal_copies(self, variable: Variable) -> None:
         if variable.is_per_replica and variable.aggregation is VariableAggregation.SUM:

@@ -139,6 +139,12 @@ class RestoreStatus:
         stream = storage.read(path, content)
         arrays = [e for e in content.entries.values() if isinstance(e, ArrayEntry)]
         views = {e.name: storage.array_in(stream, e) for e in arrays}
+        wanted = {e.name for e in matched.values() if isinstance(e, ArrayEntry)}
+        if 2 * sum(views[name].nbytes for name in wanted) < stream.nbytes:
+            # A small part must not keep all of the stream in memory.
+            views = {name: view.copy() for name, view in views.items() if name in wanted} | {
+                name: view for name, view in views.items() if name not in wanted
+            }
         _write(graph, matched, views)
         self._restored = dict.fromkeys(matched)
         taken = {entry.name for entry in matched.values()}

@@ -21,8 +21,9 @@ import os
 import secrets
 import shutil
 import stat
+import time
 import zlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,12 +42,15 @@ else:
     epath = lazy.module("etils.epath")
 
 ARRAYS = "arrays"
+# Arrays start at multiples of this: any type can be viewed in place.
+ALIGNMENT = 64
 TEMPORARY = ".tmp-"
 _REPLACED = "old-"
 _CHUNK_BYTES = 8 << 20
 # Says how the stream is cut; all other files are chunks, named by their number.
 _LAYOUT_FILE = ".zarray"
 _MAX_LAYOUT_BYTES = 1 << 16
+_DISCARD_S = 2.0
 
 
 def write(
@@ -63,22 +67,31 @@ def write(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.mkdir(temporary)
-        if stream.size:
-            _write_stream(temporary, stream)
-        content = describe(_list_files(temporary))
+        files = _write_stream(temporary, stream) if stream.size else {}
+        content = describe(files)
         _sync_tree(temporary)
         with durable_files.synced(temporary / manifests.FILE_NAME) as file:
             file.write(content.encode())
         durable_files.sync_directory(temporary)
         _move_into_place(temporary, path)
     except (OSError, ValueError, RuntimeError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _discard(temporary)
         if isinstance(error, errors.DistributeError):
             raise
         raise cannot_write(path, error) from error
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _discard(temporary)
         raise
+
+
+def _discard(temporary: Path) -> None:
+    """Removes what was written, though some of Orbax's writers may not have noticed yet."""
+    deadline = time.monotonic() + _DISCARD_S
+    quiet = 0
+    while quiet < 3 and time.monotonic() < deadline:
+        shutil.rmtree(temporary, ignore_errors=True)
+        quiet = 0 if temporary.exists() else quiet + 1
+        time.sleep(0.02)
 
 
 def cannot_write(path: Path, error: Exception) -> errors.CheckpointError:
@@ -95,12 +108,27 @@ def cannot_write(path: Path, error: Exception) -> errors.CheckpointError:
     return wrapped
 
 
-def _write_stream(checkpoint: Path, stream: np.ndarray) -> None:
+def _write_stream(checkpoint: Path, stream: np.ndarray) -> dict[str, StoredFile]:
+    """Writes the stream through Orbax, and returns its files with their checksums."""
     # The stream is ours alone: no need for Orbax to copy it once more.
     handler = orbax.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
     options = orbax.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
-    for written in _run(handler.serialize([stream], [_place_in(checkpoint)], [options])):
-        written.result()
+    chunks = np.split(stream, _num_chunks(stream.size))
+    # Checksums are computed while the disk is busy; zlib lets go of the GIL.
+    with _pool() as pool:
+        sums = pool.map(zlib.crc32, [chunk.data for chunk in chunks])
+        for written in _run(handler.serialize([stream], [_place_in(checkpoint)], [options])):
+            written.result()
+        files = {f"{ARRAYS}/{i}": StoredFile(chunks[i].size, s) for i, s in enumerate(sums)}
+    layout = checkpoint / ARRAYS / _LAYOUT_FILE
+    files[f"{ARRAYS}/{_LAYOUT_FILE}"] = StoredFile(
+        layout.stat().st_size, zlib.crc32(layout.read_bytes())
+    )
+    return files
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "ThreadPoolExecutor-checkpoint")
 
 
 def _place_in(checkpoint: Path) -> Any:
@@ -126,22 +154,20 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
         return pool.submit(asyncio.run, work).result()
 
 
-def _list_files(checkpoint: Path) -> dict[str, StoredFile]:
-    found: dict[str, StoredFile] = {}
-    for file in _files_below(checkpoint / ARRAYS):
-        status = file.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{file} is not a regular file")
-        name = str(file.relative_to(checkpoint))
-        found[name] = StoredFile(status.st_size, None)
-        if file.name == _LAYOUT_FILE and status.st_size <= _MAX_LAYOUT_BYTES:
-            found[name] = StoredFile(status.st_size, zlib.crc32(file.read_bytes()))
-    return found
+def memory(size: int) -> np.ndarray:
+    """Returns bytes that start where JAX can use arrays in place, without a copy."""
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size]
+
+
+def _num_chunks(size: int) -> int:
+    return max(1, -(-size // _CHUNK_BYTES))
 
 
 def padded_size(size: int) -> int:
     """Returns the next size that chunks of equal length make up; Orbax cuts no others."""
-    count = max(1, -(-size // _CHUNK_BYTES))
+    count = _num_chunks(size)
     return -(-size // count) * count
 
 
@@ -176,11 +202,11 @@ def _move_into_place(temporary: Path, path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def remove(path: Path) -> None:
-    """Deletes a checkpoint; a crash on the way leaves no half of it under its name."""
+def put_aside(path: Path) -> Path:
+    """Takes a checkpoint out of the directory's list; what is left can be deleted at leisure."""
     aside = path.with_name(f"{path.name}{TEMPORARY}gone-{secrets.token_hex(4)}")
     os.rename(path, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    return aside
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -195,56 +221,80 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def read(path: Path, content: Manifest) -> np.ndarray:
-    """Reads the bytes of all arrays; DataLossError if one is not as it was written."""
+    """Reads the bytes of all arrays; DataLossError if one is not as it was written.
+
+    Orbax stores an array of bytes in chunks, each a plain file of its bytes. They are read
+    straight into place, and checked while they are still in the processor's cache.
+    """
     if not content.size:
         return np.empty(0, np.uint8)
-    _check_files(path, content)
-    stream = _read_stream(path)
-    _verify(path, stream, [e for e in content.entries.values() if isinstance(e, ArrayEntry)])
+    count = _check_files(path, content)
+    stream = memory(content.size)
+    chunks = np.split(stream, count)
+    with _pool() as pool:
+        jobs = [pool.submit(_read_chunk, path, i, chunks[i], content) for i in range(count)]
+        for job in jobs:
+            job.result()
     return stream
 
 
-def _read_stream(path: Path) -> np.ndarray:
+def _read_chunk(path: Path, number: int, chunk: np.ndarray, content: Manifest) -> None:
+    name = f"{ARRAYS}/{number}"
     try:
-        handler = orbax.type_handlers.NumpyHandler()
-        (stream,) = _run(handler.deserialize([_place_in(path)]))
-    except Exception as error:  # Whatever Orbax makes of damaged files.
-        raise damaged(path / ARRAYS, f"Orbax cannot read it ({str(error)[:200]})") from error
-    return stream
+        with open(path / name, "rb", buffering=0) as file:
+            filled = 0
+            while filled < chunk.size and (count := file.readinto(chunk[filled:].data)):
+                filled += count
+    except OSError as error:
+        raise damaged(path / name, f"it cannot be read ({error})") from error
+    if filled < chunk.size or zlib.crc32(chunk.data) != content.files[name].crc32:
+        start = number * chunk.size
+        arrays = [e for e in content.entries.values() if isinstance(e, ArrayEntry)]
+        hit = [e.name for e in arrays if e.offset < start + chunk.size]
+        hit = [e.name for e in arrays if e.name in hit and e.offset + e.nbytes > start]
+        raise damaged(path / name, f"its checksum differs; it holds bytes of {hit[:5]}")
 
 
-def _check_files(path: Path, content: Manifest) -> None:
-    """Compares the files with the manifest before Orbax opens any of them."""
+def _check_files(path: Path, content: Manifest) -> int:
+    """Compares the files with the manifest; returns how many chunks there are."""
     try:
-        found = _list_files(path)
-    except (OSError, ValueError) as error:
-        raise damaged(path, f"its files cannot be read ({error})") from error
+        found = {str(f.relative_to(path)): f.lstat() for f in _files_below(path / ARRAYS)}
+    except OSError as error:
+        raise damaged(path, f"its files cannot be listed ({error})") from error
     for name in sorted(found.keys() | content.files.keys()):
         wanted, file = content.files.get(name), path / name
         if name not in found:
             raise damaged(file, "the file is missing")
         if wanted is None:
             raise damaged(file, "the checkpoint was written without this file")
-        if found[name].size != wanted.size:
-            raise damaged(file, f"it has {found[name].size} bytes instead of {wanted.size}")
-        if found[name].crc32 != wanted.crc32:
-            raise damaged(file, "its checksum differs")
-    _check_layout(path / ARRAYS / _LAYOUT_FILE, content)
+        if not stat.S_ISREG(found[name].st_mode):
+            raise damaged(file, "it is not a regular file")
+        if found[name].st_size != wanted.size:
+            raise damaged(file, f"it has {found[name].st_size} bytes instead of {wanted.size}")
+    return _check_layout(path, content)
 
 
-def _check_layout(file: Path, content: Manifest) -> None:
-    """Makes sure that reading allocates what the files hold, and nothing more."""
+def _check_layout(path: Path, content: Manifest) -> int:
+    """Makes sure that the chunks are the stream that the manifest speaks of."""
+    name = f"{ARRAYS}/{_LAYOUT_FILE}"
+    file = path / name
     try:
-        layout = json.loads(file.read_bytes())
+        if content.files[name].size > _MAX_LAYOUT_BYTES:
+            raise ValueError("it is too long")
+        text = file.read_bytes()
+        layout = json.loads(text)
         (chunk,) = layout["chunks"]
         expected = {"shape": [content.size], "dtype": "|u1", "compressor": None, "filters": None}
         is_as_written = all(layout[key] == value for key, value in expected.items())
-        count = -(-content.size // chunk)
+        count = content.size // chunk
         chunks = [content.files[f"{ARRAYS}/{i}"].size for i in range(count)]
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise damaged(file, f"it does not describe the arrays ({error!r})") from error
-    if not is_as_written or any(size != chunk for size in chunks):
+    if zlib.crc32(text) != content.files[name].crc32:
+        raise damaged(file, "its checksum differs")
+    if not is_as_written or count * chunk != content.size or any(s != chunk for s in chunks):
         raise damaged(file, "it does not describe the arrays of the manifest")
+    return count
 
 
 def damaged(file: Path, found: str) -> errors.DataLossError:
@@ -262,23 +312,3 @@ def array_in(stream: np.ndarray, entry: ArrayEntry) -> np.ndarray:
     """Returns an array of a stream, without a copy."""
     part = stream[entry.offset : entry.offset + entry.nbytes]
     return part.view(manifests.dtype_named(entry.dtype)).reshape(entry.shape)
-
-
-def _verify(path: Path, stream: np.ndarray, entries: Sequence[ArrayEntry]) -> None:
-    parts = [stream[entry.offset : entry.offset + entry.nbytes] for entry in entries]
-    for entry, found in zip(entries, checksums(parts), strict=True):
-        if found != entry.crc32:
-            raise damaged(path, f"the bytes of {entry.name!r} have another checksum")
-    end = 0
-    for offset, nbytes in [*sorted((e.offset, e.nbytes) for e in entries), (stream.size, 0)]:
-        if stream[end:offset].any():
-            raise damaged(path, "the bytes between the arrays are not empty")
-        end = max(end, offset + nbytes)
-
-
-def checksums(parts: Sequence[np.ndarray]) -> list[int]:
-    """Returns the CRC-32 of each array of bytes; zlib lets go of the GIL meanwhile."""
-    if sum(part.nbytes for part in parts) < _CHUNK_BYTES:
-        return [zlib.crc32(part.data) for part in parts]
-    with ThreadPoolExecutor(os.cpu_count(), "ThreadPoolExecutor-checksum") as pool:
-        return list(pool.map(zlib.crc32, [part.data for part in parts]))
