@@ -738,6 +738,19 @@ def test_T78_spec_knows_the_batch_only_without_remainders(strategy: Any) -> None
     assert isinstance(fixed.element_spec, rx.PerReplicaSpec) == (count > 1)
 
 
+@pytest.mark.strategies("mirrored_2")
+def test_T78_asking_for_the_spec_is_no_epoch(strategy: Any) -> None:
+    def make() -> Any:
+        rows = rx.data.Dataset.range(16).shuffle(16, seed=5).batch(4)
+        return strategy.experimental_distribute_dataset(rows)
+
+    asked, plain = make(), make()
+    assert asked.element_spec.shape == (None,)
+    assert [elements(strategy, asked) for _ in range(2)] == [
+        elements(strategy, plain) for _ in range(2)
+    ]
+
+
 # Positions.
 
 

@@ -142,9 +142,7 @@ class RestoreStatus:
         wanted = {e.name for e in matched.values() if isinstance(e, ArrayEntry)}
         if 2 * sum(views[name].nbytes for name in wanted) < stream.nbytes:
             # A small part must not keep all of the stream in memory.
-            views = {name: view.copy() for name, view in views.items() if name in wanted} | {
-                name: view for name, view in views.items() if name not in wanted
-            }
+            views = {n: v.copy() if n in wanted else v for n, v in views.items()}
         _write(graph, matched, views)
         self._restored = dict.fromkeys(matched)
         taken = {entry.name for entry in matched.values()}

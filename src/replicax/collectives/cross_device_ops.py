@@ -20,7 +20,7 @@ from replicax.collectives.destinations import (
 from replicax.foundation import devices, errors, gate, jax_compat
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import CommunicationOptions, ReduceOp
-from replicax.values.distributed_values import PerReplica, TracedPerReplica
+from replicax.values.distributed_values import PerReplica, TracedPerReplica, is_array_like
 from replicax.values.layout import ReplicaLayout
 
 
@@ -136,10 +136,10 @@ class _PackedReduction(CrossDeviceOps):
         """Combines stored arrays inside compiled code that acts for all replicas."""
         stored: list[Any] = []
         scalars: list[bool] = []
+        values = [_of_one_type(value, layout) for value in values]
         for value in values:
             arrays = value.stored(layout)
             if arrays is None:
-                eager.require_same_shape(value.values)
                 raise errors.InvalidArgumentError(
                     errors.message(
                         "A reduction needs arrays of one shape and type on each replica",
@@ -351,3 +351,12 @@ def _require_op(reduce_op: Any) -> None:
                 "Pass rx.ReduceOp.SUM or rx.ReduceOp.MEAN.",
             )
         )
+
+
+def _of_one_type(value: PerReplica, layout: ReplicaLayout) -> PerReplica:
+    """Promotes components of different types; raises if their shapes differ."""
+    if value.stored(layout) is not None or not all(map(is_array_like, value.values)):
+        return value
+    eager.require_same_shape(value.values)
+    dtype = jnp.result_type(*value.values)
+    return PerReplica([jnp.asarray(v, dtype) for v in value.values], layout)

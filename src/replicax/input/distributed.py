@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from typing_extensions import override
 
 from replicax.contexts import frames
@@ -76,22 +75,19 @@ class DistributedDataset:
         return self._spec
 
     def _find_spec(self) -> Any:
-        batch = self._sources[0].first_batch()
         count = self._layout.num_replicas
-        is_fixed = all(source.drops_remainder for source in self._sources)
-        size = None
-        if self._share is not None and is_fixed:
-            total = count * self._share.num_workers
-            rows = splitting.rows_of(batch)
-            size = rows // total if rows % total == 0 else None
+        total = 1 if self._share is None else count * self._share.num_workers
 
-        def spec(leaf: Any) -> Any:
-            shape = np.shape(leaf)
-            first = shape[0] if shape and is_fixed and self._share is None else size
-            own = TensorSpec((first, *shape[1:]) if shape else (), _dtype(leaf))
+        def spec(leaf: TensorSpec) -> Any:
+            shape = leaf.shape
+            if shape and shape[0] is not None:
+                # Parts of different sizes have no size in common.
+                size = None if shape[0] % total else shape[0] // total
+                shape = (size, *shape[1:])
+            own = TensorSpec(shape, _device_dtype(leaf.dtype))
             return own if count == 1 else PerReplicaSpec((own,) * count)
 
-        return jax.tree.map(spec, batch, is_leaf=lambda leaf: hasattr(leaf, "todense"))
+        return jax.tree.map(spec, self._sources[0].batch_spec())
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Calls `state = reduce_func(state, element)` for all elements.
@@ -283,7 +279,6 @@ class Optional:
         return self._value
 
 
-def _dtype(leaf: Any) -> Any:
-    """Returns the type that a leaf has as an element."""
-    dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+def _device_dtype(dtype: Any) -> Any:
+    """Returns the type that elements of a host type have on devices."""
     return jax.dtypes.canonicalize_dtype(dtype) if dtype.kind in "biufc" else dtype

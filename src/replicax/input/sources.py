@@ -17,6 +17,7 @@ from replicax.foundation import errors
 from replicax.input import foreign_arrays
 from replicax.input.builder import Dataset
 from replicax.input.options import AutoShardPolicy
+from replicax.tracing.signature import TensorSpec
 
 
 class Stream(Protocol):
@@ -46,11 +47,11 @@ class Source(abc.ABC):
     def open(self) -> Stream:
         """Starts at the first batch."""
 
-    def first_batch(self) -> Any:
-        """Returns one batch, to learn what batches look like."""
+    def batch_spec(self) -> Any:
+        """Describes a batch by `TensorSpec`s; its size is None unless it is a promise."""
         stream = self.open()
         try:
-            return next(stream)
+            batch = next(stream)
         except StopIteration:
             raise errors.InvalidArgumentError(
                 errors.message(
@@ -61,6 +62,14 @@ class Source(abc.ABC):
             ) from None
         finally:
             close_stream(stream)
+
+        def spec(leaf: Any) -> TensorSpec:
+            shape = np.shape(leaf)
+            if shape and not self.drops_remainder:
+                shape = (None, *shape[1:])
+            return TensorSpec(shape, getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
+
+        return jax.tree.map(spec, batch, is_leaf=lambda leaf: hasattr(leaf, "todense"))
 
 
 class BuilderSource(Source):
@@ -76,6 +85,10 @@ class BuilderSource(Source):
 
     def open(self) -> Stream:
         return iter(self.dataset)
+
+    def batch_spec(self) -> Any:
+        # An iteration of ours would count as an epoch, and change the next shuffle.
+        return self.dataset.element_spec
 
 
 class GrainSource(Source):
