@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import queue
 import threading
 import weakref
 from typing import Any, Protocol
@@ -159,50 +160,44 @@ class _Buffer:
     """A bounded queue between a producer and a consumer, either of which may stop."""
 
     def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._items: collections.deque[Any] = collections.deque()
-        self._changed = threading.Condition()
+        self._room = threading.Semaphore(depth)
+        # Written in C: a condition in Python would cost each element several switches of
+        # threads. Holds (item, None), and at last (None, what ended the production).
+        self._items: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._is_stopped = False
-        # What ended the production: StopIteration, or an error to be raised.
-        self._end: BaseException | None = None
 
     def put(self, item: Any) -> bool:
         """Adds an item when there is room; False if nobody wants it any more."""
-        with self._changed:
-            while len(self._items) >= self._depth and not self._is_stopped:
-                self._changed.wait()
-            self._items.append(item)
-            self._changed.notify_all()
-            return not self._is_stopped
+        self._room.acquire()
+        self._items.put((item, None))
+        return not self._is_stopped
 
     def finish(self, end: BaseException) -> None:
-        """Notes why no more items will come."""
-        with self._changed:
-            self._end = end
-            self._changed.notify_all()
+        """Notes why no more items will come: StopIteration, or an error to be raised."""
+        self._items.put((None, end))
 
     def take(self) -> Any:
         """Returns the oldest item; raises what ended the production once all are taken."""
-        with self._changed:
-            waited = 0.0
-            while not self._items:
-                if self._end is not None:
-                    raise self._end
-                if self._is_stopped:
-                    raise StopIteration
-                if not self._changed.wait(_PATIENCE_S):
-                    waited += _PATIENCE_S
-                    _log.warning("Waiting for the next batch of a dataset since %.0f s", waited)
-            item = self._items.popleft()
-            self._changed.notify_all()
+        waited = 0.0
+        while not self._is_stopped:
+            try:
+                item, end = self._items.get(timeout=_PATIENCE_S)
+            except queue.Empty:
+                waited += _PATIENCE_S
+                _log.warning("Waiting for the next batch of a dataset since %.0f s", waited)
+                continue
+            if end is not None:
+                # For whoever asks again.
+                self._items.put((None, end))
+                raise end
+            self._room.release()
             return item
+        raise StopIteration
 
     def stop(self) -> None:
         """Tells the producer that nobody will read any more."""
-        with self._changed:
-            self._is_stopped = True
-            self._items.clear()
-            self._changed.notify_all()
+        self._is_stopped = True
+        self._room.release()
 
 
 def _fill(buffer: _Buffer, pipeline: Any) -> None:

@@ -35,29 +35,31 @@ class Splitter:
 
     def steps(self, batch: Any) -> list[Any]:
         """Returns the elements of all steps that a global batch serves."""
-        count = self._layout.num_replicas
-        if count == 1 and self._share.num_workers == 1:
+        layout, is_alone = self._layout, self._share.num_workers == 1
+        if layout.num_replicas == 1 and is_alone:
             return [self.place(batch, 0)]
-        size = rows_of(batch)
+        leaves, treedef = _flatten(batch)
+        size = _rows_of(leaves)
+        if is_alone and size and size % layout.num_replicas == 0:
+            return [jax.tree.unflatten(treedef, self._whole(leaves, size))]
         steps = steps_of_batch(size, self._share)
-        if len(steps) == 1 and self._share.num_workers == 1 and size % count == 0 and size:
-            return [self._whole(batch)]
         return [self._parts([_rows(batch, rows) for rows in step]) for step in steps]
 
-    def _whole(self, batch: Any) -> Any:
+    def _whole(self, leaves: list[Any], size: int) -> list[Any]:
         """Distributes a batch whose parts are equal, without cutting it on the host."""
-        leaves, treedef = _flatten(batch)
         layout = self._layout
         placed = self._on_devices(leaves, layout.per_replica)
-        size = leaves[0].shape[0] // layout.num_replicas
-        bounds = [(i * size, (i + 1) * size) for i in range(layout.num_replicas)]
-        elements = [
-            PerReplica.from_stored([placed[i]], [False], _LEAF, layout)
+        if len(placed) == len(leaves):
+            arrays = placed.values()
+            return [PerReplica.from_stored((a,), (False,), _LEAF, layout) for a in arrays]
+        part = size // layout.num_replicas
+        bounds = [(i * part, (i + 1) * part) for i in range(layout.num_replicas)]
+        return [
+            PerReplica.from_stored((placed[i],), (False,), _LEAF, layout)
             if i in placed
             else PerReplica([leaf[start:stop] for start, stop in bounds], layout)
             for i, leaf in enumerate(leaves)
         ]
-        return jax.tree.unflatten(treedef, elements)
 
     def _parts(self, parts: list[Any]) -> Any:
         """Distributes one structure per replica, of any sizes."""
@@ -102,17 +104,16 @@ def joined(parts: list[Any], layout: ReplicaLayout) -> Any:
     return jax.tree.unflatten(treedef, [PerReplica(column, layout) for column in columns])
 
 
-def rows_of(batch: Any) -> int:
+def _rows_of(leaves: list[Any]) -> int:
     """Returns the number of rows of a batch, the same for each of its arrays."""
-    sizes = {}
-    for leaf in _flatten(batch)[0]:
-        shape = getattr(leaf, "shape", None)
+    shapes = [getattr(leaf, "shape", None) for leaf in leaves]
+    for leaf, shape in zip(leaves, shapes, strict=True):
         if not shape:
             what = "a scalar" if shape == () or np.isscalar(leaf) else type(leaf).__name__
             raise sources.unbatched(f"this one contains {what}")
-        sizes[tuple(shape)] = shape[0]
-    if len(set(sizes.values())) != 1:
-        found = f"it has shapes {list(sizes)}" if sizes else "it has none"
+    sizes = {shape[0] for shape in shapes if shape}
+    if len(sizes) != 1:
+        found = f"it has shapes {shapes}" if shapes else "it has none"
         raise errors.InvalidArgumentError(
             errors.message(
                 "All arrays of a batch must have the same number of rows",
@@ -120,7 +121,7 @@ def rows_of(batch: Any) -> int:
                 "Give every array of the batch the same first dimension.",
             )
         )
-    return next(iter(sizes.values()))
+    return sizes.pop()
 
 
 def empty_like(batch: Any) -> Any:
