@@ -20,6 +20,10 @@ from replicax.tracing import feeds
 from replicax.tracing.signature import EndOfData, Feed, PerReplicaSpec, TensorSpec
 from replicax.values.layout import ReplicaLayout
 
+# So many elements wait at least. Two threads of Python take turns of 5 ms, in which a quick
+# reader gets several elements ahead, or has to stop.
+_LEAST_AHEAD = 4
+
 
 class DistributedDataset:
     """A dataset whose elements are values of all replicas; made by a strategy.
@@ -127,7 +131,8 @@ class DistributedDataset:
             pipeline.set_state(state)
         if all(source.is_quick for source in self._sources):
             return pipeline
-        depth = max(layout.num_replicas, options.experimental_per_replica_buffer_size, 2)
+        buffer_size = options.experimental_per_replica_buffer_size
+        depth = max(layout.num_replicas, buffer_size, _LEAST_AHEAD)
         return pipelines.ReadAhead(pipeline, depth)
 
     def __repr__(self) -> str:
