@@ -82,7 +82,7 @@ def is_traced(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def is_open_size(value: object) -> bool:
+def is_open_size(value: Any) -> bool:
     """Tells whether a value is a size that an exported program leaves open."""
     return jax.export.is_symbolic_dim(value)
 
