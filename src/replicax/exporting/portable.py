@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from replicax.tracing import capture as capturing
 from replicax.tracing.function import Function, translated_errors
 from replicax.variables.variable import Variable
 
+_log = logging.getLogger(__name__)
 # Programs are lowered for all of these where that is possible.
 _PLATFORMS = ("cpu", "cuda", "tpu")
 
@@ -195,7 +197,7 @@ def _explained_errors(name: str) -> Iterator[None]:
         raise errors.InvalidArgumentError(
             errors.message(
                 f"{name!r} must work for every size that its input_signature leaves open",
-                f"it does not: {str(error).splitlines()[0]}",
+                f"it does not: {_first_line(error)}",
                 "Give the size in the input_signature instead of None, or name sizes that are "
                 "equal in `signatures`.",
             )
@@ -293,11 +295,14 @@ def _serialized(
             # JAX raises errors of many kinds for what a platform does not know.
             if platforms != _PLATFORMS:
                 raise _not_portable(name, error) from error
+            _log.info("%s is exported for this platform only: %s", name, _first_line(error))
     assert exported is not None
     try:
         blob, is_differentiable = exported.serialize(vjp_order=1), True
-    except Exception:
-        # A while loop, for one, has no gradient in this direction. The function still works.
+    except Exception as error:
+        # A while loop, for one, has no gradient in this direction, which JAX says with errors
+        # of many kinds. The function still works; what else is wrong shows in the next line.
+        _log.info("%s is exported without a gradient: %s", name, _first_line(error))
         try:
             blob, is_differentiable = exported.serialize(), False
         except Exception as error:
@@ -306,11 +311,15 @@ def _serialized(
     return bytes(blob), facts
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 def _not_portable(name: str, error: Exception) -> errors.UnsupportedError:
     return errors.UnsupportedError(
         errors.message(
             f"{name!r} must be made of operations that jax.export can write",
-            f"it is not: {str(error).splitlines()[0]}",
+            f"it is not: {_first_line(error)}",
             "Leave callbacks, prints and custom kernels out of exported functions.",
         )
     )
