@@ -11,8 +11,23 @@
     ├── MissingDependencyError  (ImportError)          a package that this call needs
     ├── NotFoundError           (LookupError)          a file, checkpoint or name that is not there
     ├── OutOfRangeError         (IndexError)           there is no more data
-    └── CheckpointError         (OSError)              a checkpoint that cannot be written or read
-        └── DataLossError                              its bytes are not those that were written
+    ├── CheckpointError         (OSError)              a checkpoint that cannot be written or read
+    │   └── DataLossError                              its bytes are not those that were written
+    ├── UnavailableError        (ConnectionError)      a task of the cluster that does not answer
+    │   ├── PSUnavailableError                         a parameter server
+    │   │   └── PSIncarnationError                     one that came back without its variables
+    │   └── NoWorkersError                             no worker is left
+    ├── DeadlineExceededError   (TimeoutError)         an answer that did not come in time
+    ├── AddressInUseError       (OSError)              an address where another task listens
+    ├── PermissionDeniedError   (PermissionError)      a caller without the right to ask
+    ├── ResourceExhaustedError  (MemoryError)          more memory than there is, or than is allowed
+    ├── FencedError             (RuntimeError)         a task that was declared dead, or replaced
+    ├── ProtocolError           (RuntimeError)         bytes that are no message of ours
+    ├── CancelledError          (RuntimeError)         a closure that will not run
+    └── ClosureError            (RuntimeError)         a closure that failed
+        ├── ClosureInputError                          what it needed could not be made
+        ├── ClosureAbortedError                        it was given up while it ran
+        └── PoisonClosureError                         it ended every worker that ran it
 
 Each message has three parts: what was required, what was found, what to do.
 """
@@ -70,6 +85,69 @@ class CheckpointError(DistributeError, OSError):
 
 class DataLossError(CheckpointError):
     """Raised when a checkpoint does not hold the bytes that were written."""
+
+
+class UnavailableError(DistributeError, ConnectionError):
+    """Raised when a task of the cluster does not answer."""
+
+
+class PSUnavailableError(UnavailableError):
+    """Raised when a parameter server does not answer."""
+
+
+class PSIncarnationError(PSUnavailableError):
+    """Raised when a parameter server was restarted and has lost its variables."""
+
+
+class NoWorkersError(UnavailableError):
+    """Raised when closures wait and no worker is left to run them."""
+
+
+class DeadlineExceededError(DistributeError, TimeoutError):
+    """Raised when an answer does not come in time."""
+
+
+class AddressInUseError(DistributeError, OSError):
+    """Raised when another task already listens at an address."""
+
+
+class PermissionDeniedError(DistributeError, PermissionError):
+    """Raised when a caller may not ask for what it asks for."""
+
+
+class ResourceExhaustedError(DistributeError, MemoryError):
+    """Raised when something needs more memory, or a longer message, than there may be."""
+
+
+class FencedError(DistributeError, RuntimeError):
+    """Raised in a task that was declared dead, or that another one has replaced."""
+
+
+class ProtocolError(DistributeError, RuntimeError):
+    """Raised for bytes that are no message of this version of the protocol."""
+
+
+class CancelledError(DistributeError, RuntimeError):
+    """Raised for the result of a closure that was cancelled before it ran."""
+
+
+class ClosureError(DistributeError, RuntimeError):
+    """Raised when a closure failed on a worker with an error of its own type.
+
+    Errors of Python and of replicax keep their type; this stands for all others.
+    """
+
+
+class ClosureInputError(ClosureError):
+    """Raised when something that a closure needs could not be made on its worker."""
+
+
+class ClosureAbortedError(ClosureError):
+    """Raised when a running closure was given up after another one had failed."""
+
+
+class PoisonClosureError(ClosureError):
+    """Raised when a closure ended every worker process that tried to run it."""
 
 
 def message(required: str, found: str, todo: str) -> str:

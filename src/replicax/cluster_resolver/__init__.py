@@ -1,0 +1,1 @@
+"""Where the tasks of a cluster are found, in each environment."""

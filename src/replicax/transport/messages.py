@@ -1,0 +1,492 @@
+"""Every message that tasks exchange, as typed structures; arrays travel beside them.
+
+A message is an `Envelope` and a list of buffers. The envelope says which job it belongs to,
+in which epoch of that job, which life of which process sent it, and which question it asks
+or answers. What a body says about its buffers fixes their order; their types and shapes are
+known to both sides, or said in the body.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+# Raised whenever a message changes its meaning; both sides must have the same.
+VERSION = 1
+
+Role = Literal["coordinator", "worker", "ps"]
+
+
+class Body(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Base of everything that can be said."""
+
+
+# Who speaks.
+
+
+class Hello(Body):
+    """The first message on a connection: who calls, and with which versions."""
+
+    version: int
+    library: str
+    python: str
+    role: Role
+    task: int
+    incarnation: int
+
+
+class Welcome(Body):
+    """The answer to `Hello`: who was reached."""
+
+    library: str
+    role: Role
+    task: int
+    incarnation: int
+
+
+class Refused(Body):
+    """The answer to a question that cannot be answered.
+
+    Attributes:
+      code: The name of the class in `replicax.foundation.errors` that the caller raises.
+      text: The message of that error.
+    """
+
+    code: str
+    text: str
+
+
+class Done(Body):
+    """The answer to an order that was carried out, when there is nothing else to say."""
+
+
+class Attach(Body):
+    """The coordinator takes a task into its job; the epoch is that of the envelope.
+
+    Attributes:
+      servers: Where the parameter servers listen, for workers.
+      settings: Plain options of the job, by name.
+    """
+
+    servers: list[str]
+    settings: dict[str, int | float | str | bool | None]
+
+
+class Detach(Body):
+    """The coordinator lets a task go; what it held for the job is dropped."""
+
+
+class Ping(Body):
+    """Keeps the coordinator's lease on a task alive.
+
+    Attributes:
+      settled: All closures with smaller ids are settled: no update of theirs may come.
+    """
+
+    settled: int
+
+
+class Pong(Body):
+    """How a task is doing.
+
+    Attributes:
+      progress: Grows with each request or closure that the task has finished.
+      figures: Counters and sizes by name, such as "bytes" or "requests".
+    """
+
+    progress: int
+    figures: dict[str, int | float]
+
+
+# What parameter servers are asked.
+
+
+class Fill(Body):
+    """A part starts with one number everywhere: the bytes of one element."""
+
+    element: bytes
+
+
+class Given(Body):
+    """A part starts with the next buffer; of a long one, with its first rows."""
+
+
+class Computed(Body):
+    """A part starts with a result of an exported program: the next buffer.
+
+    Attributes:
+      arguments: The parts whose values the program takes.
+      result: Which of its results it is.
+    """
+
+    arguments: list[int]
+    result: int
+
+
+class CreatePart(Body):
+    """The coordinator makes a part of a variable on a server.
+
+    Attributes:
+      part: Its number, unique in the job.
+      name: The name of the variable, for people.
+      shape: The shape of the part.
+      dtype: The name of its NumPy or ml_dtypes type.
+      initial: Its first value.
+    """
+
+    part: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    initial: Fill | Given | Computed
+
+
+class DropParts(Body):
+    """The coordinator needs some parts no more; unknown ones are passed over."""
+
+    parts: list[int]
+
+
+class TrainedPart(Body):
+    """A part that an optimizer changes.
+
+    Attributes:
+      part: Its number.
+      slots: The parts that hold its slots, in the order that the program takes them.
+      program: Which of the programs updates it.
+      is_row_wise: Whether rows without a gradient may stay as they are.
+    """
+
+    part: int
+    slots: list[int]
+    program: int
+    is_row_wise: bool
+
+
+class RegisterOptimizer(Body):
+    """The coordinator tells a server how an optimizer changes the parts that live there.
+
+    Each of the buffers is a program made by `jax.export`: it takes (gradient, value,
+    slots..., shared...) and returns (value, slots..., shared...). The first dimension of
+    gradient, value and slots is open, unless the part has no dimensions.
+
+    Attributes:
+      optimizer: Its number, unique in the job.
+      shared: The parts that hold state which belongs to no single variable.
+      trained: The parts that it changes.
+      num_programs: How many buffers there are.
+    """
+
+    optimizer: int
+    shared: list[int]
+    trained: list[TrainedPart]
+    num_programs: int
+
+
+class Fence(Body):
+    """The coordinator forbids some processes, by incarnation, every further update."""
+
+    incarnations: list[int]
+
+
+class Update(Body):
+    """One change of a part.
+
+    Attributes:
+      call: Which update of its closure it is.
+      kind: "assign", "assign_add", "assign_sub", or one of the scatter family; "write_rows"
+        replaces the rows from `start` on.
+      part: The part.
+      start: The first row of "write_rows".
+
+    Buffers: the payload; for the scatter family the row numbers (int32, or int64 where the
+    part has 2**31 rows or more), sorted and each once, then the rows.
+    """
+
+    call: int
+    kind: str
+    part: int
+    start: int = 0
+
+
+class Gradient(Body):
+    """A gradient of a part: dense, or of some rows.
+
+    Buffers: the gradient; for rows their numbers, as in `Update`, then the gradients.
+    """
+
+    part: int
+    is_rows: bool
+
+
+class Apply(Body):
+    """One step of an optimizer, on the parts that one server holds."""
+
+    call: int
+    optimizer: int
+    gradients: list[Gradient]
+
+
+class Push(Body):
+    """What one closure changes on one server."""
+
+    closure: int
+    changes: list[Update | Apply]
+
+
+class Read(Body):
+    """Asks for a part, or for some of its rows.
+
+    Attributes:
+      part: The part.
+      known: The version that the caller has already; -1 for none.
+      is_rows: Whether a buffer with row numbers (int64) says which rows to read.
+    """
+
+    part: int
+    known: int = -1
+    is_rows: bool = False
+
+
+class Exchange(Body):
+    """Changes parts, then reads parts: the one question of training.
+
+    Buffers: those of the pushes in order, then those of the reads in order.
+    """
+
+    pushes: list[Push]
+    reads: list[Read]
+
+
+class ReadResult(Body):
+    """What was read: its version, and whether it is the version that the caller has."""
+
+    version: int
+    is_known: bool
+
+
+class PushFailure(Body):
+    """A closure whose changes could not be made; see `Refused`."""
+
+    closure: int
+    code: str
+    text: str
+
+
+class Exchanged(Body):
+    """The answer to `Exchange`.
+
+    Buffers: one per read that is not known, in order.
+    """
+
+    reads: list[ReadResult]
+    failures: list[PushFailure]
+
+
+# What workers are asked.
+
+
+class Ship(Body):
+    """The coordinator sends a function: the buffers are its pickle and what lies beside it.
+
+    Attributes:
+      function: The SHA-256 of the buffers, in hexadecimal.
+    """
+
+    function: str
+
+
+class ClosureCall(Body):
+    """One closure to run.
+
+    Attributes:
+      closure: Its id, growing, unique in the job.
+      attempt: How often it was handed out before.
+      function: What to call.
+      resources: The arguments, if they are nothing but objects of the worker.
+      num_buffers: Else: how many buffers hold the pickled arguments.
+    """
+
+    closure: int
+    attempt: int
+    function: str
+    resources: list[int]
+    num_buffers: int
+
+
+class Run(Body):
+    """Closures to run in order. Buffers: those of the closures, in order."""
+
+    closures: list[ClosureCall]
+
+
+class MakeResource(Body):
+    """Makes an object that stays on the worker: a dataset, an iterator or any value.
+
+    Attributes:
+      resource: Its number, unique in the job.
+      kind: "dataset" calls a function and keeps what it returns; "iterator" starts one over
+        another resource.
+      function: The function to call.
+      source: The resource to start from.
+      num_buffers: How many buffers hold the pickled arguments of the function.
+    """
+
+    resource: int
+    kind: Literal["value", "dataset", "iterator"]
+    function: str
+    source: int
+    num_buffers: int
+
+
+class DropResources(Body):
+    """Objects of the worker that the coordinator needs no more."""
+
+    resources: list[int]
+
+
+class Cancel(Body):
+    """Closures that are not to be started."""
+
+    closures: list[int]
+
+
+class Node(Body):
+    """A value that is no array, or a container; arrays are "array" and take a buffer.
+
+    Attributes:
+      kind: "none", "bool", "int", "float", "complex", "str", "bytes", "array", "list",
+        "tuple", "dict", "named_tuple", "per_replica", "slices" or "variable".
+      text: The type of an array, the text of a "str", the decimal digits of an "int", the
+        name of a "named_tuple".
+      number: A "float" or "bool"; the real part of a "complex".
+      imaginary: The other part.
+      data: The bytes of a "bytes".
+      shape: The shape of an array.
+      keys: The keys of a "dict", the fields of a "named_tuple".
+      items: What is inside.
+    """
+
+    kind: str
+    text: str = ""
+    number: float = 0.0
+    imaginary: float = 0.0
+    data: bytes = b""
+    shape: tuple[int, ...] = ()
+    keys: list[Node] = []
+    items: list[Node] = []
+
+
+class RemoteError(Body):
+    """An error that happened on a worker.
+
+    Attributes:
+      cause: "closure" for an error of the user's code; "input" for a resource that could
+        not be made; "server" for a parameter server that did not answer; "fenced".
+      kind: The qualified name of its type.
+      text: Its text.
+      traceback: Where it happened.
+      task: The index of the parameter server, with cause "server".
+    """
+
+    cause: Literal["closure", "input", "server", "fenced", "unknown_function"]
+    kind: str
+    text: str
+    traceback: str
+    task: int = -1
+
+
+class Result(Body):
+    """How a closure ended. Its buffers are the arrays of `value`, in order."""
+
+    closure: int
+    value: Node | None
+    error: RemoteError | None
+    num_buffers: int
+
+
+class Finished(Body):
+    """Closures that are finished and whose updates the servers have acknowledged."""
+
+    results: list[Result]
+
+
+class ResourceMade(Body):
+    """A resource is there, or could not be made."""
+
+    resource: int
+    error: RemoteError | None
+
+
+AnyBody = (
+    Hello
+    | Welcome
+    | Refused
+    | Done
+    | Attach
+    | Detach
+    | Ping
+    | Pong
+    | CreatePart
+    | DropParts
+    | RegisterOptimizer
+    | Fence
+    | Exchange
+    | Exchanged
+    | Ship
+    | Run
+    | MakeResource
+    | DropResources
+    | Cancel
+    | Finished
+    | ResourceMade
+)
+
+
+class Envelope(msgspec.Struct, array_like=True, frozen=True):
+    """What surrounds every body.
+
+    Attributes:
+      job: The job; empty until a coordinator has taken the task into one.
+      epoch: Grows each time a coordinator takes the job over.
+      incarnation: A random number of the sending process, new in each of its lives.
+      request: The number of a question, and of its answer; 0 for a notice.
+      sizes: The sizes of the buffers, in bytes.
+      body: What is said.
+    """
+
+    job: str
+    epoch: int
+    incarnation: int
+    request: int
+    sizes: list[int]
+    body: AnyBody
+
+
+# Who may say what to whom; everything else is refused.
+ALLOWED: dict[tuple[Role, Role], tuple[type[Body], ...]] = {
+    ("coordinator", "ps"): (
+        Hello,
+        Attach,
+        Detach,
+        Ping,
+        CreatePart,
+        DropParts,
+        RegisterOptimizer,
+        Fence,
+        Exchange,
+    ),
+    ("worker", "ps"): (Hello, Exchange),
+    ("coordinator", "worker"): (
+        Hello,
+        Attach,
+        Detach,
+        Ping,
+        Ship,
+        Run,
+        MakeResource,
+        DropResources,
+        Cancel,
+    ),
+}
