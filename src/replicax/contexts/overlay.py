@@ -15,7 +15,7 @@ import enum
 import itertools
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from replicax.foundation import errors, jax_compat
 
@@ -38,6 +38,20 @@ class View(enum.Enum):
     READ = "read"  # what a read returns, in eager code that acts for all replicas
 
 
+class Change(NamedTuple):
+    """An update of something that lives elsewhere, which is told of it afterwards.
+
+    Attributes:
+      target: A remote variable, or an optimizer whose state is remote.
+      kind: How it changes.
+      payload: By what: a structure of arrays.
+    """
+
+    target: Any
+    kind: str
+    payload: Any
+
+
 class Overlay:
     """The values of variables in one trace; reads fall through to the trace around it.
 
@@ -56,6 +70,8 @@ class Overlay:
         # order of first use, which fixes the order of a program's inputs.
         self.values: dict[Any, Any] = {}
         self.written: dict[Any, None] = {}
+        # What is to be changed elsewhere, in order.
+        self.changes: list[Change] = []
         self.trace: Any = None
         self._state: object = None
         self._has_inner_reads = False
@@ -84,8 +100,28 @@ class Overlay:
         value = self.values.get(variable)
         if value is None:
             with jax_compat.in_trace(self.trace):
-                value = self.values[variable] = self.first_read(variable)
+                value = self.first_read(variable)
+                for change in self.changes:
+                    if change.target.touches(variable):
+                        value = variable.value_after(change, value)
+                self.values[variable] = value
         return value
+
+    def read_rows(self, variable: Any, ids: Any) -> Any:
+        """Returns rows of a remote variable as this trace sees them."""
+        if self.parent is not None and not self.knows(variable) and self.is_current_trace():
+            return self.parent.read_rows(variable, ids)
+        return variable.read_value()[ids]
+
+    def holds(self, variable: Any) -> bool:
+        """Tells whether this trace has a value of its own for a variable as a whole."""
+        return variable in self.values or (self.parent is not None and self.parent.holds(variable))
+
+    def knows(self, variable: Any) -> bool:
+        """Tells whether this trace has read or changed a variable, or a part of it."""
+        mine = (variable, *variable.components)
+        is_read = any(v in self.values for v in mine)
+        return is_read or any(c.target.touches(v) for c in self.changes for v in mine)
 
     def first_read(self, variable: Any) -> Any:
         """Brings the value of a variable into this trace."""
@@ -95,17 +131,35 @@ class Overlay:
 
     def write(self, variable: Any, value: Any) -> None:
         """Sets the value of a variable as this trace sees it."""
+        self._require_own_trace(variable)
+        self.values[variable] = value
+        self.written[variable] = None
+        self._forget_inner_reads()
+
+    def record(self, change: Change) -> None:
+        """Notes an update of something elsewhere; later reads in this trace see it."""
+        self._require_own_trace(change.target)
+        for variable in [v for v in self.values if change.target.touches(v)]:
+            if change.target is variable:
+                self.values[variable] = variable.value_after(change, self.values[variable])
+            else:
+                # Known only where it lives; `read` explains it, should it be asked for.
+                del self.values[variable]
+        self.changes.append(change)
+        self._forget_inner_reads()
+
+    def _require_own_trace(self, target: Any) -> None:
         if not self.is_current_trace():
             raise errors.TracingError(
                 errors.message(
-                    f"A write to {variable.name!r} must happen where its result can be kept",
+                    f"A write to {target.name!r} must happen where its result can be kept",
                     "it happens inside a jax.lax loop, branch or a nested transformation",
                     "Return the new value from the loop body or transformed function and "
                     "assign it afterwards.",
                 )
             )
-        self.values[variable] = value
-        self.written[variable] = None
+
+    def _forget_inner_reads(self) -> None:
         if self._has_inner_reads:
             self._has_inner_reads = False
             self._epoch_stack.enter_context(jax_compat.trace_epoch(next_epoch()))

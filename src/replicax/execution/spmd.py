@@ -16,6 +16,7 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import View
 from replicax.contexts.replica_context import ReplicaContext
+from replicax.execution.replica_program import run_captured
 from replicax.execution.unrolled import UnrolledRun
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import CommunicationOptions, ReduceOp
@@ -130,13 +131,16 @@ def run_replicas(
         return outputs[0].take_arrays()
 
     captured = capturing.capture(body, inputs.local_shapes(), overlay, layout.num_replicas)
-    results = _run_captured(captured, layout, outer, inputs)
-    for variable, value in zip(captured.written, results, strict=False):
-        outer.write(variable, value)
-    start = len(captured.written)
-    for variable, value in zip(captured.created, results[start:], strict=False):
-        outer.adopt(variable, value)
-    return outputs[0].merge(results[start + len(captured.created) :], layout)
+    results = iter(run_captured(captured, layout, outer, inputs))
+    for variable in captured.written:
+        outer.write(variable, next(results))
+    for variable in captured.created:
+        outer.adopt(variable, next(results))
+    for form in captured.changes:
+        outer.record(form.filled([next(results) for _ in range(form.treedef.num_leaves)]))
+    for _ in range(captured.num_ids):
+        next(results)
+    return outputs[0].merge(list(results), layout)
 
 
 def _run_in_merge_call(
@@ -163,42 +167,6 @@ def _run_in_merge_call(
         return TracedPerReplica(leaf, layout) if is_own else leaf
 
     return map_structure(wrap, result)
-
-
-def _run_captured(
-    captured: capturing.Capture, layout: ReplicaLayout, outer: Any, inputs: _Inputs
-) -> list[Any]:
-    """Emits the captured replica program; outputs come in the order of `captured`.
-
-    Values of variables with equal copies are equal on all replicas, so they leave the
-    program as one; those of ON_READ variables and the results leave as stored arrays.
-    """
-    own = [v for v in captured.variables if v.is_per_replica]
-    shared = [v for v in captured.variables if not v.is_per_replica]
-    place = {v: i for i, v in enumerate([*own, *shared])}
-    num_constants = len(captured.constants)
-    num_states = len(captured.written) + len(captured.created)
-    is_equal = [not v.is_per_replica for v in captured.written] + [True] * len(captured.created)
-    num_mapped = len(own) + len(inputs.mapped)
-
-    def on_replica(*local: Any) -> list[Any]:
-        variables = [*local[: len(own)], *local[num_mapped : num_mapped + len(shared)]]
-        rest = local[num_mapped + len(shared) :]
-        constants, whole = rest[:num_constants], rest[num_constants:]
-        args = inputs.in_order(local[len(own) : num_mapped], whole)
-        outs = captured.run([variables[place[v]] for v in captured.variables], constants, args)
-        equal = [out for out, e in zip(outs, is_equal, strict=False) if e]
-        others = [out for out, e in zip(outs, is_equal, strict=False) if not e]
-        return equal + others + list(outs[num_states:])
-
-    mapped = [outer.read(v) for v in own] + inputs.mapped
-    scalars = [not v.shape for v in own] + inputs.mapped_scalars
-    whole = [outer.read(v) for v in shared] + captured.constants + inputs.whole
-    num_equal = sum(is_equal)
-    outs = layout.map_replicas(on_replica, mapped, whole, scalars, num_equal)
-    equal, rest = iter(outs[:num_equal]), iter(outs[num_equal:])
-    states = [next(equal) if e else next(rest) for e in is_equal]
-    return states + list(rest)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,6 +92,17 @@ def eval_jaxpr(jaxpr: Any, consts: list[Any], *args: Any) -> list[Any]:
     return jax.core.eval_jaxpr(jaxpr, consts, *args)
 
 
+def part_of_jaxpr(jaxpr: Any, equations: list[Any], outputs: list[Any]) -> Any:
+    """Returns a program of some equations of another one, with other outputs."""
+    effects = frozenset().union(*(equation.effects for equation in equations))
+    return jaxpr.replace(
+        eqns=equations,
+        outvars=outputs,
+        effects=effects,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+
+
 def shard_map(
     fn: Callable[..., Any],
     mesh: Mesh,

@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from replicax.contexts.overlay import Overlay, View
+from replicax.contexts import frames
+from replicax.contexts.overlay import Change, Overlay, View
 from replicax.foundation import jax_compat
 from replicax.values.layout import AXIS
+
+
+@dataclasses.dataclass
+class RowRead:
+    """A lookup in a remote variable: rows that come in from outside, by ids that go out.
+
+    Attributes:
+      variable: The variable.
+      ids: The row numbers: known, or traced (and None after the trace).
+      is_traced: Whether the program computes the row numbers.
+    """
+
+    variable: Any
+    ids: Any
+    is_traced: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangeForm:
+    """A change of something remote, without its arrays: those are outputs of the program."""
+
+    target: Any
+    kind: str
+    treedef: Any
+
+    def filled(self, arrays: list[Any]) -> Change:
+        """Returns the change around its arrays."""
+        return Change(self.target, self.kind, jax.tree.unflatten(self.treedef, arrays))
 
 
 class CapturingOverlay(Overlay):
@@ -30,12 +60,31 @@ class CapturingOverlay(Overlay):
         self.created: dict[Any, Any] = {}
         # Place of each array that a data iterator feeds, by the id of its stand-in.
         self.fed_places: dict[int, int] = {}
+        # Lookups in remote variables, and the place of each by the id of its stand-in.
+        self.row_reads: list[RowRead] = []
+        self._row_places: dict[int, tuple[int, Any]] = {}
 
     def first_read(self, variable: Any) -> Any:
         with jax_compat.eagerly():
             stand_in = self._stand_in(variable)
         self.stand_ins[id(stand_in)] = (variable, stand_in)
         return jnp.copy(stand_in)
+
+    def read_rows(self, variable: Any, ids: Any) -> Any:
+        if not self.is_current_trace() or self.knows(variable):
+            return jnp.take(variable.read_in(frames.current()), jnp.asarray(ids), axis=0)
+        is_traced = jax_compat.is_traced(ids)
+        with jax_compat.eagerly():
+            shape = (*jnp.shape(ids), *variable.shape[1:])
+            stand_in = jnp.zeros(shape, variable.dtype)
+        self._row_places[id(stand_in)] = (len(self.row_reads), stand_in)
+        self.row_reads.append(RowRead(variable, ids, is_traced))
+        return jnp.copy(stand_in)
+
+    def row_place(self, constant: Any) -> int | None:
+        """Returns which lookup an array stands for, if it does."""
+        found = self._row_places.get(id(constant))
+        return None if found is None else found[0]
 
     def _stand_in(self, variable: Any) -> jax.Array:
         stored = variable.stored
@@ -59,7 +108,20 @@ class CapturingOverlay(Overlay):
         """Lets go of the trace's values, which must not outlive it."""
         self.values = {}
         self.created = dict.fromkeys(self.created)
+        self.changes = []
+        for read in self.row_reads:
+            read.ids = None if read.is_traced else read.ids
         self.trace = None
+
+
+class Kind(enum.Enum):
+    """What an input of a captured program stands for."""
+
+    VARIABLE = "variable"
+    CONSTANT = "constant"
+    FED = "fed"
+    ROWS = "rows"
+    ARGUMENT = "argument"
 
 
 @dataclasses.dataclass
@@ -67,8 +129,9 @@ class Capture:
     """A pure program, and what its inputs and outputs stand for.
 
     The program takes the values of `variables`, then `constants`, then what data iterators
-    feed, then the arguments; it returns the new values of `written`, the initial values of
-    `created`, then the results.
+    feed, then the rows of `row_reads`, then the arguments. It returns the new values of
+    `written`, the initial values of `created`, the arrays of `changes`, the row numbers of
+    those `row_reads` whose row numbers it computes, then the results.
     """
 
     jaxpr: Any
@@ -76,19 +139,64 @@ class Capture:
     constants: list[Any]
     written: list[Any]
     created: list[Any]
-    # For each constant of the jaxpr, its place among variables + constants + fed arrays.
-    order: list[int]
+    changes: list[ChangeForm]
+    row_reads: list[RowRead]
+    # For each constant of the jaxpr, what it stands for, and its place among those.
+    order: list[tuple[Kind, int]]
+
+    @property
+    def num_changed(self) -> int:
+        """How many arrays the changes have together."""
+        return sum(form.treedef.num_leaves for form in self.changes)
+
+    @property
+    def num_ids(self) -> int:
+        """How many outputs are row numbers."""
+        return sum(read.is_traced for read in self.row_reads)
+
+    @property
+    def num_states(self) -> int:
+        """How many outputs are not results."""
+        return len(self.written) + len(self.created) + self.num_changed + self.num_ids
+
+    @property
+    def start_of_ids(self) -> int:
+        """The place of the first row numbers among the outputs."""
+        return self.num_states - self.num_ids
 
     def needs(self, created: int) -> set[Any]:
         """Returns the variables that the initial value of a created variable depends on."""
-        outputs = self.jaxpr.outvars
-        wanted = {outputs[len(self.written) + created]}
+        used = self.inputs_of([len(self.written) + created])
+        return {self.variables[place] for kind, place in used if kind is Kind.VARIABLE}
+
+    def inputs_of(self, outputs: Sequence[int]) -> set[tuple[Kind, int]]:
+        """Returns what some outputs depend on."""
+        wanted = self._wanted(outputs)[0]
+        named = zip(self.jaxpr.constvars, self.order, strict=True)
+        found = {place for var, place in named if var in wanted}
+        return found | {
+            (Kind.ARGUMENT, i) for i, var in enumerate(self.jaxpr.invars) if var in wanted
+        }
+
+    def _wanted(self, outputs: Sequence[int]) -> tuple[set[Any], list[Any]]:
+        """Returns the variables of the jaxpr that outputs depend on, and their equations."""
+        wanted = {v for i in outputs if not hasattr(v := self.jaxpr.outvars[i], "val")}
+        kept: list[Any] = []
         for eqn in reversed(self.jaxpr.eqns):
             if wanted.intersection(eqn.outvars):
                 wanted.update(v for v in eqn.invars if not hasattr(v, "val"))
-        read = zip(self.jaxpr.constvars, self.order, strict=True)
-        places = [i for var, i in read if var in wanted]
-        return {self.variables[i] for i in places if i < len(self.variables)}
+                kept.append(eqn)
+        return wanted, kept[::-1]
+
+    def sliced(self, outputs: Sequence[int]) -> Capture:
+        """Returns the part of the program that computes some of its outputs, as results."""
+        _, equations = self._wanted(outputs)
+        jaxpr = jax_compat.part_of_jaxpr(
+            self.jaxpr, equations, [self.jaxpr.outvars[i] for i in outputs]
+        )
+        return dataclasses.replace(
+            self, jaxpr=jaxpr, written=[], created=[], changes=[], row_reads=[]
+        )
 
     def run(
         self,
@@ -96,10 +204,16 @@ class Capture:
         constants: Sequence[Any],
         args: Sequence[Any],
         fed: Sequence[Any] = (),
+        rows: Sequence[Any] = (),
     ) -> Any:
         """Runs the program in the current trace."""
-        given = [*variables, *constants, *fed]
-        return jax_compat.eval_jaxpr(self.jaxpr, [given[i] for i in self.order], *args)
+        given = {
+            Kind.VARIABLE: variables,
+            Kind.CONSTANT: constants,
+            Kind.FED: fed,
+            Kind.ROWS: rows,
+        }
+        return jax_compat.eval_jaxpr(self.jaxpr, [given[k][i] for k, i in self.order], *args)
 
 
 def capture(
@@ -116,32 +230,47 @@ def capture(
       overlay: Collects what is read, written and created.
       num_replicas: If given, the code may use collectives over this many replicas.
     """
+    forms: list[ChangeForm] = []
 
     def flat(*traced: Any) -> Any:
         with overlay.opened():
             results = body(*traced)
             written = [overlay.values[v] for v in overlay.written]
             initial = list(overlay.created.values())
+            changed: list[Any] = []
+            for change in overlay.changes:
+                arrays, treedef = jax.tree.flatten(change.payload)
+                changed += arrays
+                forms.append(ChangeForm(change.target, change.kind, treedef))
+            ids = [read.ids for read in overlay.row_reads if read.is_traced]
             overlay.close()
-            return written, initial, results
+            return written, initial, changed, ids, results
 
     axis_env = None if num_replicas is None else [(AXIS, num_replicas)]
     closed = jax.make_jaxpr(flat, axis_env=axis_env)(*args)
     variables: list[Any] = []
     constants: list[Any] = []
-    places: list[tuple[int, int]] = []
+    order: list[tuple[Kind, int]] = []
     for const in closed.consts:
         found = overlay.stand_ins.get(id(const))
+        row_place = overlay.row_place(const)
         if found is not None:
-            places.append((0, len(variables)))
+            order.append((Kind.VARIABLE, len(variables)))
             variables.append(found[0])
         elif id(const) in overlay.fed_places:
-            places.append((2, overlay.fed_places[id(const)]))
+            order.append((Kind.FED, overlay.fed_places[id(const)]))
+        elif row_place is not None:
+            order.append((Kind.ROWS, row_place))
         else:
-            places.append((1, len(constants)))
+            order.append((Kind.CONSTANT, len(constants)))
             constants.append(const)
-    starts = (0, len(variables), len(variables) + len(constants))
-    order = [starts[kind] + i for kind, i in places]
     return Capture(
-        closed.jaxpr, variables, constants, list(overlay.written), list(overlay.created), order
+        closed.jaxpr,
+        variables,
+        constants,
+        list(overlay.written),
+        list(overlay.created),
+        forms,
+        overlay.row_reads,
+        order,
     )

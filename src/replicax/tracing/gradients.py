@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
 from replicax.contexts.overlay import Overlay, View
-from replicax.foundation import errors
+from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import VariableAggregation
 from replicax.tracing.row_gradients import RowTaps
 from replicax.values.distributed_values import is_array_like
+from replicax.values.indexed_slices import concatenate
 from replicax.values.regroup import map_structure
+from replicax.variables import updates
+from replicax.variables.remote import RemoteVariable
+from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
 
 
 class GradientOverlay(Overlay):
     """Values of variables while a function of them is being differentiated."""
 
-    def __init__(self, frame: frames.Frame) -> None:
+    def __init__(self, frame: frames.Frame, remote: Sequence[Any] = ()) -> None:
         parent = frame.overlay
         if parent is not None:
             view, meets = parent.view, parent.meets_other_replicas
@@ -36,15 +41,34 @@ class GradientOverlay(Overlay):
         self.taps = RowTaps()
         # Differentiated variables that were read whole, not just looked up in.
         self.read_whole: set[Any] = set()
+        # Differentiated variables that live elsewhere: their values are not fetched, and
+        # not inputs of the differentiated function, unless it asks for them.
+        self._remote = set(remote)
 
     def read(self, variable: Any) -> Any:
         self.read_whole.add(variable)
         return super().read(variable)
 
     def first_read(self, variable: Any) -> Any:
-        if self.parent is not None:
-            return self.parent.read(variable)
-        return variable.read_in(self._frame.with_overlay(None))
+        whole = getattr(variable, "container", variable)
+        if whole is not variable and whole in self._remote:
+            return whole.piece_of(variable, self.read(whole))
+        # The frame has the overlay around this one.
+        value = variable.read_in(self._frame)
+        return self.taps.whole(variable, value) if variable in self._remote else value
+
+    def holds(self, variable: Any) -> bool:
+        return variable in self._remote or super().holds(variable)
+
+    def read_rows(self, variable: Any, ids: Any) -> Any:
+        """Returns rows of a remote variable, with a gradient by rows where that is possible."""
+        is_direct = self.is_current_trace() and not isinstance(self.parent, GradientOverlay)
+        if not is_direct or self.knows(variable):
+            return jnp.take(variable.read_in(frames.current()), jnp.asarray(ids), axis=0)
+        rows = variable.rows_in(self._frame, ids)
+        if not self._remote.intersection((variable, *variable.components)):
+            return rows
+        return self.taps.looked_up(variable, jnp.asarray(ids), rows)
 
     def lookup(self, variable: Any, ids: Any) -> Any:
         """Returns rows of a variable, with a gradient by rows where that is possible."""
@@ -71,6 +95,8 @@ class GradientOverlay(Overlay):
 
     def gradient(self, variable: Any, dense: Any) -> Any:
         """Returns the whole gradient of a variable, given that of its whole reads."""
+        if variable in self._remote:
+            return self._remote_gradient(variable)
         if self.holds_all_copies(variable):
             copies = dense.reshape((-1, *variable.shape))
             # A mean spreads the gradient of the combined value over the copies; a sum gives
@@ -81,6 +107,20 @@ class GradientOverlay(Overlay):
         if rows is None:
             return dense
         return rows if variable not in self.read_whole else dense.at[rows.indices].add(rows.values)
+
+    def _remote_gradient(self, variable: Any) -> Any:
+        rows = self.taps.rows_of(variable)
+        whole = getattr(variable, "container", variable)
+        if whole is not variable:
+            of_whole = self.taps.rows_of(whole)
+            pieces = [rows, of_whole and whole.piece_of(variable, of_whole)]
+            found = [piece for piece in pieces if piece is not None]
+            rows = concatenate(found) if found else None
+        dense = self.taps.whole_of(variable)
+        if rows is None:
+            return jnp.zeros(variable.shape, variable.dtype) if dense is None else dense
+        # Row numbers of other parts are negative here.
+        return rows if dense is None else updates.apply("scatter_add", dense, rows)
 
 
 def value_and_grad(
@@ -104,15 +144,19 @@ def value_and_grad(
     """
     named: list[Variable] = []
     map_structure(functools.partial(_collect, named), variables)
-    flat = list(dict.fromkeys(named))
+    flat = [v for v in dict.fromkeys(named) if not v.is_remote]
+    remote = [v for v in dict.fromkeys(named) if v.is_remote]
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         frame = frames.current()
-        overlay = GradientOverlay(frame)
+        overlay = GradientOverlay(frame, remote)
+        for variable in remote:
+            variable.check_frame(frame, "The gradient of")
         # Reads come before the transformation: they belong to the trace around it.
         inputs = [overlay.input_of(variable) for variable in flat]
         written: list[Variable] = []
+        targets: list[tuple[Any, str]] = []
 
         def pure(inputs: list[Any], anchor: Any) -> Any:
             overlay.values.update(zip(flat, inputs, strict=True))
@@ -124,14 +168,21 @@ def value_and_grad(
                 loss = loss.read_in(inner) if isinstance(loss, Variable) else loss
             written[:] = list(overlay.written)
             kept = [jax.lax.stop_gradient(overlay.values[v]) for v in written]
-            return _scalar(loss), (aux, kept)
+            targets[:] = [(change.target, change.kind) for change in overlay.changes]
+            changed = [jax.lax.stop_gradient(change.payload) for change in overlay.changes]
+            return _scalar(loss), (aux, kept, changed)
 
-        (loss, (aux, kept)), (dense, _) = jax.value_and_grad(pure, (0, 1), has_aux=True)(
+        (loss, (aux, kept, changed)), (dense, _) = jax.value_and_grad(pure, (0, 1), has_aux=True)(
             inputs, jnp.zeros(())
         )
         for variable, value in zip(written, kept, strict=True):
             variable.store(frame, value)
+        # Eager replicas have combined what they change; one of them tells it.
+        if overlay.meets_other_replicas or not frame.replica_id:
+            for (target, kind), payload in zip(targets, changed, strict=True):
+                target.change_alone(frame, kind, payload)
         gradients = {v: overlay.gradient(v, g) for v, g in zip(flat, dense, strict=True)}
+        gradients |= {v: overlay.gradient(v, None) for v in remote}
         grads = map_structure(lambda variable: gradients[variable], variables)
         return ((loss, aux) if has_aux else loss), grads
 
@@ -167,11 +218,13 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
     Array([[2., 2.],
            [0., 0.]], dtype=float32)
     """
-    if isinstance(params, list | tuple) and len(params) == 1:
-        params = params[0]
+    if isinstance(params, list | tuple):
+        params = _one_table(params)
     if not isinstance(params, Variable):
         return jnp.take(jnp.asarray(params), jnp.asarray(ids), axis=0)
-    ids = jnp.asarray(ids)
+    is_known = not any(map(jax_compat.is_traced, jax.tree.leaves(ids)))
+    # Row numbers that are known need not be computed by the program that uses the rows.
+    ids = np.asarray(ids) if params.is_remote and is_known else jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise errors.InvalidArgumentError(
             errors.message(
@@ -180,9 +233,22 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
         )
     frame = frames.current()
     params.check_frame(frame, "A lookup in")
+    if isinstance(params, RemoteVariable | ShardedVariable):
+        return params.rows_in(frame, ids)
     if isinstance(frame.overlay, GradientOverlay):
         return frame.overlay.lookup(params, ids)
     return jnp.take(params.read_in(frame), ids, axis=0)
+
+
+def _one_table(params: Any) -> Any:
+    """Returns the table of which a list holds the only part, or all parts in order."""
+    whole = getattr(params[0], "container", params[0]) if params else None
+    parts = whole.variables if isinstance(whole, ShardedVariable) else []
+    if len(params) == len(parts) and all(a is b for a, b in zip(params, parts, strict=True)):
+        return whole
+    if len(params) == 1:
+        return params[0]
+    return ShardedVariable(params)
 
 
 def _collect(found: list[Variable], leaf: Any) -> None:

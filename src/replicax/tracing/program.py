@@ -14,7 +14,7 @@ from replicax.contexts import frames
 from replicax.contexts.overlay import View
 from replicax.foundation import errors, gate, jax_compat
 from replicax.tracing import capture as capturing
-from replicax.tracing import feeds, signature
+from replicax.tracing import exchange, feeds, signature
 from replicax.values.array_surface import ArraySurface
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.indexed_slices import IndexedSlices
@@ -95,7 +95,11 @@ class Program:
         # Read and written: the old value goes in, and its buffer is reused for the new one.
         changed = set(captured.written)
         self._donated = [v for v in captured.variables if v in changed]
-        self._kept = [v for v in captured.variables if v not in changed]
+        self._kept = [v for v in captured.variables if v not in changed and not v.is_remote]
+        self._local = [v for v in captured.variables if not v.is_remote]
+        self._exchange: exchange.RemoteExchange | None = None
+        if exchange.is_needed(captured):
+            self._exchange = exchange.RemoteExchange(captured, self._run_part)
         self._build(captured)
         if captured.created:
             self._initialize(captured, arrays)
@@ -105,19 +109,22 @@ class Program:
 
     def _build(self, captured: Any) -> None:
         place = {v: i for i, v in enumerate(captured.variables)}
-        donated = [place[v] for v in self._donated]
-        kept = [place[v] for v in self._kept]
+        remote = [] if self._exchange is None else self._exchange.variables
+        places = [place[v] for v in (*self._donated, *self._kept, *remote)]
         num_written, num_created = len(captured.written), len(captured.created)
+        start = num_written + num_created
         run = self._run_captured
 
-        def program(old: Any, read: Any, constants: Any, arrays: Any) -> Any:
+        def program(old: Any, read: Any, constants: Any, arrays: Any, pulled: Any) -> Any:
+            pulled_values, rows = pulled
             values: list[Any] = [None] * len(place)
-            for i, value in zip((*donated, *kept), (*old, *read), strict=True):
+            for i, value in zip(places, (*old, *read, *pulled_values), strict=True):
                 values[i] = value
-            outs = run(captured, values, constants, arrays)
+            outs = run(captured, values, constants, arrays, rows)
+            changed = outs[start : start + captured.num_changed]
             # The last output belongs to the gate alone.
-            results = outs[num_written + num_created :]
-            return outs[:num_written], results, jnp.zeros((), jnp.int8)
+            results = outs[captured.num_states :]
+            return outs[:num_written], results, changed, jnp.zeros((), jnp.int8)
 
         shardings = None
         layout = self._layout
@@ -125,14 +132,25 @@ class Program:
             state = [
                 layout.per_replica if v.is_per_replica else layout.replicated for v in self._written
             ]
-            shardings = state, self._results.shardings(layout), layout.replicated
+            changed = [layout.replicated] * captured.num_changed
+            shardings = state, self._results.shardings(layout), changed, layout.replicated
         donate = () if jax_compat.has_callbacks(captured.jaxpr) else (0,)
         self._run = jax.jit(program, donate_argnums=donate, out_shardings=shardings)
 
-    def _run_captured(self, captured: Any, values: Any, constants: Any, arrays: Any) -> Any:
+    def _run_captured(
+        self, captured: Any, values: Any, constants: Any, arrays: Any, rows: Any = ()
+    ) -> Any:
         """Runs the captured program; `arrays` are the arguments, then what was fed."""
         start = len(arrays) - self._num_fed
-        return captured.run(values, constants, arrays[:start], arrays[start:])
+        return captured.run(values, constants, arrays[:start], arrays[start:], rows)
+
+    def _run_part(
+        self, part: Any, local: list[Any], remote: list[Any], rows: list[Any], arrays: list[Any]
+    ) -> Any:
+        """Runs a part of the captured program, which may need few of its inputs."""
+        here, pulled = iter(local), iter(remote)
+        values = [next(pulled, None) if v.is_remote else next(here) for v in part.variables]
+        return self._run_captured(part, values, self._constants, arrays, rows)
 
     def _initialize(self, captured: Any, arrays: list[Any]) -> None:
         """Computes, once, the first values of variables that the function created.
@@ -164,11 +182,19 @@ class Program:
     def __call__(self, arrays: list[Any]) -> Any:
         if self._layout is not None:
             arrays = self._on_devices(arrays)
+        pulled: Any = ((), ())
+        if self._exchange is not None:
+            local = [v.stored for v in self._local] if self._local else []
+            pulled = self._exchange.pull(local, arrays)
+            if self._mesh is not None:
+                pulled = tuple(map(self._on_devices, pulled))
         with gate.state():
-            outs = self._dispatch(arrays)
+            outs, changed = self._dispatch(arrays, pulled)
+        if self._exchange is not None:
+            self._exchange.push(changed)
         return self._results.rebuild(outs, self._mesh)
 
-    def _dispatch(self, arrays: list[Any]) -> list[Any]:
+    def _dispatch(self, arrays: list[Any], pulled: Any) -> tuple[list[Any], list[Any]]:
         # The hot loop: no call per variable but getrefcount.
         old: list[Any] = []
         count_references = sys.getrefcount
@@ -184,7 +210,7 @@ class Program:
             old, kept = self._on_devices(old), self._on_devices(kept)
         if self._takes_turns:
             gate.take_turn()
-        new, outs, token = self._run(old, kept, self._constants, arrays)
+        new, outs, changed, token = self._run(old, kept, self._constants, arrays, pulled)
         if self._takes_turns:
             gate.hand_over(token)
         for variable, value in zip(self._written, new, strict=True):
@@ -195,7 +221,7 @@ class Program:
             for i, value in zip(self._foreign, jax.device_put(here, homes), strict=True):
                 self._written[i].stored = value
                 self._written[i].is_lent = True
-        return outs
+        return outs, changed
 
     def _is_foreign(self, variable: Any) -> bool:
         if self._layout is None or variable.layout == self._layout:

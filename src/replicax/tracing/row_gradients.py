@@ -22,6 +22,8 @@ class RowTaps:
     def __init__(self) -> None:
         # Per lookup: the variable, its ids, and a cell for the cotangent of its rows.
         self._lookups: list[tuple[Any, Any, list[Any]]] = []
+        # Variables that were read as a whole, each with a cell for its cotangent.
+        self._whole: dict[Any, list[Any]] = {}
         # A differentiated zero: without one JAX would not ask for the cotangent of rows
         # that depend on no differentiated input.
         self.anchor: Any = None
@@ -29,10 +31,23 @@ class RowTaps:
     def lookup(self, variable: Any, table: Any, ids: Any) -> Any:
         """Returns rows of a table; their gradient will be found by `rows_of`."""
         ids = jnp.asarray(ids)
-        rows = jnp.take(jax.lax.stop_gradient(table), ids, axis=0)
+        return self.looked_up(variable, ids, jnp.take(jax.lax.stop_gradient(table), ids, axis=0))
+
+    def looked_up(self, variable: Any, ids: Any, rows: Any) -> Any:
+        """Returns rows that were looked up; their gradient will be found by `rows_of`."""
         cell: list[Any] = []
         self._lookups.append((variable, ids, cell))
         return _tap(cell.append)(rows, self.anchor)
+
+    def whole(self, variable: Any, value: Any) -> Any:
+        """Returns the value of a variable; its gradient will be found by `whole_of`."""
+        cell = self._whole[variable] = []
+        return _tap(cell.append)(jax.lax.stop_gradient(value), self.anchor)
+
+    def whole_of(self, variable: Any) -> Any:
+        """Returns the gradient of a value that was read as a whole, or None."""
+        cell = self._whole.get(variable)
+        return cell[0] if cell else None
 
     def rows_of(self, variable: Any) -> IndexedSlices | None:
         """Returns the gradient rows of all lookups in a variable, or None if there were none."""

@@ -53,6 +53,9 @@ def scale(payload: Any, factor: Any) -> Any:
 
 def apply_to_copies(variable: Any, frame: Frame, kind: str, payload: Any) -> None:
     """Applies one update, as one step, to every copy of a variable with equal copies."""
+    if variable.is_remote:
+        variable.change_alone(frame, kind, payload)
+        return
     with gate.state():
         _apply_to_copies(variable, frame, kind, payload)
 
@@ -103,14 +106,18 @@ def _change_under_gradient(variable: Any, frame: Frame, kind: str, payload: Any)
     """Aggregates values that `rx.value_and_grad` is differentiating, then writes its copy."""
     assert frame.executor is not None and frame.overlay is not None
     # Before the replicas meet: another replica may store into a shared copy right after.
-    old = frame.overlay.read(variable)
+    old = None if variable.is_remote else frame.overlay.read(variable)
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         gather = frame.executor.all_gather
         combined = jax.tree.map(lambda x: gather(jnp.expand_dims(x, 0), 0)[0], payload)
     else:
         op = ReduceOp.from_variable_aggregation(variable.aggregation)
         combined = frame.executor.all_reduce(op, payload, None)
-    frame.overlay.write(variable, updates.apply(kind, old, jax.lax.stop_gradient(combined)))
+    combined = jax.lax.stop_gradient(combined)
+    if variable.is_remote:
+        variable.change_alone(frame, kind, combined)
+    else:
+        frame.overlay.write(variable, updates.apply(kind, old, combined))
 
 
 def _first(payload: Any) -> Any:

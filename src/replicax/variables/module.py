@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
 
 
@@ -59,7 +60,9 @@ class Module:
 
 
 def _walk(value: Any, kind: type, seen: set[int]) -> Iterator[Any]:
-    if isinstance(value, kind):
+    if isinstance(value, ShardedVariable) and kind is Variable:
+        yield from value.variables
+    elif isinstance(value, kind):
         yield value
     if isinstance(value, Variable) or id(value) in seen:
         return

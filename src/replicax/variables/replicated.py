@@ -19,7 +19,8 @@ from replicax.values import printing
 from replicax.values.layout import AXIS
 from replicax.variables import aggregation, updates
 from replicax.variables.creators import VariableAttributes
-from replicax.variables.variable import Variable, require_concrete, require_readable
+from replicax.variables.trace_guards import require_concrete, require_readable
+from replicax.variables.variable import Variable
 
 
 class ReplicatedVariable(Variable):

@@ -19,6 +19,7 @@ from replicax.values import printing
 from replicax.values.array_surface import ArraySurface, elementwise_equal
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.variables import creators, updates
+from replicax.variables.trace_guards import require_concrete, require_readable
 
 
 class _VariableMeta(type):
@@ -63,6 +64,8 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
     )
     # Whether `stored` holds the values of all replicas next to each other.
     is_per_replica = False
+    # Whether the value lives in another process; `stored` is None then.
+    is_remote = False
 
     def __init_subclass__(cls) -> None:
         # To JAX a variable is its value: `jnp` functions and transformations take it as
@@ -362,38 +365,3 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
 
     def __repr__(self) -> str:
         return self.describe()
-
-
-def require_readable(variable: Variable, frame: Frame) -> None:
-    """Raises where a read would be frozen into a program that JAX caches."""
-    if variable.stored is None:
-        raise errors.TracingError(
-            errors.message(
-                f"Variable {variable.name!r} needs a value",
-                "the compiled function that creates it has not finished its first call",
-                "Read it after that call, or inside the same function.",
-            )
-        )
-    if not jax_compat.is_staging():
-        return
-    if frame.eager_reads is None:
-        raise errors.TracingError(
-            errors.message(
-                f"A read of variable {variable.name!r} inside traced code needs `rx.function`",
-                "the surrounding jax.jit, scan, cond or while would keep today's value for ever",
-                "Use `rx.function` instead of `jax.jit`, or read the variable before the loop.",
-            )
-        )
-    frame.eager_reads.note()
-
-
-def require_concrete(variable: Variable, value: Any) -> None:
-    """Raises if the value would leave the trace it belongs to."""
-    if any(map(jax_compat.is_traced, jax.tree.leaves(value))) or jax_compat.is_staging():
-        raise errors.TracingError(
-            errors.message(
-                f"A write to variable {variable.name!r} inside traced code needs `rx.function`",
-                "the code runs under a bare jax.jit, jax.grad, jax.vmap, scan or the like",
-                "Use `rx.function` and `rx.value_and_grad` instead.",
-            )
-        )

@@ -1,0 +1,243 @@
+"""Variables that live on parameter servers; here they are handles to what is kept there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, final
+
+import jax
+import jax.numpy as jnp
+from typing_extensions import override
+
+from replicax.contexts import frames
+from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.overlay import Change
+from replicax.foundation import devices, errors, jax_compat
+from replicax.foundation.jax_compat import Device
+from replicax.values.distributed_values import Mirrored
+from replicax.variables import aggregation, creators, updates
+from replicax.variables.trace_guards import require_outside_traces
+from replicax.variables.variable import Variable
+
+
+class Read(NamedTuple):
+    """Asks for the value of a remote or sharded variable.
+
+    Attributes:
+      variable: Which one.
+      ids: The rows to read, in any order and number; None for all of it.
+    """
+
+    variable: Any
+    ids: Any = None
+
+
+class Home(Protocol):
+    """Where remote variables live, as the code that uses them sees it."""
+
+    def pull(self, reads: Sequence[Read]) -> list[Any]:
+        """Returns values; they show all that this process has pushed before."""
+        ...
+
+    def push(self, changes: Sequence[Change]) -> None:
+        """Sends changes off, each of which will be made once."""
+        ...
+
+
+class ElsewhereVariable(Variable):
+    """What variables without an array in this process have in common."""
+
+    __slots__ = ()
+    is_remote = True
+
+    @property
+    @override
+    def placement(self) -> tuple[Device, ...]:
+        """Where values of it are made use of."""
+        layout = None if self.owner is None else self.owner.layout
+        return (devices.current(),) if layout is None else layout.devices
+
+    @override
+    def change_in(self, frame: Frame, kind: str, payload: Any) -> None:
+        layout = frame.layout
+        if frame.mode is Mode.REPLICA and layout is not None and layout.num_replicas > 1:
+            aggregation.change_from_replicas(self, frame, kind, payload)
+        else:
+            self.change_alone(frame, kind, payload)
+
+    @override
+    def store(self, frame: Frame, value: Any) -> None:
+        self.change_alone(frame, "assign", value)
+
+    def touches(self, variable: Any) -> bool:
+        """Tells whether a change of this variable changes another one."""
+        return variable is self
+
+    @override
+    def describe(self) -> str:
+        head = f"<rx.Variable '{self.name}:0' shape={self.shape} dtype={self.dtype}"
+        return f"{head}, on {self.device}>"
+
+
+@final
+class RemoteVariable(ElsewhereVariable):
+    """A variable, or a part of one, on one parameter server.
+
+    Attributes:
+      number: The number of the part there.
+      server: The index of the parameter server.
+      home: How it is reached.
+      container: The sharded variable that it is a part of, if any.
+    """
+
+    __slots__ = ("container", "home", "number", "server")
+
+    def __init__(
+        self,
+        attributes: creators.VariableAttributes,
+        *,
+        number: int,
+        server: int,
+        home: Home,
+        owner: Any = None,
+    ) -> None:
+        super().__init__(attributes, None, owner=owner)
+        self.number = number
+        self.server = server
+        self.home = home
+        self.container: Any = self
+
+    @property
+    @override
+    def device(self) -> str:
+        return f"/job:ps/replica:0/task:{self.server}/device:CPU:0"
+
+    @override
+    def read_in(self, frame: Frame) -> Any:
+        if frame.overlay is not None:
+            return frame.overlay.read(self)
+        require_outside_traces(self, frame)
+        return self._fetched(frame, None)
+
+    def rows_in(self, frame: Frame, ids: Any) -> Any:
+        """Returns rows by number, moving no others."""
+        if frame.overlay is not None:
+            return frame.overlay.read_rows(self, ids)
+        require_outside_traces(self, frame)
+        return self._fetched(frame, ids)
+
+    def _fetched(self, frame: Frame, ids: Any) -> Any:
+        with jax_compat.eagerly(), jax_compat.any_dtype(self.dtype):
+            value = jnp.asarray(self.home.pull([Read(self, ids)])[0])
+            if frame.replica_id is not None and frame.layout is not None:
+                return jax.device_put(value, frame.layout.devices[frame.replica_id])
+            return value
+
+    @override
+    def sparse_read(self, indices: Any) -> Any:
+        return checked_rows(self, indices)
+
+    @override
+    def read_copy(self, replica_id: int) -> Any:
+        del replica_id
+        with jax_compat.eagerly(), jax_compat.any_dtype(self.dtype):
+            return jnp.asarray(self.home.pull([Read(self)])[0])
+
+    @override
+    def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
+        own = payload.values[0] if isinstance(payload, Mirrored) else payload
+        change = Change(self, kind, own)
+        if frame.overlay is not None:
+            frame.overlay.record(change)
+        else:
+            self.home.push([change])
+
+    def value_after(self, change: Change, value: Any) -> Any:
+        """Returns what a value of this variable becomes by a change."""
+        if change.target is self:
+            return updates.apply(change.kind, value, change.payload)
+        if change.target is self.container:
+            return self.container.part_after(self, change, value)
+        raise errors.UnsupportedError(
+            errors.message(
+                f"The value of {self.name!r} after `apply_gradients` is known on {self.device}, "
+                "where the optimizer runs",
+                "the function that applied the gradients asks for it",
+                "Read it before, or in the next closure.",
+            )
+        )
+
+    def shipping_key(self) -> tuple[Any, ...]:
+        """Returns what another process needs to make a handle of its own."""
+        if self.container is not self:
+            place = next(i for i, v in enumerate(self.container.variables) if v is self)
+            return ("part", place, self.container.shipping_key())
+        return self.own_key()
+
+    def own_key(self) -> tuple[Any, ...]:
+        """Returns what this part is, whatever it is a part of."""
+        return ("variable", self.number, self.server, *attributes_key(self))
+
+
+@final
+class CopiedVariable(ElsewhereVariable):
+    """A small variable with a copy on several parameter servers, each changed by itself.
+
+    It holds what all parts of an optimizer need at hand, such as its step count.
+    """
+
+    __slots__ = ("copies",)
+
+    def __init__(
+        self, attributes: creators.VariableAttributes, copies: Sequence[RemoteVariable], owner: Any
+    ) -> None:
+        super().__init__(attributes, None, owner=owner)
+        self.copies = tuple(copies)
+
+    @property
+    @override
+    def device(self) -> str:
+        return self.copies[0].device
+
+    @override
+    def read_in(self, frame: Frame) -> Any:
+        return self.copies[0].read_in(frame)
+
+    @override
+    def read_copy(self, replica_id: int) -> Any:
+        return self.copies[0].read_copy(replica_id)
+
+    @override
+    def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
+        for copy in self.copies:
+            copy.change_alone(frame, kind, payload)
+
+    def shipping_key(self) -> tuple[Any, ...]:
+        """Returns what another process needs to make a handle of its own."""
+        return ("copies", tuple(c.shipping_key() for c in self.copies), attributes_key(self))
+
+
+def attributes_key(variable: Variable) -> tuple[Any, ...]:
+    """Returns the attributes of a variable as plain values."""
+    return (
+        variable.name,
+        variable.shape,
+        jnp.dtype(variable.dtype).name,
+        variable.trainable,
+        variable.synchronization.name,
+        variable.aggregation.name,
+    )
+
+
+def checked_rows(variable: Any, indices: Any) -> Any:
+    """Returns rows of a remote or sharded variable, in the order of the indices."""
+    frame = frames.current()
+    variable.check_frame(frame, "A lookup in")
+    ids = jnp.asarray(indices)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`indices` must be integers", f"they have type {ids.dtype}", "Convert them first."
+            )
+        )
+    return variable.rows_in(frame, ids)

@@ -1,0 +1,282 @@
+"""`ShardedVariable`: one variable cut into parts along its first dimension."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import jax.numpy as jnp
+import numpy as np
+from typing_extensions import override
+
+from replicax.contexts.frames import Frame
+from replicax.contexts.overlay import Change
+from replicax.foundation import errors, jax_compat
+from replicax.values.array_surface import as_operand
+from replicax.values.distributed_values import Mirrored
+from replicax.values.indexed_slices import IndexedSlices
+from replicax.variables import creators, updates
+from replicax.variables.partitioners import split_rows
+from replicax.variables.remote import ElsewhereVariable, Read, RemoteVariable, checked_rows
+from replicax.variables.variable import Variable
+
+
+@final
+class ShardedVariable(ElsewhereVariable):
+    """A variable in parts: rows 0 to a in the first, a to b in the second, and so on.
+
+    It reads, slices, converts and computes like the whole. `variables` are its parts, which
+    are variables of their own; `rx.Module` lists them in the place of the container.
+
+    Args:
+      variables: The parts, in order; they differ in nothing but the number of rows.
+      name: The name of the whole.
+
+    >>> import replicax as rx
+    >>> parts = [rx.Variable([[0.0], [1.0]]), rx.Variable([[2.0]])]
+    >>> table = ShardedVariable(parts, name="table")
+    >>> table.shape, table[1:].tolist()
+    ((3, 1), [[1.0], [2.0]])
+    """
+
+    __slots__ = ("starts", "variables")
+
+    def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
+        parts = _checked_parts(variables)
+        first = parts[0]
+        rows = [part.shape[0] for part in parts]
+        attributes = creators.VariableAttributes(
+            name=name,
+            shape=(sum(rows), *first.shape[1:]),
+            dtype=first.dtype,
+            trainable=first.trainable,
+            synchronization=first.synchronization,
+            aggregation=first.aggregation,
+            constraint=first.constraint,
+        )
+        super().__init__(attributes, None, owner=first.owner)
+        self.variables: list[Variable] = parts
+        # The first row of each part.
+        self.starts: tuple[int, ...] = tuple(itertools.accumulate([0, *rows[:-1]]))
+        for part in parts:
+            if isinstance(part, RemoteVariable):
+                part.container = self
+
+    @property
+    def is_whole_remote(self) -> bool:
+        """Whether all parts live on parameter servers."""
+        return all(isinstance(part, RemoteVariable) for part in self.variables)
+
+    @property
+    @override
+    def device(self) -> str:
+        return self.variables[0].device
+
+    @property
+    @override
+    def components(self) -> tuple[Variable, ...]:
+        return tuple(self.variables)
+
+    # Reading.
+
+    @override
+    def read_in(self, frame: Frame) -> Any:
+        overlay = frame.overlay
+        if overlay is not None and overlay.holds(self):
+            return overlay.read(self)
+        return jnp.concatenate([part.read_in(frame) for part in self.variables])
+
+    @override
+    def read_copy(self, replica_id: int) -> Any:
+        with jax_compat.eagerly(), jax_compat.any_dtype(self.dtype):
+            return jnp.concatenate([part.read_copy(replica_id) for part in self.variables])
+
+    def rows_in(self, frame: Frame, ids: Any) -> Any:
+        """Returns rows by number, in the order of `ids`, moving no others."""
+        if not self.is_whole_remote:
+            return jnp.take(self.read_in(frame), ids, axis=0)
+        if frame.overlay is not None:
+            return frame.overlay.read_rows(self, ids)
+        first = self.variables[0]
+        assert isinstance(first, RemoteVariable)
+        with jax_compat.eagerly(), jax_compat.any_dtype(self.dtype):
+            return jnp.asarray(first.home.pull([Read(self, ids)])[0])
+
+    @override
+    def sparse_read(self, indices: Any) -> Any:
+        """Returns the rows of the first part, then those of the second, and so on.
+
+        Rows of one part keep their order among each other. `rx.nn.embedding_lookup` keeps
+        the order of all.
+        """
+        ids = jnp.asarray(indices)
+        rows = checked_rows(self, ids)
+        part = jnp.searchsorted(jnp.asarray(self.starts), ids.reshape(-1), side="right")
+        return rows.reshape((-1, *self.shape[1:]))[jnp.argsort(part, stable=True)]
+
+    def __getitem__(self, key: Any) -> Any:
+        first = key[0] if isinstance(key, tuple) and key else key
+        is_row = isinstance(first, int | np.integer) and not isinstance(first, bool | np.bool_)
+        if not is_row and not isinstance(first, slice):
+            return self.read_value()[key]
+        rest = key[1:] if isinstance(key, tuple) else ()
+        if isinstance(first, slice):
+            return self._rows(range(*first.indices(self.shape[0])))[(slice(None), *rest)]
+        row = int(first) + (self.shape[0] if first < 0 else 0)
+        if not 0 <= row < self.shape[0]:
+            raise errors.OutOfRangeError(
+                errors.message(
+                    f"Row numbers of {self.name!r} must be in [{-self.shape[0]}, {self.shape[0]})",
+                    f"{first} was given",
+                    "Correct the index.",
+                )
+            )
+        return self._rows(range(row, row + 1))[(0, *rest)]
+
+    def _rows(self, wanted: range) -> Any:
+        """Returns some rows; parts without any of them are left alone."""
+        if len(wanted) == self.shape[0] and wanted.step == 1:
+            return self.read_value()
+        if self.is_whole_remote:
+            return checked_rows(self, np.arange(wanted.start, wanted.stop, wanted.step))
+        pieces = []
+        for start, part in zip(self.starts, self.variables, strict=True):
+            own = [i for i in wanted if start <= i < start + part.shape[0]]
+            if own:
+                pieces.append(part.read_value()[np.asarray(own) - start])
+        empty = jnp.zeros((0, *self.shape[1:]), self.dtype)
+        return jnp.concatenate(pieces[:: 1 if wanted.step > 0 else -1] or [empty])
+
+    def part_of(self, row: int) -> int:
+        """Returns the place of the part that holds a row."""
+        return bisect.bisect_right(self.starts, row) - 1
+
+    def __iter__(self) -> Iterator[Variable]:
+        return iter(self.variables)
+
+    # Writing.
+
+    @override
+    def _change(self, kind: str, payload: Any, read_value: bool = True) -> Any:
+        if kind.startswith("scatter"):
+            self._require_scatterable(kind, payload)
+        return super()._change(kind, payload, read_value)
+
+    @override
+    def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
+        own = payload.values[0] if isinstance(payload, Mirrored) else payload
+        if isinstance(own, IndexedSlices) and self.is_whole_remote:
+            # One list of rows for all parts: it is cut where it is sent off.
+            change = Change(self, kind, own)
+            first = self.variables[0]
+            assert isinstance(first, RemoteVariable)
+            if frame.overlay is not None:
+                frame.overlay.record(change)
+            else:
+                first.home.push([change])
+            return
+        for start, part in zip(self.starts, self.variables, strict=True):
+            part.change_alone(frame, kind, self._piece(own, start, part.shape[0]))
+
+    def piece_of(self, part: Variable, payload: Any) -> Any:
+        """Returns what of an array or of rows of the whole belongs to a part."""
+        start = next(a for a, v in zip(self.starts, self.variables, strict=True) if v is part)
+        return self._piece(payload, start, part.shape[0])
+
+    def _piece(self, payload: Any, start: int, rows: int) -> Any:
+        if not isinstance(payload, IndexedSlices):
+            return payload[start : start + rows]
+        # Rows of other parts get numbers outside of this one, which updates pass over.
+        local = jnp.asarray(payload.indices) - start
+        shape = (rows, *self.shape[1:])
+        return IndexedSlices(payload.values, jnp.where(local < rows, local, -1), shape)
+
+    def part_after(self, part: Variable, change: Change, value: Any) -> Any:
+        """Returns what the value of a part becomes by a change of the whole."""
+        return updates.apply(change.kind, value, self.piece_of(part, change.payload))
+
+    def value_after(self, change: Change, value: Any) -> Any:
+        """Returns what the value of the whole becomes by a change of the whole."""
+        return updates.apply(change.kind, value, change.payload)
+
+    @override
+    def touches(self, variable: Any) -> bool:
+        return variable is self or any(variable is part for part in self.variables)
+
+    def _require_scatterable(self, kind: str, payload: Any) -> None:
+        expected = [stop - start for start, stop in split_rows(self.shape[0], len(self.variables))]
+        if [part.shape[0] for part in self.variables] != expected:
+            raise errors.UnsupportedError(
+                errors.message(
+                    f"`{kind}` on {self.name!r} needs parts of equal size, the first ones with one "
+                    "row more",
+                    f"they have {[part.shape[0] for part in self.variables]} rows",
+                    "Change the parts themselves: `sharded.variables[i]`.",
+                )
+            )
+        indices = payload.indices if isinstance(payload, IndexedSlices) else None
+        if indices is not None and np.ndim(as_operand(indices)) != 1:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"`{kind}` on {self.name!r} needs a list of row numbers",
+                    f"the indices have {np.ndim(as_operand(indices))} dimensions",
+                    "Flatten them, and the rows with them.",
+                )
+            )
+
+    def shipping_key(self) -> tuple[Any, ...]:
+        """Returns what another process needs to make a handle of its own."""
+        keys = []
+        for part in self.variables:
+            if not isinstance(part, RemoteVariable):
+                raise errors.InvalidArgumentError(
+                    errors.message(
+                        f"A function for workers needs variables on parameter servers; "
+                        f"{self.name!r} is used in it",
+                        f"its part {part.name!r} lives on {part.device}",
+                        "Create the parts inside `with strategy.scope():`.",
+                    )
+                )
+            keys.append(part.own_key())
+        return ("sharded", self.name, tuple(keys))
+
+    @override
+    def describe(self) -> str:
+        head = f"ShardedVariable '{self.name}:0' shape={self.shape} dtype={self.dtype}"
+        inside = ", ".join(part.describe() for part in self.variables)
+        return f"{head} {{{inside}}}"
+
+
+def _checked_parts(variables: Any) -> list[Variable]:
+    if not isinstance(variables, list | tuple) or not variables:
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "A ShardedVariable needs a list of variables, at least one",
+                f"{variables!r} was given",
+                "Pass the parts in order.",
+            )
+        )
+    for part in variables:
+        if not isinstance(part, Variable) or isinstance(part, ShardedVariable):
+            raise errors.ArgumentTypeError(
+                errors.message(
+                    "The parts of a ShardedVariable must be variables",
+                    f"one is a {type(part).__name__}",
+                    "Pass rx.Variable objects.",
+                )
+            )
+    first = variables[0]
+    for part in variables:
+        if not part.shape or part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "The parts of a ShardedVariable must have one type and shapes that differ "
+                    "in the first dimension only",
+                    f"{first.name!r} is {first.dtype}{list(first.shape)} and {part.name!r} is "
+                    f"{part.dtype}{list(part.shape)}",
+                    "Convert or reshape the parts.",
+                )
+            )
+    return list(variables)
