@@ -1,0 +1,1 @@
+"""Which tasks form a cluster, what they are called, and where they listen."""

@@ -1,1 +1,18 @@
 """Where the tasks of a cluster are found, in each environment."""
+
+from replicax.cluster_resolver.base import ClusterResolver as ClusterResolver
+from replicax.cluster_resolver.gce import GCEClusterResolver as GCEClusterResolver
+from replicax.cluster_resolver.kubernetes import (
+    KubernetesClusterResolver as KubernetesClusterResolver,
+)
+from replicax.cluster_resolver.kubernetes import (
+    KubernetesExecutableLocation as KubernetesExecutableLocation,
+)
+from replicax.cluster_resolver.simple import SimpleClusterResolver as SimpleClusterResolver
+from replicax.cluster_resolver.slurm import SlurmClusterResolver as SlurmClusterResolver
+from replicax.cluster_resolver.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
+from replicax.cluster_resolver.tpu import TPUClusterResolver as TPUClusterResolver
+from replicax.cluster_resolver.union import UnionResolver as UnionResolver
+
+# The name that older programs use.
+UnionClusterResolver = UnionResolver

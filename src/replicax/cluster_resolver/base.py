@@ -1,0 +1,158 @@
+"""ClusterResolver: what every source of cluster information can be asked."""
+
+from __future__ import annotations
+
+import abc
+import collections
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from replicax.cluster import address
+from replicax.cluster.spec import ClusterSpec
+from replicax.cluster.tasks import TaskName
+from replicax.foundation import devices, errors
+
+_TIMES = "\N{MULTIPLICATION SIGN}"
+_ACCELERATORS = ("GPU", "TPU")
+
+
+class ClusterResolver(abc.ABC):
+    """Tells a task which cluster it belongs to, and which of the tasks it is.
+
+    A subclass defines `cluster_spec` and `master`, and answers with what is true at the
+    time of the call. It sets `task_type`, `task_id` and `rpc_layer`, or overrides them.
+
+    >>> class Here(ClusterResolver):
+    ...     def cluster_spec(self):
+    ...         return ClusterSpec({"worker": ["localhost:2222"]})
+    ...     def master(self, task_type=None, task_id=None, rpc_layer=None):
+    ...         return super().master(task_type, task_id, rpc_layer)
+    >>> Here().master("worker", 0, rpc_layer="grpc")
+    'grpc://localhost:2222'
+    """
+
+    # Defaults on the class: a subclass need not call `super().__init__()`.
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
+
+    @abc.abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the cluster as it is now."""
+
+    @abc.abstractmethod
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Returns where a task is reached: this task, unless another one is named.
+
+        Empty if it is not known which task is meant. With an `rpc_layer`, that comes
+        before the address: `layer://host:port`.
+        """
+        job = task_type if task_type is not None else self.task_type
+        index = task_id if task_id is not None else self.task_id
+        if job is None or index is None:
+            return ""
+        found = self.cluster_spec().task_address(job, index)
+        return address.with_layer(found, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
+    ) -> Mapping[str, int]:
+        """Returns how many accelerators of each kind this task has.
+
+        On CPUs it is empty; a kind that is not there counts 0.
+
+        Args:
+          task_type: The job of the task, if it is named.
+          task_id: The index of the task, if it is named. A task sees its own devices only.
+          config_proto: Accepted for portability.
+        """
+        del config_proto
+        if task_type not in (None, self.task_type) or task_id not in (None, self.task_id):
+            job = task_type if task_type is not None else self.task_type
+            index = task_id if task_id is not None else self.task_id
+            raise errors.UnsupportedError(
+                errors.message(
+                    "A task can count its own accelerators",
+                    f"those of {_task_text(job, index)} were asked for, and this is "
+                    f"{_task_text(self.task_type, self.task_id)}",
+                    "Ask in that task, or use a resolver that is told the number.",
+                )
+            )
+        return accelerator_counts({k: len(devices.devices_of_kind(k)) for k in _ACCELERATORS})
+
+    @property
+    def environment(self) -> str:
+        """The kind of place where the task runs; empty if nothing is said about it."""
+        return ""
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this task; None if it is not known."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this task in its job; None if it is not known."""
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """What `master` puts before `://`; None for nothing."""
+        return self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    def explain(self) -> str:
+        """Returns a short text for people: what was found, and where."""
+        return summary(self, type(self).__name__)
+
+
+def accelerator_counts(counts: Mapping[str, int]) -> Mapping[str, int]:
+    """Returns the kinds that are there; all others count 0."""
+    return collections.Counter({kind: count for kind, count in counts.items() if count})
+
+
+def summary(resolver: ClusterResolver, source: str, notes: Iterable[str] = ()) -> str:
+    """Describes what a resolver answers, or why it cannot; the notes follow, one a line."""
+    try:
+        spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
+    except errors.DistributeError as error:
+        return "\n".join([f"{source}: cannot be used. {error}", *notes])
+    found = f"{source}: task {_task_text(job, index)}, {_jobs_text(spec)}"
+    if spec and job is not None and index is not None and not _has_task(spec, job, index):
+        found += f"; {TaskName(job, index).label} is not among them"
+    return "\n".join([found, *notes])
+
+
+def _task_text(job: str | None, index: int | None) -> str:
+    if job is None and index is None:
+        return "unknown"
+    return f"{job if job is not None else '?'}/{index if index is not None else '?'}"
+
+
+def _jobs_text(spec: ClusterSpec) -> str:
+    if not spec:
+        return "no cluster"
+    return "jobs " + ", ".join(f"{job}{_TIMES}{spec.num_tasks(job)}" for job in sorted(spec.jobs))
+
+
+def _has_task(spec: ClusterSpec, job: str, index: int) -> bool:
+    return job in spec.jobs and index in spec.task_indices(job)

@@ -1,0 +1,58 @@
+"""The errors of resolvers that must also be errors of another family."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from replicax.foundation import errors
+
+_EXCERPT = 20
+
+
+class ConfigDecodeError(errors.InvalidArgumentError, json.JSONDecodeError):
+    """Raised for a variable such as TF_CONFIG that is no JSON.
+
+    Its text, and `doc`, show the place of the mistake and never the whole variable.
+    """
+
+    def __init__(self, msg: str, doc: str, pos: int) -> None:
+        json.JSONDecodeError.__init__(self, msg, doc, pos)
+        # The base appends a position; ours counts in the variable, not in the excerpt.
+        self.args = (msg,)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (
+            type(self),
+            (self.msg, self.doc, self.pos),
+            {"lineno": self.lineno, "colno": self.colno},
+        )
+
+
+class DuplicateTaskError(errors.InvalidArgumentError, KeyError):
+    """Raised when two resolvers describe the same task of a job."""
+
+    # A KeyError shows its text as a literal.
+    __str__ = Exception.__str__
+
+
+class NotReadyError(errors.UnavailableError, RuntimeError):
+    """Raised when a machine of the cluster exists and does not run yet, or no more."""
+
+
+def decode_error(name: str, text: str, error: json.JSONDecodeError) -> ConfigDecodeError:
+    """Describes a mistake in the JSON of a variable by its place and what stands there."""
+    excerpt = text[max(error.pos - _EXCERPT, 0) : error.pos + _EXCERPT]
+    shown = repr(excerpt) if excerpt else "nothing"
+    result = ConfigDecodeError(
+        errors.message(
+            f"{name} must be JSON",
+            f"at line {error.lineno}, column {error.colno} there is a mistake "
+            f"({error.msg}), near {shown}",
+            f"Correct {name}, or unset it.",
+        ),
+        excerpt,
+        min(error.pos, _EXCERPT),
+    )
+    result.lineno, result.colno = error.lineno, error.colno
+    return result

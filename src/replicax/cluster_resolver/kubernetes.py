@@ -1,0 +1,157 @@
+"""KubernetesClusterResolver: the pods that carry certain labels."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from replicax.cluster import address
+from replicax.cluster.spec import ClusterSpec
+from replicax.cluster.tasks import TaskName
+from replicax.cluster_resolver import clients
+from replicax.cluster_resolver.base import ClusterResolver, summary
+from replicax.cluster_resolver.failures import NotReadyError
+from replicax.foundation import errors
+
+_DEFAULT_LABELS = {"worker": ["job-name=tensorflow"]}
+_EXTRA = "kubernetes"
+
+
+class KubernetesExecutableLocation(enum.Enum):
+    """Where this program runs, which decides how it finds the Kubernetes API."""
+
+    # In a pod of the cluster: the service account of the pod is used.
+    WITHIN_CLUSTER = 0
+    # Elsewhere: the user's kubeconfig is used.
+    OFF_CLUSTER = 1
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """Makes a cluster of the pods that carry certain labels.
+
+    The tasks of a job are numbered label by label, and by the names of the pods, where
+    `worker-2` comes before `worker-10`. Which of them this program is has to be told:
+    set `task_type` and `task_id`.
+
+    Args:
+      job_to_label_mapping: For each job the label selectors of its pods;
+        `{"worker": ["job-name=tensorflow"]}` without it.
+      tf_server_port: The port at which the servers in the pods listen.
+      rpc_layer: What `master` puts before `://`.
+      override_client: A client to use, such as `kubernetes.client.CoreV1Api()` after the
+        credentials were loaded. Without it one is made.
+      executable_location: Where this program runs.
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = "grpc",
+        override_client: Any = None,
+        executable_location: KubernetesExecutableLocation = (
+            KubernetesExecutableLocation.WITHIN_CLUSTER
+        ),
+    ) -> None:
+        if not isinstance(executable_location, KubernetesExecutableLocation):
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`executable_location` must be a KubernetesExecutableLocation",
+                    f"it is {executable_location!r}",
+                    "Pass WITHIN_CLUSTER or OFF_CLUSTER of that enum.",
+                )
+            )
+        self._labels = {k: list(v) for k, v in (job_to_label_mapping or _DEFAULT_LABELS).items()}
+        self._port = tf_server_port
+        self._rpc_layer = rpc_layer
+        self._location = executable_location
+        self._client = override_client
+        if override_client is None:
+            self._client = _connect(executable_location)
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        """Asks Kubernetes for the pods; all of them must be running."""
+        return ClusterSpec(
+            {
+                job: _addresses(job, self._pods(selectors), self._port)
+                for job, selectors in self._labels.items()
+            }
+        )
+
+    @override
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        return super().master(task_type, task_id, rpc_layer)
+
+    @override
+    def explain(self) -> str:
+        notes = [
+            f"{job}: pods with {' or '.join(selectors)}, port {self._port}"
+            for job, selectors in self._labels.items()
+        ]
+        if self._task_type is None or self._task_id is None:
+            notes.append("the pods do not say which task this is: set task_type and task_id")
+        return summary(self, f"Kubernetes ({self._location.name})", notes)
+
+    def _pods(self, selectors: Sequence[str]) -> list[Any]:
+        found: list[Any] = []
+        for selector in selectors:
+            answer = clients.ask(
+                "the Kubernetes API",
+                lambda selector=selector: self._client.list_pod_for_all_namespaces(
+                    label_selector=selector, _request_timeout=clients.TIMEOUT_S
+                ),
+            )
+            found += sorted(answer.items, key=lambda pod: _natural(pod.metadata.name))
+        return found
+
+
+def _connect(location: KubernetesExecutableLocation) -> Any:
+    name = "KubernetesClusterResolver"
+    client = clients.require("kubernetes.client", name, _EXTRA)
+    config = clients.require("kubernetes.config", name, _EXTRA)
+
+    def load() -> Any:
+        if location is KubernetesExecutableLocation.OFF_CLUSTER:
+            config.load_kube_config()
+        else:
+            config.load_incluster_config()
+        return client.CoreV1Api()
+
+    return clients.ask("the configuration of Kubernetes", load)
+
+
+def _addresses(job: str, pods: Sequence[Any], port: int) -> list[str]:
+    found: list[str] = []
+    for index, pod in enumerate(pods):
+        # Two pods of one host differ in the pod's address only.
+        hosts = (pod.status.pod_ip, pod.status.host_ip)
+        host = next((text for text in hosts if isinstance(text, str) and text), None)
+        if pod.status.phase != "Running" or host is None:
+            raise NotReadyError(
+                errors.message(
+                    f"The pod {pod.metadata.name!r} of {TaskName(job, index).label} must be "
+                    "running and have an address",
+                    f"its phase is {pod.status.phase!r}",
+                    "Wait until all pods run, or select other pods.",
+                )
+            )
+        found.append(address.join(host, port))
+    return found
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Returns a key that sorts numbers in names by their value."""
+    return [
+        (int(part), "") if part.isdigit() else (-1, part)
+        for part in re.split(r"(\d+)", name, flags=re.ASCII)
+    ]

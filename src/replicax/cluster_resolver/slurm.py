@@ -1,0 +1,234 @@
+"""SlurmClusterResolver: the tasks of a Slurm job step, started with `srun`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from replicax.cluster.spec import ClusterSpec
+from replicax.cluster_resolver.base import ClusterResolver, accelerator_counts, summary
+from replicax.cluster_resolver.simple import SimpleClusterResolver
+from replicax.cluster_resolver.slurm_allocation import (
+    Allocation,
+    allocate,
+    expand_counts,
+    expand_hosts,
+)
+from replicax.foundation import errors
+
+_GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_GPU_FILE = re.compile(r"nvidia\d+")
+
+
+class SlurmClusterResolver(ClusterResolver):
+    """Makes a cluster of the tasks of a Slurm job step.
+
+    Ranks are given to the jobs in the order of `jobs`. The tasks of one node listen at
+    consecutive ports.
+
+    Args:
+      jobs: The number of tasks of each job; all are workers without it.
+      port_base: The port of the first task on each node.
+      gpus_per_node: How many GPUs each node has; found out if it is not said.
+      gpus_per_task: How many of them each task uses; equal shares if it is not said.
+      tasks_per_node: How many tasks each node runs; Slurm knows if it is not said.
+      auto_set_gpu: Whether `cluster_spec()` narrows CUDA_VISIBLE_DEVICES to the GPUs of
+        this task. It must be called before JAX starts to have an effect.
+      rpc_layer: What `master` puts before `://`.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+    ) -> None:
+        self._jobs = None if jobs is None else dict(jobs)
+        self._port_base = port_base
+        self._tasks_per_node = tasks_per_node
+        self._auto_set_gpu = auto_set_gpu
+        self._rpc_layer = rpc_layer
+        self._hosts, self._counts = self._read_nodes()
+        self._gpus_per_node = _gpus_here() if gpus_per_node is None else gpus_per_node
+        most = max(self._counts)
+        self._gpus_per_task = (
+            self._gpus_per_node // most if gpus_per_task is None else gpus_per_task
+        )
+        if most * self._gpus_per_task > self._gpus_per_node:
+            raise errors.ContextError(
+                errors.message(
+                    f"{most} tasks with {self._gpus_per_task} GPUs each must fit on one node",
+                    f"a node has {self._gpus_per_node} GPUs",
+                    "Lower `gpus_per_task`, or start fewer tasks per node.",
+                )
+            )
+        self._allocation()
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the cluster; narrows CUDA_VISIBLE_DEVICES to this task's GPUs."""
+        allocation = self._allocation()
+        if self._auto_set_gpu:
+            _narrow_gpus(allocation.local_rank, self._gpus_per_task, self._gpus_per_node)
+        return ClusterSpec(allocation.cluster)
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Returns the job of this task, and its index there."""
+        return self.task_type, self.task_id
+
+    @override
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        return super().master(task_type, task_id, rpc_layer)
+
+    @override
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
+    ) -> Mapping[str, int]:
+        """Returns the number of GPUs of a task; all tasks have the same."""
+        return accelerator_counts({"GPU": self._gpus_per_task})
+
+    @property
+    @override
+    def task_type(self) -> str | None:
+        task = self._allocation().task
+        return self._task_type if self._task_type is not None or task is None else task.job
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    @override
+    def task_id(self) -> int | None:
+        task = self._allocation().task
+        return self._task_id if self._task_id is not None or task is None else task.index
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @override
+    def explain(self) -> str:
+        source = "Slurm (environment)"
+        try:
+            allocation, rank = self._allocation(), _number("SLURM_PROCID")
+        except errors.DistributeError as error:
+            return f"{source}: cannot be used. {error}"
+        # Not through `cluster_spec`: explaining changes no variable.
+        found = SimpleClusterResolver(
+            ClusterSpec(allocation.cluster), task_type=self.task_type, task_id=self.task_id
+        )
+        per_node = "`tasks_per_node`" if self._tasks_per_node else "SLURM_STEP_TASKS_PER_NODE"
+        notes = [
+            f"{len(self._hosts)} nodes from SLURM_STEP_NODELIST, tasks per node from {per_node}, "
+            f"rank {rank} from SLURM_PROCID",
+            f"{self._gpus_per_task} of {self._gpus_per_node} GPUs per node for each task"
+            + ("" if self._auto_set_gpu else f"; {_GPU_VARIABLE} is left alone"),
+        ]
+        return summary(found, source, notes)
+
+    def _read_nodes(self) -> tuple[list[str], list[int]]:
+        hosts = expand_hosts(_variable("SLURM_STEP_NODELIST"))
+        if self._tasks_per_node is not None:
+            counts = [self._tasks_per_node] * len(hosts)
+        else:
+            counts = expand_counts(_variable("SLURM_STEP_TASKS_PER_NODE"))
+        if len(counts) != len(hosts) or min(counts) < 1:
+            raise errors.ContextError(
+                errors.message(
+                    "Each node of the Slurm step must have one task or more",
+                    f"there are {len(hosts)} nodes, and the tasks per node are {counts[:20]}",
+                    "Check `tasks_per_node` and the SLURM_STEP_* variables.",
+                )
+            )
+        return hosts, counts
+
+    def _allocation(self) -> Allocation:
+        num_tasks, rank = sum(self._counts), _number("SLURM_PROCID")
+        jobs = self._jobs
+        if jobs is None:
+            from_slurm = self._tasks_per_node is None
+            jobs = {"worker": _number("SLURM_STEP_NUM_TASKS") if from_slurm else num_tasks}
+        if sum(jobs.values()) != num_tasks or rank >= num_tasks:
+            raise errors.ContextError(
+                errors.message(
+                    f"The {sum(jobs.values())} tasks of the jobs {jobs} must be those of the "
+                    "Slurm step",
+                    f"the step has {num_tasks} tasks, and this one has rank {rank}",
+                    "Change `jobs`, or the number of tasks of srun (-n).",
+                )
+            )
+        found = allocate(jobs, self._hosts, self._counts, rank, self._port_base)
+        if "SLURM_NODEID" in os.environ and _number("SLURM_NODEID") != found.host:
+            raise errors.ContextError(
+                errors.message(
+                    "The ranks of the Slurm step must fill one node after the other",
+                    f"rank {rank} runs on node {_number('SLURM_NODEID')} and not on {found.host}",
+                    "Use `srun --distribution=block`, and leave out `tasks_per_node`.",
+                )
+            )
+        return found
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise errors.ContextError(
+            errors.message(
+                "SlurmClusterResolver must run in a step of a Slurm job",
+                f"the environment variable {name} is not set",
+                "Start the tasks with `srun`.",
+            )
+        )
+    return value
+
+
+def _number(name: str) -> int:
+    value = _variable(name)
+    if not (value.isascii() and value.isdigit() and len(value) < 10):
+        raise errors.ContextError(
+            errors.message(
+                f"The environment variable {name} must be a number",
+                f"it is {value[:40]!r}",
+                "Start the tasks with `srun`.",
+            )
+        )
+    return int(value)
+
+
+def _gpus_here() -> int:
+    if "SLURM_GPUS_ON_NODE" in os.environ:
+        return _number("SLURM_GPUS_ON_NODE")
+    return sum(1 for name in os.listdir("/dev") if _GPU_FILE.fullmatch(name))
+
+
+def _narrow_gpus(local_rank: int, gpus_per_task: int, gpus_per_node: int) -> None:
+    if not gpus_per_task:
+        return
+    given = os.environ.get(_GPU_VARIABLE)
+    if given is None:
+        visible = [str(index) for index in range(gpus_per_node)]
+    else:
+        visible = [name for name in given.split(",") if name]
+        # Already narrowed, by Slurm or by an earlier call, or all hidden by the user.
+        if len(visible) <= gpus_per_task:
+            return
+    first = local_rank * gpus_per_task
+    if len(visible) >= first + gpus_per_task:
+        os.environ[_GPU_VARIABLE] = ",".join(visible[first : first + gpus_per_task])

@@ -1,0 +1,201 @@
+"""TFConfigClusterResolver: the cluster of the environment variable TF_CONFIG."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from typing_extensions import override
+
+from replicax.cluster import address
+from replicax.cluster.spec import ClusterSpec
+from replicax.cluster_resolver.base import ClusterResolver, summary
+from replicax.cluster_resolver.failures import decode_error
+from replicax.foundation import errors
+
+_VARIABLE = "TF_CONFIG"
+_USED = ("cluster", "task", "rpc_layer", "session_master", "environment")
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads the cluster and the own task from TF_CONFIG, anew at each question.
+
+    TF_CONFIG is JSON: `{"cluster": {"worker": ["host:2222"]}, "task": {"type": "worker",
+    "index": 0}}`. Without it the cluster is empty and the task unknown.
+
+    Args:
+      task_type: The job of this task, whatever TF_CONFIG says.
+      task_id: The index of this task, whatever TF_CONFIG says.
+      rpc_layer: What `master` puts before `://`, whatever TF_CONFIG says.
+      environment: The kind of place where the task runs, whatever TF_CONFIG says.
+
+    >>> TFConfigClusterResolver(task_type="worker", task_id=0).task_type
+    'worker'
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+        self._environment = environment
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        cluster = _section(_read(), "cluster")
+        try:
+            return ClusterSpec(cluster)
+        except errors.DistributeError as error:
+            raise type(error)(f"{_VARIABLE}: {error}") from None
+
+    @override
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Returns where a task is reached: this task, unless another one is named.
+
+        A `session_master` in TF_CONFIG is the answer to every question. Empty without a
+        cluster, without a task, and for the only task of a cluster.
+        """
+        session_master = _read().get("session_master")
+        if session_master is not None:
+            return str(session_master)
+        spec = self.cluster_spec()
+        is_alone = sum(spec.num_tasks(job) for job in spec.jobs) == 1
+        if not spec or (is_alone and task_type is None and task_id is None):
+            return ""
+        job = task_type if task_type is not None else self.task_type
+        index = task_id if task_id is not None else self.task_id
+        if job is None or index is None:
+            return ""
+        return address.with_layer(spec.task_address(job, index), rpc_layer or self.rpc_layer)
+
+    @property
+    @override
+    def task_type(self) -> str | None:
+        if self._task_type is not None:
+            return str(self._task_type)
+        found = _section(_read(), "task").get("type")
+        return None if found is None else str(found)
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    @override
+    def task_id(self) -> int | None:
+        if self._task_id is not None:
+            return int(self._task_id)
+        found = _section(_read(), "task").get("index")
+        return None if found is None else _index(found)
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    @override
+    def rpc_layer(self) -> str | None:
+        if self._rpc_layer is not None:
+            return self._rpc_layer
+        found = _read().get("rpc_layer")
+        return None if found is None else str(found)
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    @property
+    @override
+    def environment(self) -> str:
+        if self._environment is not None:
+            return self._environment
+        return str(_read().get("environment") or "")
+
+    @override
+    def explain(self) -> str:
+        if _VARIABLE not in os.environ:
+            return summary(self, f"{_VARIABLE} (environment): not set")
+        return summary(self, f"{_VARIABLE} (environment)", self._notes())
+
+    def _notes(self) -> list[str]:
+        try:
+            config = _read()
+            task = _section(config, "task")
+        except errors.DistributeError:
+            return []
+        notes = []
+        for name, own, key in (
+            ("task_type", self._task_type, "type"),
+            ("task_id", self._task_id, "index"),
+        ):
+            found = task.get(key)
+            if own is not None and found is not None and str(found) != str(own):
+                notes.append(f"ignored: {key} {found!r} of the task; {name} was set to {own!r}")
+        if config.get("session_master") is not None:
+            notes.append("session_master is set: it is the answer of every master()")
+        if unknown := sorted(set(config) - set(_USED)):
+            notes.append(f"ignored: {', '.join(map(repr, unknown))}; not used here")
+        return notes
+
+
+def _read() -> dict[str, Any]:
+    text = os.environ.get(_VARIABLE)
+    if text is None:
+        return {}
+    failure: errors.InvalidArgumentError | None = None
+    config: Any = None
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        failure = decode_error(_VARIABLE, text, error)
+    except RecursionError:
+        failure = _not_an_object(_VARIABLE, "it is nested too deeply")
+    if failure is not None:
+        # Raised out here, because the original holds the whole variable.
+        raise failure
+    if not isinstance(config, dict):
+        raise _not_an_object(_VARIABLE, f"it is a {type(config).__name__}")
+    return config
+
+
+def _section(config: dict[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise _not_an_object(f"{key!r} in {_VARIABLE}", f"it is a {type(value).__name__}")
+    return value
+
+
+def _index(value: Any) -> int:
+    text = str(value)
+    if isinstance(value, int | str) and text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    raise errors.InvalidArgumentError(
+        errors.message(
+            f"The index of the task in {_VARIABLE} must be a number, 0 or more",
+            f"it is {text[:40]!r}",
+            'Write {"task": {"type": "worker", "index": 0}}.',
+        )
+    )
+
+
+def _not_an_object(what: str, found: str) -> errors.InvalidArgumentError:
+    return errors.InvalidArgumentError(
+        errors.message(
+            f"{what} must be a JSON object",
+            found,
+            'Write {"cluster": {"worker": ["host:2222"]}, "task": {"type": "worker", "index": 0}}.',
+        )
+    )

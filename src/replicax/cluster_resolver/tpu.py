@@ -1,0 +1,237 @@
+"""TPUClusterResolver: the hosts of a Cloud TPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from typing_extensions import override
+
+from replicax.cluster import address
+from replicax.cluster.spec import ClusterSpec
+from replicax.cluster.tasks import TaskName
+from replicax.cluster_resolver import clients, tpu_node
+from replicax.cluster_resolver.base import ClusterResolver, accelerator_counts, summary
+from replicax.foundation import devices, errors
+
+_LOCAL = "local"
+_GKE_ENDPOINTS = "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"
+_NAME = "TPU_NAME"
+_HOST_NAMES = "TPU_WORKER_HOSTNAMES"
+_HOST_INDEX = "TPU_WORKER_ID"
+
+
+class TPUSystemMetadata(NamedTuple):
+    """The size of a TPU: its cores, as JAX counts devices, and its hosts."""
+
+    num_cores: int
+    num_hosts: int
+    num_of_cores_per_host: int
+    topology: Any
+    devices: tuple[str, ...]
+
+
+class TPUClusterResolver(ClusterResolver):
+    """Finds the hosts of a Cloud TPU.
+
+    Args:
+      tpu: The name of the TPU; or the addresses of its hosts, `grpc://host:port`, separated
+        by commas; or "local" for the TPUs of this machine. Without it the variables
+        KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS, TPU_NAME and TPU_WORKER_HOSTNAMES are tried.
+      zone: The zone of the TPU; that of this machine if it is not said.
+      project: The project of the TPU; that of this machine if it is not said.
+      job_name: The name of the job that the hosts form.
+      coordinator_name: The name of one more job, for the coordinator.
+      coordinator_address: The address of the coordinator.
+      credentials: The credentials, or "default" for those of the environment.
+      service: A client to use, as made by `googleapiclient.discovery.build("tpu", "v2")`;
+        the credentials are not used then.
+      discovery_url: Where the API is described; TPU_API_DISCOVERY_URL comes first.
+
+    >>> TPUClusterResolver("grpc://10.0.0.1:8470,grpc://10.0.0.2:8470").cluster_spec()
+    ClusterSpec({'worker': ['10.0.0.1:8470', '10.0.0.2:8470']})
+    """
+
+    def __init__(
+        self,
+        tpu: str | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+        job_name: str = "worker",
+        coordinator_name: str | None = None,
+        coordinator_address: str | None = None,
+        credentials: Any = "default",
+        service: Any = None,
+        discovery_url: str | None = None,
+    ) -> None:
+        if (coordinator_name is None) != (coordinator_address is None):
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`coordinator_name` and `coordinator_address` must be given together",
+                    "one of them is missing",
+                    "Start an rx.Server for the coordinator and pass its address.",
+                )
+            )
+        self._tpu, self._source = (tpu, "arguments") if tpu else _from_environment()
+        self._task_type = job_name
+        self._task_id = _own_index() if self._source == _HOST_NAMES else 0
+        self._rpc_layer = "grpc"
+        self._coordinator = (
+            {coordinator_name: [coordinator_address]} if coordinator_name is not None else {}
+        )
+        self._topology: Any = None
+        self._service = service
+        self._full_name: str | None = None
+        if self._is_named():
+            if service is None:
+                url = os.environ.get("TPU_API_DISCOVERY_URL", discovery_url)
+                options = {"discoveryServiceUrl": url} if url else {}
+                self._service = clients.google_service("tpu", "v2", credentials, **options)
+            self._full_name = _full_name(self._tpu, zone, project)
+
+    @classmethod
+    def connect(
+        cls, tpu: str | None = None, zone: str | None = None, project: str | None = None
+    ) -> Self:
+        """Makes a resolver and checks that the TPU is ready; JAX starts the devices itself."""
+        resolver = cls(tpu, zone, project)
+        resolver.cluster_spec()
+        return resolver
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the hosts, by asking the API if the TPU was given by name.
+
+        It is empty for the TPUs of this machine.
+        """
+        if self._tpu == _LOCAL:
+            return ClusterSpec({})
+        return ClusterSpec({self.get_job_name(): list(self._node().addresses), **self._coordinator})
+
+    @override
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        if self._tpu == _LOCAL:
+            return ""
+        if task_type is None or task_id is None:
+            task_type, task_id = self.task_type, self.task_id
+        found = self.cluster_spec().task_address(task_type or "", task_id or 0)
+        return address.with_layer(found, rpc_layer or self.rpc_layer)
+
+    def get_master(self) -> str:
+        """Returns where this task is reached."""
+        return self.master()
+
+    def get_job_name(self) -> str:
+        """Returns the name of the job that the hosts form."""
+        return self.task_type or "worker"
+
+    def get_coordination_service_leader(self) -> str:
+        """Returns the task that the others meet at: the first host."""
+        return TaskName(self.get_job_name(), 0).label
+
+    @override
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
+    ) -> Mapping[str, int]:
+        """Returns the number of TPU devices of each host."""
+        per_host = None if self._tpu == _LOCAL else self._node().devices_per_host
+        if per_host is None:
+            return super().num_accelerators(task_type, task_id, config_proto)
+        return accelerator_counts({"TPU": per_host})
+
+    def get_tpu_system_metadata(self) -> TPUSystemMetadata:
+        """Returns the size of the TPU: by its type, or by counting the devices here."""
+        node = tpu_node.TPUNode(("",)) if self._tpu == _LOCAL else self._node()
+        per_host = node.devices_per_host
+        if per_host is None:
+            per_host = len(devices.devices_of_kind("TPU"))
+        num_hosts = len(node.addresses)
+        names = tuple(
+            TaskName(self.get_job_name(), host).device("TPU", index)
+            for host in range(num_hosts)
+            for index in range(per_host)
+        )
+        return TPUSystemMetadata(len(names), num_hosts, per_host, self._topology, names)
+
+    def set_tpu_topology(self, serialized_tpu_topology: Any) -> None:
+        """Keeps a topology for `get_tpu_system_metadata`; JAX needs none."""
+        self._topology = serialized_tpu_topology
+
+    @property
+    def tpu_hardware_feature(self) -> str | None:
+        """The type of the TPU, such as "v3-8"; None if nothing says it."""
+        return None if self._tpu == _LOCAL else self._node().accelerator_type
+
+    @override
+    def explain(self) -> str:
+        if self._tpu == _LOCAL:
+            return f"TPU ({self._source}): the TPUs of this machine, no cluster"
+        if self._full_name is None:
+            return summary(self, f"TPU (addresses from {self._source})")
+        return summary(self, f"TPU (Cloud TPU API, {self._full_name}, from {self._source})")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        type: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Does nothing: a resolver keeps nothing open."""
+
+    def _is_named(self) -> bool:
+        is_list = "://" in self._tpu or self._source in (_GKE_ENDPOINTS, _HOST_NAMES)
+        return self._tpu != _LOCAL and not is_list
+
+    def _node(self) -> tpu_node.TPUNode:
+        if self._full_name is None:
+            return tpu_node.TPUNode(tpu_node.parse_endpoints(self._tpu))
+        return tpu_node.describe(self._service, self._full_name)
+
+
+def _from_environment() -> tuple[str, str]:
+    for variable in (_GKE_ENDPOINTS, _NAME, _HOST_NAMES):
+        if value := os.environ.get(variable):
+            return value, variable
+    raise errors.InvalidArgumentError(
+        errors.message(
+            "`tpu` must name a TPU",
+            f"it is empty, and none of {_GKE_ENDPOINTS}, {_NAME} and {_HOST_NAMES} is set",
+            "Pass the name of a TPU, or 'local' for the TPUs of this machine.",
+        )
+    )
+
+
+def _own_index() -> int:
+    value = os.environ.get(_HOST_INDEX, "0")
+    if not (value.isascii() and value.isdigit() and len(value) < 10):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"The environment variable {_HOST_INDEX} must be a number",
+                f"it is {value[:40]!r}",
+                "Set it to the index of this host.",
+            )
+        )
+    return int(value)
+
+
+def _full_name(tpu: str, zone: str | None, project: str | None) -> str:
+    if tpu.startswith("projects/"):
+        return tpu
+    if not project:
+        project = tpu_node.metadata("project/project-id", "project")
+    if not zone:
+        zone = tpu_node.metadata("instance/zone", "zone").rpartition("/")[2]
+    return f"projects/{project}/locations/{zone}/nodes/{tpu}"
