@@ -1,15 +1,18 @@
 """replicax: the tf.distribute programming model on JAX.
 
 Write a training step once, against replicas, variables and reductions; run it on one
-device, or on every device of a machine, without a change.
+device, on every device of a machine, or on workers and parameter servers, without a change.
 """
 
+from replicax import cluster_resolver as cluster_resolver
+from replicax import coordinator as coordinator
 from replicax import data as data
 from replicax import experimental as experimental
 from replicax import metrics as metrics
 from replicax import nn as nn
 from replicax import optimizers as optimizers
 from replicax import saved_model as saved_model
+from replicax import testing as testing
 from replicax import train as train
 from replicax.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from replicax.collectives.cross_device_ops import (
@@ -30,6 +33,7 @@ from replicax.input.distributed import DistributedIterator as DistributedIterato
 from replicax.input.input_context import InputContext as InputContext
 from replicax.input.input_context import InputOptions as InputOptions
 from replicax.input.input_context import InputReplicationMode as InputReplicationMode
+from replicax.server.server import Server as Server
 from replicax.strategies.base import Strategy as Strategy
 from replicax.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
 from replicax.strategies.default import experimental_set_strategy as experimental_set_strategy
@@ -40,6 +44,9 @@ from replicax.strategies.default import in_cross_replica_context as in_cross_rep
 from replicax.strategies.extended import StrategyExtended as StrategyExtended
 from replicax.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from replicax.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+from replicax.strategies.parameter_server import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
 from replicax.strategies.tpu import TPUStrategy as TPUStrategy
 from replicax.tracing.function import function as function
 from replicax.tracing.gradients import grad as grad
@@ -57,6 +64,7 @@ from replicax.variables.pytrees import make_variables as make_variables
 from replicax.variables.pytrees import read_variables as read_variables
 from replicax.variables.replicated import MirroredVariable as MirroredVariable
 from replicax.variables.replicated import SyncOnReadVariable as SyncOnReadVariable
+from replicax.variables.sharded import ShardedVariable as ShardedVariable
 from replicax.variables.variable import Variable as Variable
 
 __version__ = "0.1.0"

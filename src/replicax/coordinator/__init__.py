@@ -1,1 +1,10 @@
-"""The coordinator of parameter servers and workers."""
+"""The coordinator of parameter servers and workers: runs functions on workers."""
+
+from replicax.coordinator.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
+from replicax.coordinator.remote_value import PerWorkerValues as PerWorkerValues
+from replicax.coordinator.remote_value import RemoteValue as RemoteValue
+from replicax.coordinator.timing import Timing as Timing
+
+PerWorkerValue = PerWorkerValues
+
+__all__ = ["ClusterCoordinator", "PerWorkerValue", "PerWorkerValues", "RemoteValue", "Timing"]

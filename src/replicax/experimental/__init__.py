@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from replicax import coordinator as coordinator
 from replicax.contexts.replica_context import ValueContext as ValueContext
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import CommunicationImplementation as CommunicationImplementation
 from replicax.foundation.options import CommunicationOptions as CommunicationOptions
 from replicax.strategies import tpu
 from replicax.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
+from replicax.strategies.parameter_server import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
+from replicax.variables import partitioners as partitioners
 
 CollectiveCommunication = CommunicationImplementation
 
@@ -43,6 +48,9 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "ParameterServerStrategy",
     "TPUStrategy",
     "ValueContext",
+    "coordinator",
+    "partitioners",
 ]

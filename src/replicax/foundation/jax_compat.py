@@ -92,6 +92,56 @@ def eval_jaxpr(jaxpr: Any, consts: list[Any], *args: Any) -> list[Any]:
     return jax.core.eval_jaxpr(jaxpr, consts, *args)
 
 
+def inputs_of(jaxpr: Any, *outputs: Any) -> set[Any]:
+    """Returns the inputs and constants of a program that some of its outputs depend on."""
+    wanted = needed_by(jaxpr, outputs)[0]
+    return wanted.intersection([*jaxpr.invars, *jaxpr.constvars])
+
+
+def needed_by(jaxpr: Any, outputs: Any) -> tuple[set[Any], list[Any]]:
+    """Returns the variables of a program that outputs depend on, and their equations."""
+    wanted = {v for v in outputs if not hasattr(v, "val")}
+    kept: list[Any] = []
+    for equation in reversed(jaxpr.eqns):
+        if wanted.intersection(equation.outvars):
+            wanted.update(v for v in equation.invars if not hasattr(v, "val"))
+            kept.append(equation)
+    return wanted, kept[::-1]
+
+
+def dependencies(jaxpr: Any) -> list[set[int]]:
+    """Returns, for each output of a program, the places of the inputs that it depends on.
+
+    Calls and branches inside are looked into, so that what merely passes through one of
+    them together is not taken to be mixed.
+    """
+    known: dict[Any, set[int]] = {v: {i} for i, v in enumerate(jaxpr.invars)}
+
+    def of(atom: Any) -> set[int]:
+        return set() if hasattr(atom, "val") else known.get(atom, set())
+
+    for equation in jaxpr.eqns:
+        inputs = [of(atom) for atom in equation.invars]
+        name = equation.primitive.name
+        bodies: list[Any] = []
+        always: set[int] = set()
+        if name == "cond":
+            always, inputs = inputs[0], inputs[1:]
+            bodies = [branch.jaxpr for branch in equation.params["branches"]]
+        elif "jaxpr" in equation.params and name in ("jit", "pjit", "closed_call", "remat2"):
+            inner = equation.params["jaxpr"]
+            bodies = [getattr(inner, "jaxpr", inner)]
+        if bodies:
+            found = [always.union() for _ in equation.outvars]
+            for body in bodies:
+                for place, needed in enumerate(dependencies(body)):
+                    found[place] |= set().union(*(inputs[i] for i in needed))
+        else:
+            found = [set().union(*inputs)] * len(equation.outvars)
+        known |= dict(zip(equation.outvars, found, strict=True))
+    return [of(atom) for atom in jaxpr.outvars]
+
+
 def part_of_jaxpr(jaxpr: Any, equations: list[Any], outputs: list[Any]) -> Any:
     """Returns a program of some equations of another one, with other outputs."""
     effects = frozenset().union(*(equation.effects for equation in equations))

@@ -171,29 +171,18 @@ class Capture:
 
     def inputs_of(self, outputs: Sequence[int]) -> set[tuple[Kind, int]]:
         """Returns what some outputs depend on."""
-        wanted = self._wanted(outputs)[0]
+        wanted = jax_compat.inputs_of(self.jaxpr, *(self.jaxpr.outvars[i] for i in outputs))
         named = zip(self.jaxpr.constvars, self.order, strict=True)
         found = {place for var, place in named if var in wanted}
         return found | {
             (Kind.ARGUMENT, i) for i, var in enumerate(self.jaxpr.invars) if var in wanted
         }
 
-    def _wanted(self, outputs: Sequence[int]) -> tuple[set[Any], list[Any]]:
-        """Returns the variables of the jaxpr that outputs depend on, and their equations."""
-        wanted = {v for i in outputs if not hasattr(v := self.jaxpr.outvars[i], "val")}
-        kept: list[Any] = []
-        for eqn in reversed(self.jaxpr.eqns):
-            if wanted.intersection(eqn.outvars):
-                wanted.update(v for v in eqn.invars if not hasattr(v, "val"))
-                kept.append(eqn)
-        return wanted, kept[::-1]
-
     def sliced(self, outputs: Sequence[int]) -> Capture:
         """Returns the part of the program that computes some of its outputs, as results."""
-        _, equations = self._wanted(outputs)
-        jaxpr = jax_compat.part_of_jaxpr(
-            self.jaxpr, equations, [self.jaxpr.outvars[i] for i in outputs]
-        )
+        wanted = [self.jaxpr.outvars[i] for i in outputs]
+        _, equations = jax_compat.needed_by(self.jaxpr, wanted)
+        jaxpr = jax_compat.part_of_jaxpr(self.jaxpr, equations, wanted)
         return dataclasses.replace(
             self, jaxpr=jaxpr, written=[], created=[], changes=[], row_reads=[]
         )

@@ -19,7 +19,8 @@ from replicax.training import (
     optimizer_probe,
     row_updates,
 )
-from replicax.training.optimizer_state import StateVariables, make_variable, split
+from replicax.training.optimizer_elsewhere import RemoteOptimizer, StateProgram, make_remote
+from replicax.training.optimizer_state import StateVariables, local_maker, make_variable, split
 from replicax.values.array_surface import as_operand
 from replicax.values.distributed_values import DistributedValues, Mirrored
 from replicax.values.indexed_slices import IndexedSlices
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     import optax
 else:
     optax = lazy.module("optax")
+
+
+# Smaller tables on servers get dense gradients: to find out whether rows would do costs more.
+_TABLE_ROWS = 1024
 
 
 class Optimizer:
@@ -68,9 +73,10 @@ class Optimizer:
         sparse: str = "auto",
     ) -> None:
         optimizer_arguments.check_options(transformation, gradient_accumulation_steps, sparse)
-        self._structure, self._trained = optimizer_arguments.trainable_list(variables)
+        self._structure, found = optimizer_arguments.trainable_list(variables)
+        whole, self._trained = optimizer_arguments.without_parts(self._structure, found)
         numbers = itertools.count()
-        self._template = map_structure(lambda _: next(numbers), self._structure)
+        self._template = map_structure(lambda _: next(numbers), whole)
         self._accumulates = gradient_accumulation_steps is not None
         self._transformation = optimizer_arguments.with_extra_args(
             transformation, gradient_accumulation_steps
@@ -80,28 +86,38 @@ class Optimizer:
         # Strong: variables alone do not keep their strategy alive.
         self._strategy = optimizer_arguments.common_strategy(self._trained)
         extended = self._strategy.extended
-        self._state = StateVariables(self._first_state(), self._template, self._trained, extended)
-        near = extended.non_slot_devices(self._trained)
-        self._iterations = make_variable(
-            jnp.zeros((), jnp.int32), "optimizer/iterations", near, extended
-        )
+        # Set if servers hold the variables, and the state, and compute the updates.
+        self._remote: RemoteOptimizer | None = None
+        if any(v.is_remote for v in self._trained):
+            self._make_remote(extended)
+        else:
+            make = local_maker(self._trained, extended)
+            self._state = StateVariables(self._first_state(), self._template, self._trained, make)
+            near = extended.non_slot_devices(self._trained)
+            self._iterations = make_variable(
+                jnp.zeros((), jnp.int32), "optimizer/iterations", near, extended
+            )
         self._compiled = Function(self._update, name="Optimizer.apply_gradients")
 
     def _first_state(self) -> Any:
-        with jax_compat.eagerly():
-            params = self._tree([v.read_copy(0) for v in self._trained])
-            try:
-                state = self._transformation.init(params)
-            except (AttributeError, TypeError, ValueError) as error:
-                raise errors.InvalidArgumentError(
-                    errors.message(
-                        "`transformation` must be able to start from the values of the variables",
-                        f"its `init` raised {type(error).__name__}: {error}",
-                        "Compare the structure of the variables with masks and labels in it.",
-                    )
-                ) from error
+        with jax_compat.eagerly(), optimizer_arguments.explained_init():
+            state = self._transformation.init(self._tree([v.read_copy(0) for v in self._trained]))
         optimizer_arguments.refuse_lookahead(state)
         return state
+
+    def _make_remote(self, extended: Any) -> None:
+        with optimizer_arguments.explained_init():
+            how = (self._transformation, self._template, self._trained, self._accumulates)
+            program = StateProgram(*how)
+        optimizer_arguments.refuse_lookahead(program.state)
+        row_wise = [self._is_for_rows(i, program) for i in range(len(self._trained))]
+        self._state, self._iterations, self._remote = make_remote(program, extended, row_wise)
+
+    def _is_for_rows(self, number: int, program: StateProgram) -> bool:
+        """Decides whether the servers apply sparse gradients of a variable by rows."""
+        shape = self._trained[number].shape
+        is_table = len(shape) > 1 and (shape[0] >= _TABLE_ROWS or self._sparse == "rows")
+        return is_table and self._may_touch_rows(number, program.leaves_of(number), {})
 
     # The state.
 
@@ -235,7 +251,11 @@ class Optimizer:
         reduced = iter(optimizer_gradients.summed(strategy, pairs, is_sum))
         whole = [optimizer_gradients.checked(next(reduced), variable) for variable in self._trained]
         extra = map_structure(lambda x: next(reduced) if _is_array(x) else x, extra)
-        self._compiled(whole, extra)
+        if self._remote is None:
+            self._compiled(whole, extra)
+        else:
+            optimizer_arguments.refuse_extra(extra)
+            self._remote.apply(frames.current(), whole)
 
     # The update itself: one pure function of arrays, compiled unless it is part of a trace.
 
@@ -309,8 +329,11 @@ class Optimizer:
 
     def _touches_rows(self, number: int, extra: dict[str, Any]) -> bool:
         """Decides whether a sparse gradient is applied by rows."""
-        variable = self._trained[number]
         slots = [self._state.variables[i] for i in self._state.slot_places(number)]
+        return self._may_touch_rows(number, slots, extra)
+
+    def _may_touch_rows(self, number: int, slots: list[Any], extra: dict[str, Any]) -> bool:
+        variable = self._trained[number]
         misfit = next((s for s in slots if s.shape[:1] != variable.shape[:1]), None)
         if self._sparse == "dense" or (self._sparse == "auto" and misfit is not None):
             return False
@@ -319,7 +342,7 @@ class Optimizer:
                 errors.message(
                     'sparse="rows" needs a transformation whose slots have a row per row of '
                     f"{variable.name!r}",
-                    f"slot {misfit.name!r} has shape {misfit.shape}",
+                    f"a slot has shape {misfit.shape}",
                     'Use sparse="auto" or "dense".',
                 )
             )

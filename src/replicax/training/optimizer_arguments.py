@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +14,7 @@ from replicax.contexts.frames import Mode
 from replicax.foundation import errors, lazy
 from replicax.values.regroup import leaves_of
 from replicax.variables.replicated import VariableComponent
+from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -114,6 +116,54 @@ def trainable_list(variables: Any) -> tuple[Any, list[Variable]]:
     return variables, found
 
 
+def without_parts(structure: Any, found: list[Variable]) -> tuple[Any, list[Variable]]:
+    """Puts sharded variables in the place of all their parts, in a flat list.
+
+    So the state has slots of the whole, which do not depend on the number of parts.
+    """
+    if not isinstance(structure, list) or len(structure) != len(found):
+        return structure, found
+    whole: list[Variable] = []
+    rest = list(found)
+    while rest:
+        container = getattr(rest[0], "container", rest[0])
+        parts = container.variables if isinstance(container, ShardedVariable) else []
+        is_all = 0 < len(parts) <= len(rest)
+        if is_all and all(a is b for a, b in zip(rest, parts, strict=False)):
+            whole.append(container)
+            rest = rest[len(parts) :]
+        else:
+            whole.append(rest.pop(0))
+    return (structure, found) if len(whole) == len(found) else (whole, whole)
+
+
+@contextlib.contextmanager
+def explained_init() -> Iterator[None]:
+    """Explains why a transformation cannot start from the variables."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`transformation` must be able to start from the values of the variables",
+                f"its `init` raised {type(error).__name__}: {error}",
+                "Compare the structure of the variables with masks and labels in it.",
+            )
+        ) from error
+
+
+def refuse_extra(extra: dict[str, Any]) -> None:
+    """Raises for arguments of an update that the programs on servers do not take."""
+    if extra:
+        raise errors.UnsupportedError(
+            errors.message(
+                "Updates on parameter servers take gradients only",
+                f"{sorted(extra)} were given as well",
+                "Use a transformation without further arguments.",
+            )
+        )
+
+
 def _require_trainable(leaf: Any) -> None:
     if not isinstance(leaf, Variable) or isinstance(leaf, VariableComponent):
         raise errors.ArgumentTypeError(
@@ -136,6 +186,19 @@ def _require_trainable(leaf: Any) -> None:
                 "An optimizer needs trainable variables of floating type with equal copies",
                 found,
                 "Leave it out, or create it differently.",
+            )
+        )
+
+
+def _require_one_kind(variables: Sequence[Variable]) -> None:
+    kinds = {variable.is_remote for variable in variables}
+    if len(kinds) > 1:
+        near = next(v for v in variables if not v.is_remote)
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "An optimizer needs variables that all live on parameter servers, or none",
+                f"{near.name!r} lives on {near.device}",
+                "Create all of them in the scope of the strategy.",
             )
         )
 
@@ -164,7 +227,7 @@ def common_strategy(variables: Sequence[Variable]) -> Any:
                     "Make variables and optimizer inside one `with strategy.scope():`.",
                 )
             )
-        if variable.stored is None:
+        if variable.stored is None and not variable.is_remote:
             raise errors.TracingError(
                 errors.message(
                     "An optimizer needs the values of its variables",
@@ -172,6 +235,7 @@ def common_strategy(variables: Sequence[Variable]) -> Any:
                     "Make the optimizer after the first call of that function.",
                 )
             )
+    _require_one_kind(variables)
     if here is None and len({variable.placement for variable in variables}) > 1:
         raise errors.InvalidArgumentError(
             errors.message(

@@ -21,6 +21,7 @@ from replicax.values.distributed_values import (
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.regroup import map_structure
 from replicax.variables.replicated import VariableComponent
+from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
 
 
@@ -45,7 +46,7 @@ def by_variable(
     places = {id(variable): i for i, variable in enumerate(variables)}
     found: list[Any] = [None] * len(variables)
     seen: set[int] = set()
-    for gradient, variable in pairs:
+    for gradient, variable in joined(pairs, places):
         whole = variable.container if isinstance(variable, VariableComponent) else variable
         place = places.get(id(whole))
         if place is None or place in seen:
@@ -61,6 +62,51 @@ def by_variable(
             )
         )
     return found
+
+
+def joined(pairs: list[tuple[Any, Any]], places: dict[int, int]) -> Iterator[tuple[Any, Any]]:
+    """Joins the gradients of the parts of sharded variables that are trained as wholes."""
+    parts: dict[int, dict[int, Any]] = {}
+    wholes: dict[int, ShardedVariable] = {}
+    for gradient, variable in pairs:
+        whole = getattr(variable, "container", variable)
+        is_part = isinstance(whole, ShardedVariable) and whole is not variable
+        if not is_part or id(whole) not in places:
+            yield gradient, variable
+            continue
+        wholes[id(whole)] = whole
+        found = parts.setdefault(id(whole), {})
+        if id(variable) in found:
+            raise _not_expected(variable, 0)
+        found[id(variable)] = gradient
+    for key, whole in wholes.items():
+        yield _joined(whole, [parts[key].get(id(part)) for part in whole.variables]), whole
+
+
+def _joined(whole: ShardedVariable, gradients: list[Any]) -> Any:
+    if all(gradient is None for gradient in gradients):
+        return None
+    kinds = {isinstance(gradient, IndexedSlices) for gradient in gradients}
+    if None in gradients or len(kinds) > 1:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"The parts of {whole.name!r} need gradients of one kind: all dense, all "
+                "rx.IndexedSlices, or none",
+                f"they have {[type(g).__name__ for g in gradients]}",
+                "Take the gradients with respect to all parts together.",
+            )
+        )
+    if kinds == {False}:
+        return jnp.concatenate([jnp.asarray(as_operand(g)) for g in gradients])
+    numbers = []
+    for start, part, gradient in zip(whole.starts, whole.variables, gradients, strict=True):
+        ids = jnp.asarray(gradient.indices)
+        numbers.append(jnp.where((ids >= 0) & (ids < part.shape[0]), ids + start, -1))
+    values = [gradient.values for gradient in gradients]
+    if all(rows is values[0] for rows in values):
+        # One lookup in the whole: each of its rows belongs to one of the parts.
+        return IndexedSlices(values[0], jnp.max(jnp.stack(numbers), axis=0), whole.shape)
+    return IndexedSlices(jnp.concatenate(values), jnp.concatenate(numbers), whole.shape)
 
 
 def _are_pairs(gradients: Any) -> bool:

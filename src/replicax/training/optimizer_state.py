@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -133,18 +133,21 @@ class StateVariables:
       variables: One variable per array of the state.
     """
 
-    def __init__(self, state: Any, template: Any, owners: Sequence[Variable], extended: Any):
+    def __init__(
+        self,
+        state: Any,
+        template: Any,
+        owners: Sequence[Variable],
+        make: Callable[[Any, LeafOrigin, str], Variable],
+    ) -> None:
         leaves, self._treedef = jax.tree.flatten(state)
         self.origins = origins_of(state, template)
         self._key_kinds = [_kind_of_key(leaf) for leaf in leaves]
         self._short = _names_by_owner(self.origins)
-        others = extended.non_slot_devices(owners)
         self.variables: list[Variable] = []
         for leaf, origin, short in zip(leaves, self.origins, self._short, strict=True):
-            near = others if origin.owner is None else owners[origin.owner]
             name = "optimizer" if origin.owner is None else owners[origin.owner].name
-            value = _as_array(leaf, origin)
-            self.variables.append(make_variable(value, f"{name}/{short}", near, extended))
+            self.variables.append(make(leaf, origin, f"{name}/{short}"))
 
     def read(self, frame: Frame) -> list[Any]:
         """Returns the arrays of the state; keys as their data."""
@@ -204,6 +207,19 @@ class StateVariables:
         """Returns all variables, by their path in the state."""
         names = ["/".join(origin.path) for origin in self.origins]
         return dict(zip(names, self.variables, strict=True))
+
+
+def local_maker(
+    owners: Sequence[Variable], extended: Any
+) -> Callable[[Any, LeafOrigin, str], Variable]:
+    """Returns what makes a variable of each array of a state, near its owner."""
+    others = extended.non_slot_devices(owners)
+
+    def make(leaf: Any, origin: LeafOrigin, name: str) -> Variable:
+        near = others if origin.owner is None else owners[origin.owner]
+        return make_variable(_as_array(leaf, origin), name, near, extended)
+
+    return make
 
 
 def make_variable(value: Any, name: str, near: Any, extended: Any) -> Variable:

@@ -25,7 +25,7 @@ class Body(msgspec.Struct, array_like=True, frozen=True, tag=True):
 # Who speaks.
 
 
-class Hello(Body):
+class Hello(Body, frozen=True):
     """The first message on a connection: who calls, and with which versions."""
 
     version: int
@@ -36,7 +36,7 @@ class Hello(Body):
     incarnation: int
 
 
-class Welcome(Body):
+class Welcome(Body, frozen=True):
     """The answer to `Hello`: who was reached."""
 
     library: str
@@ -45,7 +45,7 @@ class Welcome(Body):
     incarnation: int
 
 
-class Refused(Body):
+class Refused(Body, frozen=True):
     """The answer to a question that cannot be answered.
 
     Attributes:
@@ -57,11 +57,11 @@ class Refused(Body):
     text: str
 
 
-class Done(Body):
+class Done(Body, frozen=True):
     """The answer to an order that was carried out, when there is nothing else to say."""
 
 
-class Attach(Body):
+class Attach(Body, frozen=True):
     """The coordinator takes a task into its job; the epoch is that of the envelope.
 
     Attributes:
@@ -73,11 +73,11 @@ class Attach(Body):
     settings: dict[str, int | float | str | bool | None]
 
 
-class Detach(Body):
+class Detach(Body, frozen=True):
     """The coordinator lets a task go; what it held for the job is dropped."""
 
 
-class Ping(Body):
+class Ping(Body, frozen=True):
     """Keeps the coordinator's lease on a task alive.
 
     Attributes:
@@ -87,7 +87,7 @@ class Ping(Body):
     settled: int
 
 
-class Pong(Body):
+class Pong(Body, frozen=True):
     """How a task is doing.
 
     Attributes:
@@ -102,17 +102,17 @@ class Pong(Body):
 # What parameter servers are asked.
 
 
-class Fill(Body):
+class Fill(Body, frozen=True):
     """A part starts with one number everywhere: the bytes of one element."""
 
     element: bytes
 
 
-class Given(Body):
+class Given(Body, frozen=True):
     """A part starts with the next buffer; of a long one, with its first rows."""
 
 
-class Computed(Body):
+class Computed(Body, frozen=True):
     """A part starts with a result of an exported program: the next buffer.
 
     Attributes:
@@ -124,7 +124,7 @@ class Computed(Body):
     result: int
 
 
-class CreatePart(Body):
+class CreatePart(Body, frozen=True):
     """The coordinator makes a part of a variable on a server.
 
     Attributes:
@@ -142,13 +142,13 @@ class CreatePart(Body):
     initial: Fill | Given | Computed
 
 
-class DropParts(Body):
+class DropParts(Body, frozen=True):
     """The coordinator needs some parts no more; unknown ones are passed over."""
 
     parts: list[int]
 
 
-class TrainedPart(Body):
+class TrainedPart(Body, frozen=True):
     """A part that an optimizer changes.
 
     Attributes:
@@ -164,7 +164,7 @@ class TrainedPart(Body):
     is_row_wise: bool
 
 
-class RegisterOptimizer(Body):
+class RegisterOptimizer(Body, frozen=True):
     """The coordinator tells a server how an optimizer changes the parts that live there.
 
     Each of the buffers is a program made by `jax.export`: it takes (gradient, value,
@@ -184,13 +184,13 @@ class RegisterOptimizer(Body):
     num_programs: int
 
 
-class Fence(Body):
+class Fence(Body, frozen=True):
     """The coordinator forbids some processes, by incarnation, every further update."""
 
     incarnations: list[int]
 
 
-class Update(Body):
+class Update(Body, frozen=True):
     """One change of a part.
 
     Attributes:
@@ -210,7 +210,7 @@ class Update(Body):
     start: int = 0
 
 
-class Gradient(Body):
+class Gradient(Body, frozen=True):
     """A gradient of a part: dense, or of some rows.
 
     Buffers: the gradient; for rows their numbers, as in `Update`, then the gradients.
@@ -220,7 +220,7 @@ class Gradient(Body):
     is_rows: bool
 
 
-class Apply(Body):
+class Apply(Body, frozen=True):
     """One step of an optimizer, on the parts that one server holds."""
 
     call: int
@@ -228,14 +228,14 @@ class Apply(Body):
     gradients: list[Gradient]
 
 
-class Push(Body):
+class Push(Body, frozen=True):
     """What one closure changes on one server."""
 
     closure: int
     changes: list[Update | Apply]
 
 
-class Read(Body):
+class Read(Body, frozen=True):
     """Asks for a part, or for some of its rows.
 
     Attributes:
@@ -249,7 +249,7 @@ class Read(Body):
     is_rows: bool = False
 
 
-class Exchange(Body):
+class Exchange(Body, frozen=True):
     """Changes parts, then reads parts: the one question of training.
 
     Buffers: those of the pushes in order, then those of the reads in order.
@@ -259,14 +259,14 @@ class Exchange(Body):
     reads: list[Read]
 
 
-class ReadResult(Body):
+class ReadResult(Body, frozen=True):
     """What was read: its version, and whether it is the version that the caller has."""
 
     version: int
     is_known: bool
 
 
-class PushFailure(Body):
+class PushFailure(Body, frozen=True):
     """A closure whose changes could not be made; see `Refused`."""
 
     closure: int
@@ -274,7 +274,7 @@ class PushFailure(Body):
     text: str
 
 
-class Exchanged(Body):
+class Exchanged(Body, frozen=True):
     """The answer to `Exchange`.
 
     Buffers: one per read that is not known, in order.
@@ -287,7 +287,7 @@ class Exchanged(Body):
 # What workers are asked.
 
 
-class Ship(Body):
+class Ship(Body, frozen=True):
     """The coordinator sends a function: the buffers are its pickle and what lies beside it.
 
     Attributes:
@@ -297,7 +297,7 @@ class Ship(Body):
     function: str
 
 
-class ClosureCall(Body):
+class ClosureCall(Body, frozen=True):
     """One closure to run.
 
     Attributes:
@@ -315,13 +315,13 @@ class ClosureCall(Body):
     num_buffers: int
 
 
-class Run(Body):
+class Run(Body, frozen=True):
     """Closures to run in order. Buffers: those of the closures, in order."""
 
     closures: list[ClosureCall]
 
 
-class MakeResource(Body):
+class MakeResource(Body, frozen=True):
     """Makes an object that stays on the worker: a dataset, an iterator or any value.
 
     Attributes:
@@ -340,19 +340,19 @@ class MakeResource(Body):
     num_buffers: int
 
 
-class DropResources(Body):
+class DropResources(Body, frozen=True):
     """Objects of the worker that the coordinator needs no more."""
 
     resources: list[int]
 
 
-class Cancel(Body):
+class Cancel(Body, frozen=True):
     """Closures that are not to be started."""
 
     closures: list[int]
 
 
-class Node(Body):
+class Node(Body, frozen=True):
     """A value that is no array, or a container; arrays are "array" and take a buffer.
 
     Attributes:
@@ -378,7 +378,7 @@ class Node(Body):
     items: list[Node] = []
 
 
-class RemoteError(Body):
+class RemoteError(Body, frozen=True):
     """An error that happened on a worker.
 
     Attributes:
@@ -397,7 +397,7 @@ class RemoteError(Body):
     task: int = -1
 
 
-class Result(Body):
+class Result(Body, frozen=True):
     """How a closure ended. Its buffers are the arrays of `value`, in order."""
 
     closure: int
@@ -406,13 +406,13 @@ class Result(Body):
     num_buffers: int
 
 
-class Finished(Body):
+class Finished(Body, frozen=True):
     """Closures that are finished and whose updates the servers have acknowledged."""
 
     results: list[Result]
 
 
-class ResourceMade(Body):
+class ResourceMade(Body, frozen=True):
     """A resource is there, or could not be made."""
 
     resource: int

@@ -45,6 +45,11 @@ class VariableAttributes:
     aggregation: VariableAggregation
     constraint: Any = None
 
+    def part(self, number: int, rows: int) -> VariableAttributes:
+        """Returns the attributes of a part along the first dimension."""
+        shape = (rows, *self.shape[1:])
+        return dataclasses.replace(self, name=f"{self.name}/part_{number}", shape=shape)
+
     def named(self, name: str) -> VariableAttributes:
         """Returns the same attributes under another name."""
         return dataclasses.replace(self, name=name)
@@ -215,16 +220,20 @@ def initial_array(kwargs: dict[str, Any]) -> Any:
                 ) from None
     if jax_compat.is_traced(value):
         value = jnp.array(value, dtype=dtype or value.dtype)
-    shape = kwargs.get("shape")
-    if shape is not None and tuple(np.atleast_1d(shape) if shape != () else ()) != value.shape:
+    require_shape(kwargs.get("shape"), value.shape)
+    return value
+
+
+def require_shape(wanted: Any, found: tuple[int, ...]) -> None:
+    """Raises if an initial value does not have the shape that was asked for."""
+    if wanted is not None and tuple(np.atleast_1d(wanted) if wanted != () else ()) != found:
         raise errors.InvalidArgumentError(
             errors.message(
-                f"The initial value must have shape {shape}",
-                f"it has shape {value.shape}",
+                f"The initial value must have shape {wanted}",
+                f"it has shape {found}",
                 "Correct `shape=` or the initial value.",
             )
         )
-    return value
 
 
 def _member(enum_type: Any, argument: str, kwargs: dict[str, Any]) -> Any:

@@ -117,7 +117,7 @@ class ShardedVariable(ElsewhereVariable):
         return rows.reshape((-1, *self.shape[1:]))[jnp.argsort(part, stable=True)]
 
     def __getitem__(self, key: Any) -> Any:
-        first = key[0] if isinstance(key, tuple) and key else key
+        first: Any = key[0] if isinstance(key, tuple) and key else key
         is_row = isinstance(first, int | np.integer) and not isinstance(first, bool | np.bool_)
         if not is_row and not isinstance(first, slice):
             return self.read_value()[key]

@@ -1,0 +1,129 @@
+"""`replicax serve`: runs one task of a cluster in this process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+
+from replicax.cli.failures import told_in_one_line
+from replicax.cluster.spec import ClusterSpec
+from replicax.cluster.tasks import TaskName
+from replicax.cluster_resolver import TFConfigClusterResolver
+from replicax.foundation import devices, errors
+from replicax.server import endings, roles
+from replicax.server.server import Server
+
+# A closure that runs when the process is told to end may take this long.
+_ENDING_SECONDS = 8.0
+# The exit code for a cluster or a task that makes no sense: starting again will not help.
+_BAD_CONFIGURATION = 2
+
+_Cluster = Annotated[
+    str | None,
+    typer.Option(metavar="JSON", help="The cluster; TF_CONFIG says it if this is not given."),
+]
+_Job = Annotated[str | None, typer.Option(help="The job of this task: ps or worker.")]
+_Index = Annotated[int | None, typer.Option(help="The index of this task.")]
+_KeyDirectory = Annotated[
+    Path | None, typer.Option("--keys", metavar="DIR", help="The keys of the cluster, for TCP.")
+]
+_Protocol = Annotated[str | None, typer.Option(help="ipc, tcp, or grpc for either.")]
+_CpuDevices = Annotated[int, typer.Option(help="Split the CPU into so many devices.")]
+_ReadyFd = Annotated[int | None, typer.Option(hidden=True)]
+_Parent = Annotated[int | None, typer.Option("--die-with-parent", hidden=True)]
+
+
+def serve(
+    cluster: _Cluster = None,
+    job: _Job = None,
+    index: _Index = None,
+    keys: _KeyDirectory = None,
+    protocol: _Protocol = None,
+    cpu_devices: _CpuDevices = 1,
+    ready_fd: _ReadyFd = None,
+    parent: _Parent = None,
+) -> None:
+    """Run a parameter server or a worker, until SIGTERM or Ctrl-C."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("replicax").setLevel(logging.INFO)
+    with told_in_one_line(_BAD_CONFIGURATION):
+        spec, name, layer = _which_task(cluster, job, index)
+        _configure_devices(name, cpu_devices)
+    with told_in_one_line():
+        if parent is not None:
+            endings.die_with_parent(parent)
+        server = Server(
+            spec, name.job, name.index, protocol=protocol or layer, start=False, keys=keys
+        )
+        # In place before anything listens: from then on an end is an orderly one.
+        with endings.ended_by_signals(server.interrupt, seconds=_ENDING_SECONDS), server:
+            server.start()
+            _report(server, name, ready_fd)
+            server.join()
+
+
+def _which_task(
+    cluster: str | None, job: str | None, index: int | None
+) -> tuple[ClusterSpec, TaskName, str | None]:
+    """The cluster, this task, and the protocol if TF_CONFIG names one."""
+    resolver = TFConfigClusterResolver(job, index)
+    layer: str | None = None
+    if cluster is not None:
+        spec = ClusterSpec(_parsed(cluster))
+    else:
+        spec, layer = resolver.cluster_spec(), resolver.rpc_layer
+        job, index = resolver.task_type, resolver.task_id
+    if not spec:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`replicax serve` needs a cluster",
+                "TF_CONFIG is not set, or holds none, and there is no --cluster",
+                "Set TF_CONFIG, or pass --cluster, --job and --index.",
+            )
+        )
+    definition = Server(spec, job, index, start=False).server_def
+    name = TaskName(definition["job_name"], definition["task_index"])
+    if name.job not in roles.SERVING:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"`replicax serve` runs a task of the jobs {' and '.join(roles.SERVING)}",
+                f"this is {name.label}",
+                "Run your own program as this task.",
+            )
+        )
+    return spec, name, layer
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "--cluster must be JSON",
+                f"it is not ({error})",
+                """Write '{"ps": ["localhost:2222"], "worker": ["localhost:2223"]}'.""",
+            )
+        ) from None
+
+
+def _configure_devices(name: TaskName, cpu_devices: int) -> None:
+    if name.job == "ps":
+        # Its arrays live in memory: it must not take an accelerator from a worker.
+        jax.config.update("jax_platforms", "cpu")
+    elif cpu_devices != 1:
+        devices.set_virtual_cpu_devices(cpu_devices)
+
+
+def _report(server: Server, name: TaskName, ready_fd: int | None) -> None:
+    """Says that the task listens, to people and to whoever started it."""
+    typer.echo(f"{name.job} {name.index} serves at {server.target}")
+    if ready_fd is not None:
+        with os.fdopen(ready_fd, "w") as pipe:
+            pipe.write(json.dumps({"address": server.address}) + "\n")

@@ -1,0 +1,272 @@
+"""The coordinator at work: one lock, the dispatcher behind it, the hub before it.
+
+Note [Who runs what]
+    Threads of the user call `schedule`, `join` and the like. The hub's one thread calls the
+    methods that begin with `on_`. Both change state under the one lock and hand messages to
+    the hub while they hold it, which does not wait; so what is said to a task has one order.
+    Finalisers run anywhere, even while the lock is held: they only append to `released`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from replicax.coordinator import shipping
+from replicax.coordinator.closures import Closure, ShippedFunction
+from replicax.coordinator.courier import Cluster
+from replicax.coordinator.dispatcher import Dispatcher
+from replicax.coordinator.per_worker import PerWorkerDataset, return_argument
+from replicax.coordinator.resources import Kind, Resource
+from replicax.coordinator.status import Status
+from replicax.coordinator.timing import Timing
+from replicax.foundation import errors, lazy
+from replicax.transport import messages
+from replicax.transport.tasks import Task
+
+if TYPE_CHECKING:
+    from replicax.transport import hub as hubs
+else:
+    # ZeroMQ is imported with it.
+    hubs = lazy.module("replicax.transport.hub")
+
+# Waits look around so often, should a wake-up ever be missed.
+_LOOK_S = 1.0
+# What was said last is given so long to leave.
+_CLOSE_S = 1.0
+
+
+class Engine:
+    """Runs closures on the workers of a cluster. Knows no strategy."""
+
+    def __init__(self, cluster: Cluster, timing: Timing, queue_limit: int) -> None:
+        self._cluster = cluster
+        # Protects everything below. Taken before the locks of the hub.
+        self._lock = threading.RLock()
+        # Waited on by `join`; by `schedule`, when the queue is full; for single results.
+        self._is_idle = threading.Condition(self._lock)
+        self._has_space = threading.Condition(self._lock)
+        self._is_settled = threading.Condition(self._lock)
+        # How many threads wait for space, so that nobody is woken for nothing.
+        self._num_blocked = 0
+        self._is_closed = False
+        # See `ResourceHome`.
+        self.released: deque[int] = deque()
+        # The hub's thread starts at once, and waits for the lock.
+        with self._lock:
+            self._hub = hubs.Hub(
+                cluster.me,
+                cluster.keys,
+                self.on_message,
+                self.on_connected,
+                self.on_lost,
+                self.on_idle,
+                incarnation=cluster.incarnation,
+            )
+            self._hub.job, self._hub.epoch = cluster.job, cluster.epoch
+            now = time.monotonic()
+            self._dispatcher = Dispatcher(cluster, self._hub, timing, queue_limit, now)
+            self._queue = self._dispatcher.queue
+            for index, location in enumerate(cluster.servers):
+                self._hub.connect(Task("ps", index), location)
+            for index, location in enumerate(cluster.workers):
+                self._hub.connect(Task("worker", index), location)
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers the cluster has."""
+        return len(self._cluster.workers)
+
+    # What the user's threads call.
+
+    def schedule(
+        self,
+        function: ShippedFunction,
+        resources: Sequence[int],
+        buffers: Sequence[Any],
+        kept: Any,
+    ) -> Closure:
+        """Queues a call; waits while the queue is full. Raises an error of an earlier one."""
+        queue = self._queue
+        with self._lock:
+            self._raise_pending()
+            while queue.is_full or queue.error is not None:
+                self._num_blocked += 1
+                try:
+                    self._has_space.wait(_LOOK_S)
+                finally:
+                    self._num_blocked -= 1
+                self._raise_pending()
+            closure = Closure(self._cluster.next_closure(), function, resources, buffers, kept)
+            self._dispatcher.add(closure, time.monotonic())
+        return closure
+
+    def join(self, timeout: float | None, on_look: Callable[[], float] | None = None) -> None:
+        """Waits until nothing waits and nothing runs.
+
+        Args:
+          timeout: The seconds to wait at most.
+          on_look: Called, without the lock, now and then; returns the seconds to the next time.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        look_s = _LOOK_S
+        while True:
+            with self._lock:
+                self._raise_pending()
+                if self._queue.is_idle:
+                    return
+                _wait(self._is_idle, deadline, look_s, "All closures must end")
+            if on_look is not None:
+                look_s = on_look()
+
+    def is_done(self) -> bool:
+        """Tells whether nothing waits and nothing runs. Raises an error that is ready."""
+        with self._lock:
+            self._raise_pending()
+            return self._queue.is_idle and self._queue.error is None
+
+    def wait_for(self, closure: Closure, timeout: float | None) -> None:
+        """Waits until a closure is settled."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            closure.is_awaited = True
+            while not closure.is_settled:
+                _wait(self._is_settled, deadline, _LOOK_S, f"Closure {closure.id} must end")
+
+    def unpack(self, closure: Closure) -> Any:
+        """Returns the result of a closure that ended well."""
+        result, buffers = closure.result
+        return shipping.unpack_result(result, buffers, self._cluster)
+
+    def run_errand(self, worker: int, resource: int, kept: Any) -> Closure:
+        """Has one worker return what it keeps under a number."""
+        function = shipping.ship(return_argument)
+        with self._lock:
+            self._require_open()
+            number = self._cluster.next_closure()
+            closure = Closure(number, function, [resource], (), kept, pin=worker)
+            self._dispatcher.add(closure, time.monotonic())
+        return closure
+
+    def make_resource(
+        self, kind: Kind, function: ShippedFunction, buffers: Sequence[Any], kept: Any
+    ) -> Resource:
+        """Makes an object on each worker, now and whenever a worker comes back."""
+        with self._lock:
+            self._require_open()
+            return self._dispatcher.add_resource(kind, function, 0, buffers, kept)
+
+    def make_iterator(self, dataset: PerWorkerDataset) -> Resource:
+        """Starts an iterator over a dataset on each worker."""
+        with self._lock:
+            self._require_open()
+            return self._dispatcher.add_resource("iterator", None, dataset.resource)
+
+    def status(self) -> Status:
+        """Returns how everything is doing."""
+        with self._lock:
+            return self._dispatcher.status()
+
+    def counts(self) -> tuple[int, int]:
+        """Returns how many closures have ended well, and how many wait or run."""
+        with self._lock:
+            return self._queue.num_finished, len(self._queue) + len(self._queue.in_flight)
+
+    def close(self) -> None:
+        """Ends everything: what waits or runs is cancelled, workers are let go."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._dispatcher.end()
+                for condition in (self._is_idle, self._has_space, self._is_settled):
+                    condition.notify_all()
+        self._hub.close(_CLOSE_S)
+
+    # What the hub's thread calls.
+
+    def on_connected(self, task: Task, welcome: messages.Welcome) -> None:
+        """A task was reached."""
+        with self._event():
+            self._dispatcher.connected(task, welcome.incarnation, time.monotonic())
+
+    def on_lost(self, task: Task, reason: str) -> None:
+        """A task cannot be reached any more."""
+        with self._event():
+            self._dispatcher.lost(task, reason, time.monotonic())
+
+    def on_message(
+        self, task: Task, envelope: messages.Envelope, buffers: list[memoryview]
+    ) -> None:
+        """A task said something."""
+        with self._event():
+            self._dispatcher.message(task, envelope, buffers, time.monotonic())
+
+    def on_idle(self, now: float) -> None:
+        """Some time has passed."""
+        with self._event():
+            released = [self.released.popleft() for _ in range(len(self.released))]
+            if released:
+                self._dispatcher.drop_resources(released)
+            self._dispatcher.tick(now)
+
+    @contextlib.contextmanager
+    def _event(self) -> Iterator[None]:
+        """Holds the lock while something is seen to, then wakes whom it concerns."""
+        with self._lock:
+            if self._is_closed:
+                # Said by tasks that have not heard of it yet; nobody is there to care.
+                return
+            yield
+            self._wake()
+
+    def _wake(self) -> None:
+        queue = self._queue
+        if queue.is_idle or queue.is_error_ready:
+            self._is_idle.notify_all()
+        if self._num_blocked and (queue.is_error_ready or self._is_roomy()):
+            self._has_space.notify_all()
+        if self._dispatcher.has_news:
+            self._dispatcher.has_news = False
+            self._is_settled.notify_all()
+
+    def _is_roomy(self) -> bool:
+        # Not for each place that becomes free: threads would do nothing but take turns.
+        return len(self._queue) < self._queue.limit - self._queue.limit // 16
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise errors.ContextError(
+                errors.message(
+                    "A ClusterCoordinator works until it is closed",
+                    "it is closed",
+                    "Make a new strategy and a new coordinator.",
+                )
+            )
+
+    def _raise_pending(self) -> None:
+        self._require_open()
+        error = self._dispatcher.pending_error()
+        if error is not None:
+            raise error
+
+
+def _wait(
+    condition: threading.Condition, deadline: float | None, look_s: float, required: str
+) -> None:
+    """Waits for a while, with the lock held by the caller; raises at the deadline."""
+    if deadline is not None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise errors.DeadlineExceededError(
+                errors.message(
+                    required,
+                    "the time was over before",
+                    "Wait longer, or look at `coordinator.status()`.",
+                )
+            )
+        look_s = min(look_s, left_s)
+    condition.wait(look_s)

@@ -1,0 +1,59 @@
+"""The words of the errors that the policy decides on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from replicax.coordinator.closures import Closure
+from replicax.coordinator.workers import Worker
+from replicax.foundation import errors
+
+REPLACED = "its process was replaced by one that has none of them"
+
+
+def silent(what: str, seconds: float) -> str:
+    """Says that a task has not answered."""
+    return f"it has not answered {what} for {seconds:g} s"
+
+
+def aborted(found: str) -> errors.ClosureAbortedError:
+    """For closures that are given up while they run."""
+    return errors.ClosureAbortedError(
+        errors.message("A closure runs to its end", found, "Its updates may be there or not.")
+    )
+
+
+def poison(closure: Closure) -> errors.PoisonClosureError:
+    """For a closure that has ended too many workers."""
+    return errors.PoisonClosureError(
+        errors.message(
+            "A worker survives the closures that it runs",
+            f"closure {closure.id} was running when each of {closure.num_deaths} workers was "
+            f"lost, the last of them /job:worker/task:{closure.worker}",
+            "Look into the logs of the workers: the closure may need more memory than they "
+            "have, or end its process.",
+        )
+    )
+
+
+def no_workers(num_waiting: int, workers: Sequence[Worker], seconds: float) -> Exception:
+    """For closures that wait while nobody is there to run them."""
+    reasons = "; ".join(f"{worker}: {worker.reason}" for worker in workers)
+    return errors.NoWorkersError(
+        errors.message(
+            f"{num_waiting} closures need a worker",
+            f"none was there for {seconds:g} s ({reasons})",
+            "Start the workers again, then schedule the closures again.",
+        )
+    )
+
+
+def worker_gone(worker: Worker, seconds: float) -> Exception:
+    """For a value that only one worker has."""
+    return errors.UnavailableError(
+        errors.message(
+            f"The value is kept by {worker}",
+            f"it was not there for {seconds:g} s ({worker.reason})",
+            "Start it again, then fetch the value again.",
+        )
+    )

@@ -1,0 +1,344 @@
+"""The home of remote variables as a worker or the coordinator sees it: questions to servers.
+
+Changes are collected, and travel with the next question, so that a step of training costs one
+question per server. A server makes the changes of a question before it reads, and answers
+questions in order, so that whoever reads sees what it has changed before.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from replicax.contexts.overlay import Change
+from replicax.foundation import errors
+from replicax.parameter_server import outgoing
+from replicax.parameter_server.outgoing import Outgoing
+from replicax.parameter_server.rows import RowPlan
+from replicax.transport import messages, refusals
+from replicax.transport.channel import Channel
+from replicax.variables.remote import Read, RemoteVariable
+from replicax.variables.sharded import ShardedVariable
+
+# Changes of closures that read nothing are sent off when there are so many, or so long.
+_MOST_CLOSURES = 16
+_MOST_BYTES = 1 << 20
+# How long an answer may take: so long, and this much more per byte.
+_DEADLINE = 60.0
+_SECONDS_PER_BYTE = 1 / (10 << 20)
+
+
+class Writes(Protocol):
+    """Numbers for changes that a process makes outside of closures."""
+
+    def begin_write(self) -> int: ...
+
+    def end_write(self, number: int) -> None: ...
+
+
+class ParameterClient:
+    """Reads and changes variables on parameter servers.
+
+    Args:
+      channels: One per server, in order.
+      writes: Gives numbers for changes that no closure makes: each of them is sent at once,
+        and waited for. None on a worker.
+      deadline: How long a server may take for an answer, in seconds.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        writes: Writes | None = None,
+        deadline: float = _DEADLINE,
+    ) -> None:
+        self._channels = list(channels)
+        self._writes = writes
+        self._deadline = deadline
+        # One question at a time; user code may have threads.
+        self._lock = threading.RLock()
+        self._closure: int | None = None
+        self._call = 0
+        self._outgoing = [Outgoing() for _ in channels]
+        # Per server: what is under way, each with the closures whose changes it carries.
+        self._under_way: list[collections.deque[tuple[int, list[int]]]] = [
+            collections.deque() for _ in channels
+        ]
+        # Per closure: how many questions with its changes have no answer yet.
+        self._waits: collections.Counter[int] = collections.Counter()
+        self._ended: dict[int, None] = {}
+        self._failed: dict[int, Exception] = {}
+        # Values as they were last read, with their versions, by part.
+        self._known: dict[int, tuple[int, Any]] = {}
+        self._last_plan: dict[int, RowPlan] = {}
+
+    # Reading.
+
+    def pull(self, reads: Sequence[Read]) -> list[Any]:
+        """Returns values; they show all that was pushed before."""
+        with self._lock:
+            questions: list[list[messages.Read]] = [[] for _ in self._channels]
+            buffers: list[list[Any]] = [[] for _ in self._channels]
+            asked = [self._ask(read, questions, buffers) for read in reads]
+            answers = self._exchange(questions, buffers)
+            return [self._value(read, how, answers) for read, how in zip(reads, asked, strict=True)]
+
+    def _ask(
+        self, read: Read, questions: list[list[messages.Read]], buffers: list[list[Any]]
+    ) -> RowPlan | None:
+        parts = parts_of(read.variable)
+        if read.ids is None:
+            for part in parts:
+                known = self._known.get(part.number)
+                version = -1 if known is None else known[0]
+                questions[part.server].append(messages.Read(part.number, version))
+            return None
+        plan = self._plan(read.variable, np.asarray(read.ids))
+        if plan.has_strangers:
+            raise _strangers(read.variable, plan.ids)
+        for part, ids in zip(parts, plan.pieces, strict=True):
+            if ids.size:
+                questions[part.server].append(messages.Read(part.number, is_rows=True))
+                buffers[part.server].append(ids.astype(np.int64, copy=False))
+        return plan
+
+    def _value(self, read: Read, plan: RowPlan | None, answers: list[_Answers]) -> Any:
+        variable = read.variable
+        parts = parts_of(variable)
+        dtype = np.dtype(variable.dtype)
+        if plan is None:
+            values = [self._whole(part, dtype, answers[part.server]) for part in parts]
+            return values[0] if len(values) == 1 else np.concatenate(values)
+        pieces = []
+        for part, ids in zip(parts, plan.pieces, strict=True):
+            shape = (ids.size, *variable.shape[1:])
+            buffer = answers[part.server].next()[1] if ids.size else b""
+            pieces.append(np.frombuffer(buffer, dtype).reshape(shape))
+        return plan.spread(pieces).reshape((*np.shape(read.ids), *variable.shape[1:]))
+
+    def _whole(self, part: RemoteVariable, dtype: np.dtype, answers: _Answers) -> Any:
+        result, buffer = answers.next()
+        if result.is_known:
+            return self._known[part.number][1]
+        value = np.frombuffer(buffer, dtype).reshape(part.shape)
+        self._known[part.number] = (result.version, value)
+        return value
+
+    def _plan(self, variable: Any, ids: np.ndarray) -> RowPlan:
+        """Puts row numbers in order; the rows of a step are read and changed by one plan."""
+        flat = ids.reshape(-1)
+        key = parts_of(variable)[0].number
+        plan = self._last_plan.get(key)
+        if plan is None or not plan.is_for(flat):
+            starts = variable.starts if isinstance(variable, ShardedVariable) else (0,)
+            plan = self._last_plan[key] = RowPlan(flat, starts, variable.shape[0])
+        return plan
+
+    # Changing.
+
+    def push(self, changes: Sequence[Change]) -> None:
+        """Collects changes of the closure that runs; without one, makes them at once."""
+        with self._lock:
+            if self._closure is not None:
+                self._collect(self._closure, changes)
+                return
+            if self._writes is None:
+                raise outgoing.no_closure()
+            write = self._writes.begin_write()
+            try:
+                self._write(write, changes)
+            finally:
+                self._writes.end_write(write)
+
+    def _write(self, write: int, changes: Sequence[Change]) -> None:
+        """Makes changes, and waits until they are made."""
+        self.begin(write)
+        try:
+            self._collect(write, changes)
+        finally:
+            self.end(write)
+        error = dict(self.drain())[write]
+        if error is not None:
+            raise error
+
+    def _collect(self, closure: int, changes: Sequence[Change]) -> None:
+        # Nothing of a change that is refused here may go out.
+        pieces = [
+            piece
+            for call, change in enumerate(changes, self._call)
+            for piece in outgoing.pieces_of(change, call, self._plan)
+        ]
+        self._call += len(changes)
+        for piece in pieces:
+            if self._outgoing[piece.server].add(closure, piece):
+                self._waits[closure] += 1
+
+    def begin(self, closure: int) -> None:
+        """Attributes all changes from here on to a closure."""
+        with self._lock:
+            self._closure, self._call = closure, 0
+            self._failed.pop(closure, None)
+
+    def end(self, closure: int) -> None:
+        """Notes that a closure makes no more changes; they may still be on their way."""
+        with self._lock:
+            self._closure = None
+            self._ended[closure] = None
+            is_much = any(o.num_bytes > _MOST_BYTES for o in self._outgoing)
+            if is_much or any(len(o.closures) >= _MOST_CLOSURES for o in self._outgoing):
+                with contextlib.suppress(errors.DistributeError):
+                    # Noted for each closure that it concerns; `poll` and `drain` tell.
+                    for server in range(len(self._channels)):
+                        self._post_changes(server)
+
+    # Settling.
+
+    def poll(self) -> list[tuple[int, Exception | None]]:
+        """Returns the closures whose changes were all acknowledged, or refused, by now."""
+        with self._lock:
+            for server, under_way in enumerate(self._under_way):
+                with contextlib.suppress(errors.DistributeError):
+                    while under_way and self._take(server, 0.0) is not None:
+                        pass
+            return self._settled()
+
+    def drain(self) -> list[tuple[int, Exception | None]]:
+        """Waits until the changes of all ended closures are acknowledged or refused."""
+        with self._lock:
+            for server, under_way in enumerate(self._under_way):
+                with contextlib.suppress(errors.DistributeError):
+                    self._post_changes(server)
+                while under_way:
+                    with contextlib.suppress(errors.DistributeError):
+                        self._take(server, self._deadline)
+            return self._settled()
+
+    def pending(self) -> int:
+        """Returns how many ended closures are not settled."""
+        return len(self._ended)
+
+    def _settled(self) -> list[tuple[int, Exception | None]]:
+        done = [c for c in self._ended if not self._waits[c]]
+        for closure in done:
+            del self._ended[closure], self._waits[closure]
+        return [(closure, self._failed.pop(closure, None)) for closure in done]
+
+    # Talking.
+
+    def _post_changes(self, server: int) -> None:
+        if self._outgoing[server].closures:
+            self._post(server, [], [])
+
+    def _post(self, server: int, reads: list[messages.Read], buffers: list[Any]) -> None:
+        pushes, payloads, closures = self._outgoing[server].take()
+        self._under_way[server].append((0, closures))
+        with self._losing(server):
+            number = self._channels[server].post(
+                messages.Exchange(pushes, reads), [*payloads, *buffers]
+            )
+            self._under_way[server][-1] = (number, closures)
+
+    def _exchange(
+        self, questions: list[list[messages.Read]], buffers: list[list[Any]]
+    ) -> list[_Answers]:
+        asked = [i for i, question in enumerate(questions) if question]
+        for server in asked:
+            self._post(server, questions[server], buffers[server])
+        answers = [_Answers([], []) for _ in self._channels]
+        for server in asked:
+            while self._under_way[server]:
+                is_last = len(self._under_way[server]) == 1
+                found = self._take(server, self._deadline)
+                if is_last and found is not None:
+                    answers[server] = _Answers(found[0].reads, found[1])
+        return answers
+
+    def _take(
+        self, server: int, timeout: float
+    ) -> tuple[messages.Exchanged, list[memoryview]] | None:
+        """Takes the next answer of a server; None if there is none yet."""
+        number, closures = self._under_way[server][0]
+        with self._losing(server):
+            answer = self._channels[server].collect(timeout)
+            if answer is None and timeout:
+                raise outgoing.no_answer(self._channels[server].peer, timeout)
+        if answer is None:
+            return None
+        assert answer[0] == number, "answers come in order"
+        self._under_way[server].popleft()
+        self._waits.subtract(closures)
+        body = answer[1]
+        if isinstance(body, messages.Exchanged):
+            for failure in body.failures:
+                refusal = messages.Refused(failure.code, failure.text)
+                self._failed.setdefault(failure.closure, refusals.to_error(refusal))
+            return body, answer[2]
+        error = _error_of(body)
+        for closure in closures:
+            self._failed.setdefault(closure, error)
+        raise error
+
+    @contextlib.contextmanager
+    def _losing(self, server: int) -> Iterator[None]:
+        """Fails all closures with changes under way to a server that is lost."""
+        try:
+            yield
+        except (errors.UnavailableError, errors.DeadlineExceededError) as error:
+            error.task_index = server  # type: ignore[attr-defined]
+            for _, closures in self._under_way[server]:
+                self._waits.subtract(closures)
+                for closure in closures:
+                    self._failed[closure] = error
+            self._under_way[server].clear()
+            self._known.clear()
+            raise
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for channel in self._channels:
+            channel.close()
+
+
+class _Answers:
+    """What one server answered to the reads of a question, in order."""
+
+    def __init__(self, results: list[messages.ReadResult], buffers: list[memoryview]) -> None:
+        self._results = iter(results)
+        self._buffers = iter(buffers)
+
+    def next(self) -> tuple[messages.ReadResult, Any]:
+        """Returns the next result, and its buffer if it has one."""
+        result = next(self._results)
+        return result, (b"" if result.is_known else next(self._buffers))
+
+
+def parts_of(variable: Any) -> list[RemoteVariable]:
+    """Returns the parts of a remote or sharded variable."""
+    return list(variable.components)  # type: ignore[arg-type]
+
+
+def _error_of(body: messages.Body) -> Exception:
+    if isinstance(body, messages.Refused):
+        return refusals.to_error(body)
+    return errors.ProtocolError(
+        errors.message(
+            "A parameter server must answer an exchange",
+            f"it said {type(body).__name__}",
+            "Check that all tasks run the same version.",
+        )
+    )
+
+
+def _strangers(variable: Any, ids: np.ndarray) -> errors.InvalidArgumentError:
+    return errors.InvalidArgumentError(
+        errors.message(
+            f"A lookup in {variable.name!r} needs row numbers in [0, {variable.shape[0]})",
+            f"they reach from {ids.min()} to {ids.max()}",
+            "Correct the row numbers.",
+        )
+    )

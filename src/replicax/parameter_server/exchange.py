@@ -1,0 +1,110 @@
+"""The one question of training: closures change parts of a server, then parts are read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from replicax.foundation import errors
+from replicax.parameter_server import rules
+from replicax.parameter_server.figures import Figures
+from replicax.parameter_server.parts import Part
+from replicax.parameter_server.storage import Checked, Storage, num_buffers
+from replicax.transport import messages
+
+
+def require_buffers(body: messages.Exchange, buffers: Sequence[Any], task: str) -> None:
+    """Raises ProtocolError unless there are as many buffers as the question speaks of."""
+    expected = sum(read.is_rows for read in body.reads)
+    for push in body.pushes:
+        expected += sum(map(num_buffers, push.changes))
+    if expected != len(buffers):
+        raise errors.ProtocolError(
+            errors.message(
+                f"This exchange with {task} must bring {expected} buffers",
+                f"it brings {len(buffers)}",
+                "Update both sides.",
+            )
+        )
+
+
+def push_all(
+    storage: Storage, pushes: Sequence[messages.Push], buffers: Sequence[Any], figures: Figures
+) -> list[messages.PushFailure]:
+    """Makes what closures ask for, each as a whole or not at all; returns those that failed.
+
+    Whoever calls this holds `changing`. Should memory run out between two changes of a closure,
+    the first stays made, and the table knows it: a repetition makes the rest.
+    """
+    failures: list[messages.PushFailure] = []
+    position = 0
+    with np.errstate(all="ignore"):
+        for push in pushes:
+            used = sum(map(num_buffers, push.changes))
+            own = buffers[position : position + used]
+            position += used
+            figures.updates += len(push.changes)
+            try:
+                checked = storage.check(push, own)
+                figures.duplicates += len(push.changes) - len(checked)
+                _make(storage, push.closure, checked, figures)
+            except errors.DistributeError as error:
+                failure = messages.PushFailure(push.closure, type(error).__name__, str(error))
+                failures.append(failure)
+            except MemoryError as error:
+                text = errors.message(
+                    f"The changes of closure {push.closure} need memory",
+                    f"there was not enough: {error}",
+                    "Use smaller parts, or more servers.",
+                )
+                failures.append(
+                    messages.PushFailure(push.closure, errors.ResourceExhaustedError.__name__, text)
+                )
+    figures.failures += len(failures)
+    return failures
+
+
+def _make(storage: Storage, closure: int, checked: Sequence[Checked], figures: Figures) -> None:
+    with _locked([change for _, change in checked]):
+        for key, change in checked:
+            change.make()
+            storage.once.record(closure, key)
+            figures.applied += 1
+            figures.rows_written += change.num_rows
+
+
+def _locked(changes: Sequence[rules.Change]) -> contextlib.AbstractContextManager[Any]:
+    """Locks the parts that some changes need, in the order of their numbers."""
+    if len(changes) == 1 and len(changes[0].parts) == 1:
+        return changes[0].parts[0].lock
+    parts: dict[int, Part] = {p.spec.part: p for change in changes for p in change.parts}
+    stack = contextlib.ExitStack()
+    for number in sorted(parts):
+        stack.enter_context(parts[number].lock)
+    return stack
+
+
+def read_all(
+    storage: Storage, reads: Sequence[messages.Read], buffers: Sequence[Any], figures: Figures
+) -> tuple[list[messages.ReadResult], list[Any]]:
+    """Reads parts or rows of them; each is read at one moment, never half changed."""
+    results: list[messages.ReadResult] = []
+    values: list[Any] = []
+    given = iter(buffers)
+    for read in reads:
+        part = storage.part(read.part)
+        numbers = rules.as_rows_to_read(next(given), part) if read.is_rows else None
+        with part.lock:
+            version = part.version
+            is_known = version == read.known
+            if not is_known:
+                values.append(part.read() if numbers is None else part.read_rows(numbers))
+        results.append(messages.ReadResult(version, is_known))
+        figures.reads += 1
+        figures.known_reads += is_known
+        if numbers is not None and not is_known:
+            figures.rows_read += numbers.size
+    return results, values

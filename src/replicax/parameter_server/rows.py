@@ -1,0 +1,100 @@
+"""Which rows of a table travel, and where they belong: sorted, each once, cut by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+# How the rows of one number become one row, by the kind of change.
+_JOINED: dict[str, Any] = {
+    "scatter_add": np.add,
+    "scatter_sub": np.add,
+    "scatter_mul": np.multiply,
+    "scatter_div": np.multiply,
+    "scatter_min": np.minimum,
+    "scatter_max": np.maximum,
+    "gradient": np.add,
+}
+
+
+class RowPlan:
+    """A list of row numbers, put in order.
+
+    Row numbers outside of the table belong to no part.
+
+    Attributes:
+      ids: The row numbers as they were given, in one dimension.
+      pieces: Per part: the row numbers within the part, sorted and each once.
+
+    >>> plan = RowPlan(np.array([4, 0, 4, 3]), starts=[0, 3], num_rows=5)
+    >>> [piece.tolist() for piece in plan.pieces]
+    [[0], [0, 1]]
+    >>> plan.spread([np.array([[0.5]]), np.array([[3.5], [4.5]])]).tolist()
+    [[4.5], [0.5], [4.5], [3.5]]
+    """
+
+    def __init__(self, ids: np.ndarray, starts: Sequence[int], num_rows: int) -> None:
+        self.ids = ids
+        self._order: np.ndarray | None = None
+        ordered = ids
+        if ids.size > 1 and not (ids[1:] > ids[:-1]).all():
+            self._order = np.argsort(ids, kind="stable")
+            ordered = ids[self._order]
+        # Where each row number occurs first; None if each occurs once.
+        self._firsts: np.ndarray | None = None
+        unique = ordered
+        if self._order is not None:
+            is_new = np.empty(ordered.size, bool)
+            is_new[0] = True
+            np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
+            if not is_new.all():
+                self._firsts = np.flatnonzero(is_new)
+                unique = ordered[self._firsts]
+        self._unique = unique
+        self._cuts = np.searchsorted(unique, [*starts, num_rows]).tolist()
+        self.pieces = [
+            unique[a:b] - start
+            for a, b, start in zip(self._cuts[:-1], self._cuts[1:], starts, strict=True)
+        ]
+
+    @property
+    def has_strangers(self) -> bool:
+        """Whether there are row numbers outside of the table."""
+        return self._cuts[0] > 0 or self._cuts[-1] < self._unique.size
+
+    def is_for(self, ids: np.ndarray) -> bool:
+        """Tells whether this is the plan for a list of row numbers."""
+        return ids is self.ids or (ids.size == self.ids.size and np.array_equal(ids, self.ids))
+
+    def spread(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the rows of all parts in the order in which they were asked for."""
+        if self._order is None:
+            return rows[0] if len(rows) == 1 else np.concatenate(rows)
+        result = np.empty((self.ids.size, *rows[0].shape[1:]), rows[0].dtype)
+        if self._firsts is None:
+            for a, b, piece in zip(self._cuts[:-1], self._cuts[1:], rows, strict=True):
+                result[self._order[a:b]] = piece
+            return result
+        counts = np.diff(self._firsts, append=self.ids.size)
+        whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        result[self._order] = np.repeat(whole, counts, axis=0)
+        return result
+
+    def gather(self, kind: str, rows: np.ndarray) -> list[np.ndarray]:
+        """Returns, per part, the rows that belong to its row numbers.
+
+        Rows of one number are joined as the kind of change wants it; where it wants one of
+        them, it is the last.
+        """
+        ordered = rows if self._order is None else rows[self._order]
+        if self._firsts is not None:
+            joined: Callable[..., np.ndarray] | None = None
+            if kind in _JOINED:
+                joined = _JOINED[kind].reduceat
+            if joined is not None:
+                ordered = joined(ordered, self._firsts, axis=0, dtype=rows.dtype)
+            else:
+                ordered = ordered[np.append(self._firsts[1:], self.ids.size) - 1]
+        return [ordered[a:b] for a, b in zip(self._cuts[:-1], self._cuts[1:], strict=True)]

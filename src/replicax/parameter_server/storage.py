@@ -1,0 +1,277 @@
+"""All that a parameter server keeps for one job: parts, optimizers, and what was done once.
+
+Locks, in the order in which they are taken:
+
+1. `slow` lets one request at a time make parts or optimizers, which may compute and compile
+   for long. A repeated request waits for the first and finds its work done.
+2. `changing` is held by whoever changes parts or tables, or decides who may: what a closure
+   changes is one step. It makes the table of `once` safe, and a fence final when it is answered.
+3. The lock of each part, in the order of their numbers; readers need only that of what they read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.foundation import errors
+from replicax.parameter_server import memory, optimizers, programs, rules
+from replicax.parameter_server.once import Key, OnceTable
+from replicax.parameter_server.parts import Part
+from replicax.transport import messages
+
+# Smaller parts are made without asking the system what is left.
+_ASKED_FROM_BYTES = 1 << 20
+
+# A change that is new and was found to be good, and what it is known by.
+Checked = tuple[Key, rules.Change]
+
+
+class Storage:
+    """The variables of a job on one server.
+
+    Attributes:
+      once: Which changes were made; used under `changing`.
+    """
+
+    def __init__(self, task: str, changing: threading.Lock) -> None:
+        self._task = task
+        self._slow = threading.Lock()
+        self._changing = changing
+        self._parts: dict[int, Part] = {}
+        self._optimizers: dict[int, optimizers.Optimizer] = {}
+        self.once = OnceTable()
+
+    def part(self, number: int) -> Part:
+        """Returns a part, or raises NotFoundError."""
+        part = self._parts.get(number)
+        if part is None:
+            raise errors.NotFoundError(
+                errors.message(
+                    f"{self._task} must hold part {number}",
+                    f"it does not, among {len(self._parts)} parts",
+                    "Create the variable first; one that was dropped cannot be used.",
+                )
+            )
+        return part
+
+    def create(self, spec: messages.CreatePart, buffers: Sequence[Any]) -> None:
+        """Makes a part; if it is there already from the same request, it stays as it is."""
+        dtype = self._checked_dtype(spec)
+        with self._slow:
+            known = self._parts.get(spec.part)
+            if known is not None:
+                self._require_same(known, spec)
+                return
+            part = self._allocated(spec, dtype)
+            self._initialize(part, buffers)
+            with self._changing:
+                self._parts[spec.part] = part
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Forgets parts, and what optimizers do with them."""
+        with self._changing:
+            for number in numbers:
+                self._parts.pop(number, None)
+            for number, optimizer in list(self._optimizers.items()):
+                if not optimizer.keep(self._parts):
+                    del self._optimizers[number]
+
+    def register(self, spec: messages.RegisterOptimizer, buffers: Sequence[Any]) -> None:
+        """Makes an optimizer, or makes it anew if the request differs from the one before."""
+        if len(buffers) != spec.num_programs:
+            raise self._miscounted(spec.num_programs, len(buffers))
+        with self._slow:
+            known = self._optimizers.get(spec.optimizer)
+            if known is not None and known.is_made_by(spec, buffers):
+                return
+            optimizer = optimizers.Optimizer(spec, buffers, self.part, self._task)
+            optimizer.warm_up()
+            with self._changing:
+                # Parts may have been dropped while it was compiled.
+                optimizer.keep(self._parts)
+                self._optimizers[spec.optimizer] = optimizer
+
+    def check(self, push: messages.Push, buffers: Sequence[Any]) -> list[Checked]:
+        """Returns what of a push is still to be done, or raises; changes nothing.
+
+        Whoever calls this holds `changing`.
+        """
+        closure = push.closure
+        if self.once.is_stale(closure):
+            raise errors.FencedError(
+                errors.message(
+                    f"Closures below {self.once.settled} are settled on {self._task}",
+                    f"closure {closure} tried to change something",
+                    "Drop its result; it was counted, or given up.",
+                )
+            )
+        checked: list[Checked] = []
+        seen: set[Key] = set()
+        position = 0
+        for change in push.changes:
+            used = num_buffers(change)
+            own = buffers[position : position + used]
+            position += used
+            if isinstance(change, messages.Update):
+                key = change.call, change.part
+            else:
+                key = change.call, ~change.optimizer
+            if key in seen or not self.once.is_new(closure, key):
+                continue
+            seen.add(key)
+            if isinstance(change, messages.Update):
+                checked.append((key, rules.check(change, self.part(change.part), own)))
+            else:
+                checked.append((key, self._optimizer(change.optimizer).check(change, own)))
+        return checked
+
+    def forget_closures(self) -> None:
+        """Starts the table of changes anew, for a new epoch; `changing` is held."""
+        self.once = OnceTable()
+
+    def sizes(self) -> dict[str, int]:
+        """Returns how much is kept, by name."""
+        with self._changing:
+            state = set().union(*(o.state for o in self._optimizers.values()))
+            parts = list(self._parts.items())
+            return {
+                "bytes": sum(part.num_bytes for _, part in parts),
+                "slot_bytes": sum(part.num_bytes for number, part in parts if number in state),
+                "parts": len(parts),
+                "optimizers": len(self._optimizers),
+                "once_entries": len(self.once),
+                "settled": self.once.settled,
+                "newest_closure": self.once.newest,
+            }
+
+    def _optimizer(self, number: int) -> optimizers.Optimizer:
+        optimizer = self._optimizers.get(number)
+        if optimizer is None:
+            raise errors.NotFoundError(
+                errors.message(
+                    f"{self._task} must know optimizer {number}",
+                    "it was not registered, or its variables were dropped",
+                    "Register it again.",
+                )
+            )
+        return optimizer
+
+    def _allocated(self, spec: messages.CreatePart, dtype: np.dtype) -> Part:
+        size = _size(spec, dtype)
+        # The result of a program lies beside the part until it is copied.
+        needed = size * 2 if isinstance(spec.initial, messages.Computed) else size
+        if needed >= _ASKED_FROM_BYTES:
+            available = memory.available_bytes()
+            if available is not None and needed > available:
+                raise self._exhausted(spec, dtype, f"{available} bytes are available")
+        try:
+            return Part(spec, dtype, self._task)
+        except (MemoryError, ValueError) as error:
+            raise self._exhausted(spec, dtype, f"the system refused them: {error}") from error
+
+    def _initialize(self, part: Part, buffers: Sequence[Any]) -> None:
+        initial = part.spec.initial
+        expected = 0 if isinstance(initial, messages.Fill) else 1
+        if len(buffers) != expected:
+            raise self._miscounted(expected, len(buffers))
+        if isinstance(initial, messages.Fill):
+            element = rules.as_array(initial.element, part.dtype, (), part.label)
+            if any(initial.element):
+                part.replace(element)
+        elif isinstance(initial, messages.Given):
+            if part.shape:
+                rows = rules.as_rows(buffers[0], part.dtype, part)
+                if rows.shape[0] > part.num_rows:
+                    rows = rules.as_array(buffers[0], part.dtype, part.shape, part.label)
+                part.write_rows(0, rows)
+            else:
+                part.replace(rules.as_array(buffers[0], part.dtype, (), part.label))
+        else:
+            part.replace(self._computed(part, initial, buffers[0]))
+
+    def _computed(self, part: Part, initial: messages.Computed, buffer: Any) -> np.ndarray:
+        arguments: list[np.ndarray] = []
+        for number in initial.arguments:
+            source = self.part(number)
+            with source.lock:
+                arguments.append(source.value.copy())
+        program = programs.Program(buffer, part.label)
+        results = program.call(arguments)
+        index = initial.result
+        if not 0 <= index < len(results) or not programs.accepts(
+            jax.ShapeDtypeStruct(part.shape, part.dtype), results[index].shape, results[index].dtype
+        ):
+            found = [f"{result.dtype}{list(result.shape)}" for result in results]
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"{part.label} needs {part.dtype}{list(part.shape)} as result {index} of its "
+                    "program",
+                    f"the results are {', '.join(found) or 'none'}",
+                    "Correct the initial value.",
+                )
+            )
+        return results[index]
+
+    def _checked_dtype(self, spec: messages.CreatePart) -> np.dtype:
+        with contextlib.suppress(TypeError):
+            dtype = jax.numpy.dtype(spec.dtype)
+            is_number = dtype == np.bool_ or jax.numpy.issubdtype(dtype, np.number)
+            if is_number and all(size >= 0 for size in spec.shape):
+                return dtype
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"Part {spec.part} ({spec.name!r}) on {self._task} needs a numeric type and "
+                "sizes that are not negative",
+                f"type {spec.dtype!r} and shape {spec.shape} were given",
+                "Correct the variable.",
+            )
+        )
+
+    def _require_same(self, known: Part, spec: messages.CreatePart) -> None:
+        if known.spec != spec:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"The number of part {spec.part} ({spec.name!r}) must be new on {self._task}",
+                    f"it names {known.label} of shape {known.shape} and type {known.dtype}",
+                    "Drop that part first, or use another number.",
+                )
+            )
+
+    def _exhausted(
+        self, spec: messages.CreatePart, dtype: np.dtype, found: str
+    ) -> errors.ResourceExhaustedError:
+        return errors.ResourceExhaustedError(
+            errors.message(
+                f"Part {spec.part} ({spec.name!r}) of shape {spec.shape} and type {dtype} needs "
+                f"{_size(spec, dtype)} bytes on {self._task}",
+                found,
+                "Partition the variable over more servers, or give the server more memory.",
+            )
+        )
+
+    def _miscounted(self, expected: int, found: int) -> errors.ProtocolError:
+        return errors.ProtocolError(
+            errors.message(
+                f"A request to {self._task} must bring {expected} buffers",
+                f"it brings {found}",
+                "Update both sides.",
+            )
+        )
+
+
+def num_buffers(change: messages.Update | messages.Apply) -> int:
+    """Returns how many buffers a change brings."""
+    if isinstance(change, messages.Update):
+        return rules.num_buffers(change.kind)
+    return sum(2 if gradient.is_rows else 1 for gradient in change.gradients)
+
+
+def _size(spec: messages.CreatePart, dtype: np.dtype) -> int:
+    return math.prod(spec.shape) * dtype.itemsize

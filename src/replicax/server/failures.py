@@ -1,0 +1,141 @@
+"""Errors of a worker's closures as texts: the coordinator makes exceptions of them again."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Literal
+
+from replicax.foundation import errors
+from replicax.transport.messages import RemoteError
+
+Cause = Literal["closure", "input", "server", "fenced", "unknown_function"]
+
+# Errors travel in headers, several in one.
+_TEXT_LENGTH = 8_000
+_TRACEBACK_LENGTH = 16_000
+_LONGEST_CHAIN = 10
+_HERE = os.path.dirname(__file__) + os.sep
+
+
+class UnknownFunctionError(Exception):
+    """The coordinator named a function that the worker does not have, or has no more."""
+
+
+def describe(error: BaseException, cause: Cause | None = None) -> RemoteError:
+    """Puts an error into words.
+
+    Args:
+      error: The error.
+      cause: What it is blamed on; found out if None.
+
+    >>> remote = describe(KeyError("weights"))
+    >>> remote.cause, remote.kind, remote.text
+    ('closure', 'KeyError', 'weights')
+    """
+    found, root = _blame(error)
+    if found in ("server", "fenced"):
+        # Wherever it surfaced, it is this error that the coordinator acts on.
+        error = root
+    if isinstance(error, StopIteration):
+        error = _end_of_data().with_traceback(error.__traceback__)
+    return RemoteError(
+        cause or found,
+        _kind_of(type(error)),
+        _text_of(error)[:_TEXT_LENGTH],
+        _traceback_of(error)[-_TRACEBACK_LENGTH:],
+        getattr(error, "task_index", -1) if found == "server" else -1,
+    )
+
+
+def cancelled(closure: int, task: str) -> RemoteError:
+    """Describes a closure that was taken back before it ran."""
+    text = errors.message(
+        "A closure runs unless it is cancelled before",
+        f"closure {closure} was taken from the queue of {task}",
+        "Schedule it again.",
+    )
+    return RemoteError("closure", errors.CancelledError.__name__, text, "")
+
+
+def size_of(error: RemoteError) -> int:
+    """Returns what an error takes in a header, at most."""
+    texts = (error.kind, error.text, error.traceback)
+    return 64 + sum(len(text.encode(errors="replace")) for text in texts)
+
+
+def _blame(error: BaseException) -> tuple[Cause, BaseException]:
+    """Looks along the causes of an error for one that is not the closure's own."""
+    for link in _chain(error):
+        if isinstance(link, UnknownFunctionError):
+            return "unknown_function", link
+        if isinstance(link, errors.FencedError):
+            return "fenced", link
+        if isinstance(link, errors.PSUnavailableError):
+            return "server", link
+        if isinstance(link, errors.ClosureInputError):
+            return "input", link
+    return "closure", error
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _kind_of(kind: type[BaseException]) -> str:
+    """Returns a bare name for types that the coordinator knows, a qualified one for others."""
+    if getattr(builtins, kind.__name__, None) is kind:
+        return kind.__name__
+    if getattr(errors, kind.__name__, None) is kind:
+        return kind.__name__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _text_of(error: BaseException) -> str:
+    if isinstance(error, KeyError) and len(error.args) == 1 and isinstance(error.args[0], str):
+        # Python shows the key in quotes, and would do so again at the coordinator.
+        return _clean(error.args[0])
+    try:
+        return _clean(str(error))
+    except Exception as failure:
+        return f"(its text cannot be made: {type(failure).__name__})"
+
+
+def _traceback_of(error: BaseException) -> str:
+    with contextlib.suppress(Exception):
+        start = _first_foreign(error.__traceback__)
+        lines = traceback.TracebackException(type(error), error, start, compact=True).format()
+        return _clean("".join(lines))
+    return ""
+
+
+def _first_foreign(link: TracebackType | None) -> TracebackType | None:
+    """Leaves out the calls of the worker itself."""
+    start = link
+    while link is not None and link.tb_frame.f_code.co_filename.startswith(_HERE):
+        link = link.tb_next
+    return link or start
+
+
+def _clean(text: Any) -> str:
+    """Returns a text that can be written as UTF-8."""
+    return str(text).encode(errors="replace").decode()
+
+
+def _end_of_data() -> errors.OutOfRangeError:
+    return errors.OutOfRangeError(
+        errors.message(
+            "A closure needs another element",
+            "the iterator that it reads has come to its end",
+            "Repeat the dataset, or schedule as many steps as it has.",
+        )
+    )

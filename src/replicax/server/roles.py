@@ -1,0 +1,113 @@
+"""What each job of a cluster runs in its process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Protocol
+
+from replicax.cluster.tasks import TaskName
+from replicax.foundation import errors
+from replicax.server.parameter_server import ParameterServerTask
+from replicax.server.runner import WorkerSession
+from replicax.server.worker import MakeSession, WorkerTask
+from replicax.strategies.worker_session import ParameterServerSession
+from replicax.transport import addresses
+from replicax.transport import keys as key_files
+from replicax.transport.keys import Keys
+from replicax.transport.messages import Attach, Role
+
+SERVING = ("ps", "worker")
+_WAITING = ("chief", "evaluator")
+
+
+class RunningTask(Protocol):
+    """What a process runs for its task."""
+
+    @property
+    def address(self) -> str:
+        """Where it listens; empty if it does not."""
+        ...
+
+    def start(self) -> None:
+        """Begins to listen."""
+        ...
+
+    def run_forever(self) -> None:
+        """Does the task's work in this thread, until interrupted or closed."""
+        ...
+
+    def interrupt(self) -> None:
+        """Makes `run_forever` return soon, without waiting for it."""
+        ...
+
+    def close(self) -> None:
+        """Listens no more; again is harmless."""
+        ...
+
+
+class WaitingTask:
+    """A task that serves nothing: its program does the work."""
+
+    address = ""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Does nothing."""
+
+    def run_forever(self) -> None:
+        """Waits for the end."""
+        while not self._ended.wait(timeout=60.0):
+            pass
+
+    def interrupt(self) -> None:
+        """Ends the wait."""
+        self._ended.set()
+
+    def close(self) -> None:
+        """Ends the wait."""
+        self._ended.set()
+
+
+def make_task(
+    name: TaskName,
+    where: str,
+    protocol: str | None,
+    keys: str | os.PathLike[str] | Keys | None,
+) -> RunningTask:
+    """Makes what a task runs; nothing listens yet."""
+    if name.job in _WAITING:
+        return WaitingTask()
+    if name.job == "ps":
+        found = _load(keys, "ps")
+        return ParameterServerTask(
+            name.index, addresses.resolve(where, protocol, found), keys=found
+        )
+    if name.job == "worker":
+        found = _load(keys, "worker")
+        location = addresses.resolve(where, protocol, found)
+        return WorkerTask(name.index, location, _session_maker(name.index, found), keys=found)
+    raise errors.InvalidArgumentError(
+        errors.message(
+            f"A server is of one of the jobs {', '.join([*SERVING, *_WAITING])}",
+            f"it is {name.label}",
+            "Rename the job in the cluster.",
+        )
+    )
+
+
+def _session_maker(index: int, keys: Keys | None) -> MakeSession:
+    """Adds to what a coordinator says what only this process knows."""
+
+    def make(attach: Attach, job: str, epoch: int, incarnation: int) -> WorkerSession:
+        return ParameterServerSession(attach, job, epoch, incarnation, index, keys)
+
+    return make
+
+
+def _load(keys: str | os.PathLike[str] | Keys | None, role: Role) -> Keys | None:
+    if keys is None:
+        return key_files.from_environment(role)
+    return keys if isinstance(keys, Keys) else key_files.load(keys, role)

@@ -1,0 +1,347 @@
+"""ParameterServerStrategy: variables on servers, computation on workers, a coordinator between."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+from typing_extensions import override
+
+from replicax.cluster import parameter_servers
+from replicax.cluster.tasks import TaskName
+from replicax.cluster_resolver.base import ClusterResolver
+from replicax.contexts import frames
+from replicax.foundation import devices, errors
+from replicax.parameter_server import initial_values
+from replicax.parameter_server.client import ParameterClient
+from replicax.parameter_server.cluster import Cluster
+from replicax.parameter_server.creation import create_part
+from replicax.parameter_server.initial_values import Initial, InitialValue
+from replicax.strategies import server_optimizers
+from replicax.strategies.base import Strategy
+from replicax.strategies.extended import StrategyExtended
+from replicax.strategies.unplaced_data import UnplacedDataset
+from replicax.transport import addresses
+from replicax.transport import keys as key_files
+from replicax.transport.keys import Keys
+from replicax.values.layout import ReplicaLayout
+from replicax.variables import creators
+from replicax.variables.partitioners import checked_counts, split_rows
+from replicax.variables.remote import CopiedVariable, ElsewhereVariable, RemoteVariable
+from replicax.variables.sharded import ShardedVariable
+from replicax.variables.shipped import VariableBook
+from replicax.variables.variable import Variable
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class ParameterServerExtended(StrategyExtended):
+    """Places variables on parameter servers, in turn, and cuts those that a partitioner cuts.
+
+    Attributes:
+      cluster: The coordinator's hold on the cluster; None on a worker.
+      client: How variables are read and changed.
+    """
+
+    def __init__(
+        self,
+        container_strategy: Any,
+        layout: ReplicaLayout,
+        client: ParameterClient,
+        cluster: Cluster | None = None,
+        partitioner: Any = None,
+    ) -> None:
+        super().__init__(container_strategy, layout)
+        self.client = client
+        self.cluster = cluster
+        self._partitioner = partitioner
+        self._book = VariableBook(client, self)
+        if cluster is not None:
+            cluster.variable = self._book.adopt
+        # Round-robin must not be disturbed by a second thread between two parts.
+        self._lock = threading.RLock()
+        self._has_warned = False
+
+    # Facts.
+
+    @property
+    @override
+    def worker_devices(self) -> tuple[str, ...]:
+        if self.cluster is None:
+            return super().worker_devices
+        count = len(self.cluster.workers)
+        return tuple(TaskName("worker", i).device("CPU", 0) for i in range(count))
+
+    @property
+    @override
+    def parameter_devices(self) -> tuple[str, ...]:
+        count = len(self.require_cluster("`parameter_devices`").servers)
+        return tuple(TaskName("ps", i).device("CPU", 0) for i in range(count))
+
+    def require_cluster(self, what: str) -> Cluster:
+        """Returns the coordinator's hold on the cluster, or raises on a worker."""
+        if self.cluster is None:
+            raise errors.ContextError(
+                errors.message(
+                    f"{what} needs the coordinator",
+                    "this is a worker",
+                    "Do it before scheduling, in the program that made the strategy.",
+                )
+            )
+        return self.cluster
+
+    # Running.
+
+    @override
+    def _call_for_each_replica(self, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if self.cluster is not None and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "`strategy.run` of a ParameterServerStrategy runs here, on the coordinator. Pass "
+                "the function that calls it to ClusterCoordinator.schedule to run it on workers."
+            )
+        return super()._call_for_each_replica(fn, args, kwargs)
+
+    @override
+    def distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        if self.cluster is not None:
+            return UnplacedDataset(dataset, options, is_function=False)
+        return super().distribute_dataset(dataset, options)
+
+    @override
+    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        if self.cluster is not None:
+            return UnplacedDataset(dataset_fn, options, is_function=True)
+        return super().distribute_datasets_from_function(dataset_fn, options)
+
+    # Variables.
+
+    @override
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        near = kwargs.pop("colocate_with", None)
+        if not creators.is_last_resort(next_creator):
+            variable = next_creator(**kwargs)
+            if isinstance(variable, Variable) and variable.owner is None:
+                variable.owner = self
+            return variable
+        name = kwargs.get("name") or "Variable"
+        self.require_cluster(f"The creation of variable {name!r}")
+        initial = initial_values.describe(kwargs)
+        attributes = creators.resolve_attributes(kwargs, initial)
+        count = 1
+        if self._partitioner is not None and near is None and initial.shape:
+            count = checked_counts(self._partitioner, initial.shape, initial.dtype)
+        with self._lock:
+            if count == 1:
+                return self.make_part(attributes, initial.whole(), self._server_near(near))
+            return self._make_sharded(attributes, initial, count)
+
+    def _make_sharded(
+        self, attributes: creators.VariableAttributes, initial: InitialValue, count: int
+    ) -> ShardedVariable:
+        parts = [
+            self.make_part(
+                attributes.part(i, stop - start), initial.of_rows(start, stop), self.next_server()
+            )
+            for i, (start, stop) in enumerate(split_rows(initial.shape[0], count))
+        ]
+        return ShardedVariable(parts, name=attributes.name)
+
+    def next_server(self) -> int:
+        """Returns the server whose turn it is."""
+        return self.require_cluster("The placement of a variable").next_server()
+
+    def make_part(
+        self, attributes: creators.VariableAttributes, initial: Initial, server: int
+    ) -> RemoteVariable:
+        """Makes a variable, or a part of one, on a server."""
+        cluster = self.require_cluster(f"The creation of variable {attributes.name!r}")
+        variable = create_part(cluster, self.client, self, attributes, initial, server)
+        self._book.add(variable)
+        return variable
+
+    def _server_near(self, near: Any) -> int:
+        """Returns the server of a variable, or of the first device named; else whose turn it is."""
+        first = near[0] if isinstance(near, list | tuple) else near
+        if isinstance(first, ShardedVariable):
+            first = first.variables[0]
+        if isinstance(first, CopiedVariable):
+            first = first.copies[0]
+        if isinstance(first, RemoteVariable):
+            return first.server
+        if isinstance(first, str) and first.startswith("/job:ps"):
+            return TaskName.parse(first).index
+        return self.next_server()
+
+    def adopt(self, key: tuple[Any, ...]) -> Variable:
+        """Returns this process's handle of a variable that the coordinator made."""
+        return self._book.adopt(key)
+
+    # Optimizers.
+
+    def make_slot(self, variable: Variable, name: str, spec: Any, first: Any) -> Variable:
+        """Makes a slot next to a variable; see `OptimizerHost`."""
+        return server_optimizers.make_slot(self, variable, name, spec, first)
+
+    def make_shared(self, variables: Sequence[Variable], name: str, value: Any) -> Variable:
+        """Makes state of an optimizer that belongs to no variable; see `OptimizerHost`."""
+        return server_optimizers.make_shared(self, variables, name, value)
+
+    def register(self, shared: Sequence[Variable], updates: Sequence[Any]) -> int:
+        """Tells the servers how an optimizer changes variables; see `OptimizerHost`."""
+        return server_optimizers.register(self, shared, updates)
+
+    @override
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+        if frames.current().strategy is not self.container_strategy:
+            # Explains which scope it needs.
+            return super().colocate_vars_with(colocate_with_variable)
+        self._validate_colocate_with_variable(colocate_with_variable)
+
+        def creator(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+            return next_creator(**kwargs, colocate_with=colocate_with_variable)
+
+        return creators.variable_creator_scope(creator)
+
+    @override
+    def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
+        return min(var_list, key=lambda v: v.name)
+
+    @override
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        near = colocate_with
+        if isinstance(near, ElsewhereVariable):
+            near = [devices.name_of(near.placement[0])]
+        return super().update_non_slot(near, fn, args, kwargs, group)
+
+
+@final
+class ParameterServerStrategy(Strategy):
+    """Trains with variables on parameter servers and steps on workers that may come and go.
+
+    This process is the coordinator. Make variables, optimizers and metrics inside
+    `scope()`, and run steps with an `rx.coordinator.ClusterCoordinator`.
+
+    Args:
+      cluster_resolver: Knows the cluster: jobs "ps" and "worker", and perhaps a "chief".
+      variable_partitioner: Says into how many parts a variable is cut; see
+        `rx.experimental.partitioners`. None to cut none.
+      replicas_per_worker: How many replicas a worker runs; by default one for each of its
+        accelerators, and one on a worker without.
+      protocol: "tcp" to talk over TCP also on one machine.
+      keys: The directory with the keys of the cluster, which TCP needs; by default that of
+        the environment variable REPLICAX_KEYS.
+      connect_timeout: How long to wait for parameter servers that are not there yet.
+
+    >>> import replicax as rx
+    >>> rx.ParameterServerStrategy(
+    ...     rx.cluster_resolver.SimpleClusterResolver(rx.train.ClusterSpec({"ps": ["a:1"]}))
+    ... )
+    Traceback (most recent call last):
+      ...
+    replicax.foundation.errors.InvalidArgumentError: ... the cluster has no worker. ...
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver,
+        variable_partitioner: Any = None,
+        *,
+        replicas_per_worker: int | None = None,
+        protocol: str | None = None,
+        keys: str | None = None,
+        connect_timeout: float = 60.0,
+    ) -> None:
+        if not isinstance(cluster_resolver, ClusterResolver):
+            raise errors.ArgumentTypeError(
+                errors.message(
+                    "`cluster_resolver` must be a ClusterResolver",
+                    f"it is {cluster_resolver!r}",
+                    "Pass e.g. rx.cluster_resolver.TFConfigClusterResolver().",
+                )
+            )
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise errors.ArgumentTypeError(
+                errors.message(
+                    "`variable_partitioner` must be callable",
+                    f"it is {variable_partitioner!r}",
+                    "Pass one of rx.experimental.partitioners, or a function of shape and dtype.",
+                )
+            )
+        spec = cluster_resolver.cluster_spec()
+        parameter_servers.check(spec, cluster_resolver.task_type, cluster_resolver.task_id)
+        self._resolver = cluster_resolver
+        found = _keys(keys)
+        servers, workers = (
+            [addresses.resolve(str(a), protocol, found) for a in spec.job_tasks(job)]
+            for job in ("ps", "worker")
+        )
+        replicas = _checked_replicas(replicas_per_worker)
+        settings = {"lease": 300.0, "orphan": 30.0, "replicas": replicas}
+        cluster = Cluster(servers, workers, settings, found, connect_timeout)
+        client = ParameterClient(cluster.channels, cluster)
+        layout = ReplicaLayout([devices.current()] * (replicas or 1))
+        extended = ParameterServerExtended(self, layout, client, cluster, variable_partitioner)
+        super().__init__(extended)
+        self._ending = weakref.finalize(self, cluster.close)
+
+    @property
+    @override
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The resolver that was given; None on a worker."""
+        return self._resolver
+
+    def close(self) -> None:
+        """Leaves the cluster; the parameter servers drop all variables."""
+        self._ending()
+
+    @classmethod
+    def on_worker(cls, client: ParameterClient, replicas: int | None) -> ParameterServerStrategy:
+        """Makes the strategy that closures see on a worker."""
+        strategy = object.__new__(cls)
+        strategy._resolver = None  # type: ignore[assignment]
+        layout = ReplicaLayout(_worker_devices(replicas))
+        Strategy.__init__(strategy, ParameterServerExtended(strategy, layout, client))
+        strategy._ending = weakref.finalize(strategy, client.close)
+        return strategy
+
+
+def _keys(directory: str | None) -> Keys | None:
+    if directory is not None:
+        return key_files.load(directory, "coordinator")
+    return key_files.from_environment("coordinator")
+
+
+def _checked_replicas(count: Any) -> int | None:
+    if count is None or (isinstance(count, int) and not isinstance(count, bool) and count > 0):
+        return count
+    raise errors.InvalidArgumentError(
+        errors.message(
+            "`replicas_per_worker` must be a positive int or None",
+            f"it is {count!r}",
+            "Leave it out to use every accelerator of a worker.",
+        )
+    )
+
+
+def _worker_devices(replicas: int | None) -> list[Any]:
+    """Returns the device of each replica of this worker.
+
+    More replicas than devices share the devices' first.
+    """
+    local = jax.local_devices()
+    if replicas is None:
+        return local if local[0].platform != "cpu" else local[:1]
+    return local[:replicas] if replicas <= len(local) else [local[0]] * replicas

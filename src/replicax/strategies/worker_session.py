@@ -1,0 +1,61 @@
+"""A worker's side of a job: its strategy, and its connections to the parameter servers."""
+
+from __future__ import annotations
+
+from replicax.foundation import errors
+from replicax.parameter_server.client import ParameterClient
+from replicax.strategies.parameter_server import ParameterServerStrategy
+from replicax.transport import addresses, messages
+from replicax.transport.channel import Channel
+from replicax.transport.keys import Keys
+from replicax.transport.tasks import Task
+
+
+class ParameterServerSession:
+    """What a worker needs to run the closures of one coordinator.
+
+    Args:
+      attach: What the coordinator said.
+      job: The job.
+      epoch: Which coordinator of the job it is.
+      incarnation: The life of this worker.
+      index: The index of this worker.
+      keys: What it proves with who it is.
+    """
+
+    def __init__(
+        self,
+        attach: messages.Attach,
+        job: str,
+        epoch: int,
+        incarnation: int,
+        index: int,
+        keys: Keys | None = None,
+    ) -> None:
+        me = Task("worker", index)
+        channels: list[Channel] = []
+        for server, url in enumerate(attach.servers):
+            place = addresses.resolve(url, None, keys)
+            channel = Channel(place, me, keys, incarnation, peer=Task("ps", server))
+            channel.job, channel.epoch = job, epoch
+            channels.append(channel)
+        self._client = ParameterClient(channels)
+        replicas = attach.settings.get("replicas")
+        if replicas is not None and not isinstance(replicas, int):
+            raise errors.ProtocolError(
+                errors.message(
+                    "The setting 'replicas' must be an int or None",
+                    f"it is {replicas!r}",
+                    "Check that all tasks run the same version.",
+                )
+            )
+        self.strategy = ParameterServerStrategy.on_worker(self._client, replicas)
+        self.begin = self._client.begin
+        self.end = self._client.end
+        self.poll = self._client.poll
+        self.drain = self._client.drain
+        self.pending = self._client.pending
+
+    def close(self) -> None:
+        """Drops everything; what was not sent is lost."""
+        self.strategy.close()

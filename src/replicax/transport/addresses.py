@@ -1,0 +1,266 @@
+"""Where tasks listen: from an address in a cluster to a place that a socket can use.
+
+Tasks on one host meet in a directory that only their user can enter. Everything that could be
+reached by others goes over TCP, encrypted, between tasks that have keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+import tempfile
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from replicax.foundation import errors
+from replicax.transport.keys import Keys
+
+Scheme = Literal["ipc", "tcp", "inproc"]
+
+# A socket's path must fit into the kernel's structure, with its end.
+_MAX_PATH = 106
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Location:
+    """A place to listen at or to call.
+
+    Attributes:
+      scheme: The kind of socket.
+      url: What ZeroMQ is given; `resolve` takes it as an address too.
+      address: What the cluster calls it.
+    """
+
+    scheme: Scheme
+    url: str
+    address: str
+
+    def __str__(self) -> str:
+        return self.address
+
+    @property
+    def path(self) -> str:
+        """The file of an `ipc` socket."""
+        return self.url.removeprefix("ipc://")
+
+
+def resolve(address: str, protocol: str | None = None, keys: Keys | None = None) -> Location:
+    """Finds the place that an address stands for.
+
+    Args:
+      address: `host:port`, `[v6 host]:port`, `ipc://path`, `inproc://name` or `tcp://host:port`.
+      protocol: "tcp" to use TCP also on one host; None, "grpc" and "ipc" choose by the address.
+      keys: What this task proves with who it is. TCP needs them.
+
+    Raises:
+      InvalidArgumentError: The address has no meaning, or would be open on every interface.
+      PermissionDeniedError: TCP without keys, or a directory that others can enter.
+
+    Example:
+      >>> resolve("inproc://ps0").url
+      'inproc://ps0'
+      >>> resolve("example.org:2222")
+      Traceback (most recent call last):
+        ...
+      replicax.foundation.errors.PermissionDeniedError: Tasks that others on the network can ...
+    """
+    if protocol not in (None, "grpc", "ipc", "tcp"):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "The protocol must be None, 'grpc', 'ipc' or 'tcp'",
+                f"{protocol!r} was given",
+                "Leave it out to choose by the address.",
+            )
+        )
+    scheme, _, rest = address.partition("://")
+    if not rest:
+        scheme, rest = "", address
+    if scheme == "inproc":
+        return Location("inproc", address, address)
+    if scheme == "ipc":
+        return _at_path(rest, address)
+    if scheme not in ("", "grpc", "tcp"):
+        raise _malformed(address)
+    host, port = _host_and_port(rest, address)
+    is_tcp = "tcp" in (protocol, scheme) or (keys is not None and protocol != "ipc")
+    if _is_loopback(host) and not is_tcp:
+        name = f"port-{port}" if port else f"any-{secrets.token_hex(8)}"
+        path = str(own_directory() / f"{name}.sock")
+        return _at_path(path, address if port else f"ipc://{path}")
+    if keys is None:
+        raise _needs_keys(address)
+    shown = f"[{host}]" if ":" in host else host
+    return Location("tcp", f"tcp://{shown}:{port}", f"{shown}:{port}")
+
+
+def _host_and_port(text: str, address: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise _malformed(address) from error
+    if parts.path or parts.query or parts.fragment or parts.username is not None or port is None:
+        raise _malformed(address)
+    if host is None or host == "*" or _is_wildcard(host):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "A task listens at one address",
+                f"{address!r} stands for every interface of the host",
+                "Name the interface, such as '10.0.0.5:2222', or use localhost.",
+            )
+        )
+    return host, port
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _malformed(address: str) -> errors.InvalidArgumentError:
+    return errors.InvalidArgumentError(
+        errors.message(
+            "An address is 'host:port', '[v6 host]:port' or 'ipc://path'",
+            f"{address!r} was given",
+            "Correct the cluster specification.",
+        )
+    )
+
+
+def _needs_keys(address: str) -> errors.PermissionDeniedError:
+    return errors.PermissionDeniedError(
+        errors.message(
+            "Tasks that others on the network can reach must have keys",
+            f"there are none for {address!r}",
+            "Make them with `replicax keys make DIR`, copy DIR to each host, and set "
+            "REPLICAX_KEYS=DIR.",
+        )
+    )
+
+
+def _at_path(path: str, address: str) -> Location:
+    if not path.startswith("/") or len(os.fsencode(path)) > _MAX_PATH:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"The path of a socket must be absolute and have at most {_MAX_PATH} bytes",
+                f"{path!r} was given",
+                "Use a shorter directory; XDG_RUNTIME_DIR or TMPDIR set the usual one.",
+            )
+        )
+    _check_directory(Path(path).parent)
+    return Location("ipc", f"ipc://{path}", address)
+
+
+def own_directory() -> Path:
+    """Returns the directory where tasks of this user meet; makes it if need be."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.path.isdir(runtime) and os.access(runtime, os.W_OK | os.X_OK):
+        directory = Path(runtime) / "replicax"
+    else:
+        directory = Path(tempfile.gettempdir()) / f"replicax-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    _check_directory(directory)
+    return directory
+
+
+def _check_directory(directory: Path) -> None:
+    try:
+        found = os.lstat(directory)
+    except OSError as error:
+        raise errors.NotFoundError(
+            errors.message(
+                "A socket lies in a directory of its user",
+                f"there is no {str(directory)!r}",
+                "Make it with `mkdir -m 700`.",
+            )
+        ) from error
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or mode & 0o077:
+        raise errors.PermissionDeniedError(
+            errors.message(
+                "A socket lies in a directory that only its user can enter",
+                f"{str(directory)!r} has mode {mode:o} and belongs to user {found.st_uid}",
+                "Use a directory made with `mkdir -m 700`.",
+            )
+        )
+
+
+class PathLock:
+    """Holds the place of an `ipc` socket; the kernel frees it when the process ends."""
+
+    def __init__(self, path: str) -> None:
+        self._socket_path = path
+        self._path = f"{path}.lock"
+        while True:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                pid = os.pread(self._fd, 20, 0).decode("ascii", "replace").strip()
+                os.close(self._fd)
+                raise in_use(f"ipc://{path}", pid) from error
+            # The last holder may have removed the file after it was opened here.
+            if self._is_current():
+                break
+            os.close(self._fd)
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, str(os.getpid()).encode(), 0)
+        # Left behind by a process that was killed: whoever lives holds the lock.
+        Path(path).unlink(missing_ok=True)
+
+    def _is_current(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Gives the place free; nobody may listen there any more."""
+        Path(self._socket_path).unlink(missing_ok=True)
+        Path(self._path).unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+def in_use(address: str, pid: str = "") -> errors.AddressInUseError:
+    """Makes the error for a place where somebody else listens."""
+    holder = f"process {pid} listens there" if pid else "another process listens there"
+    return errors.AddressInUseError(
+        errors.message(
+            f"The address {address!r} must be free",
+            holder,
+            "Stop it, or choose another port; port 0 takes any.",
+        )
+    )
+
+
+def numeric(location: Location) -> str:
+    """Returns the URL of a TCP location with the host as a number, as binding needs it."""
+    host, port = _host_and_port(location.url.removeprefix("tcp://"), location.address)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "The address of a task must be one of this host",
+                f"{host!r} is not known ({error.strerror or error})",
+                "Correct the cluster specification or the name service.",
+            )
+        ) from error
+    if _is_wildcard(str(found)):
+        raise _malformed(location.address)
+    return f"tcp://[{found}]:{port}" if ":" in str(found) else f"tcp://{found}:{port}"

@@ -1,0 +1,46 @@
+"""The errors of a task that does not answer, worded once."""
+
+from __future__ import annotations
+
+from replicax.foundation import errors
+from replicax.transport import messages
+from replicax.transport.addresses import Location
+from replicax.transport.tasks import Task
+
+
+def unavailable(peer: Task, location: Location, reason: str) -> errors.UnavailableError:
+    """Makes the error for a task that cannot be reached."""
+    kind = errors.PSUnavailableError if peer.role == "ps" else errors.UnavailableError
+    return kind(
+        errors.message(
+            f"{peer} must be reachable at {location}",
+            reason,
+            "Look at its log; start it again if it has ended.",
+        )
+    )
+
+
+def new_life(peer: Task, location: Location) -> errors.UnavailableError:
+    """Makes the error for a task that came back as another process."""
+    kind = errors.PSIncarnationError if peer.role == "ps" else errors.UnavailableError
+    lost = "its variables" if peer.role == "ps" else "what it held"
+    return kind(
+        errors.message(
+            f"{peer} at {location} must be the process that this job began with",
+            f"it was restarted, and {lost} are gone"
+            if peer.role == "ps"
+            else f"it was restarted, and {lost} is gone",
+            "Restore from a checkpoint." if peer.role == "ps" else "Set it up again.",
+        )
+    )
+
+
+def deadline(peer: Task, body: messages.Body, timeout: float) -> errors.DeadlineExceededError:
+    """Makes the error for an answer that did not come in time."""
+    return errors.DeadlineExceededError(
+        errors.message(
+            f"{peer} must answer {type(body).__name__} within {timeout:g} s",
+            "there is no answer",
+            "It may be stopped or overloaded; look at its log.",
+        )
+    )

@@ -1,0 +1,111 @@
+"""The socket of a service: bound, guarded, bounded, and given back."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+from replicax.foundation import errors, lazy
+from replicax.transport import addresses, context, limits
+from replicax.transport.addresses import Location
+from replicax.transport.authenticator import Authenticator, guard_server
+from replicax.transport.keys import Keys
+from replicax.transport.tasks import Task
+
+if TYPE_CHECKING:
+    import zmq
+else:
+    zmq = lazy.module("zmq")
+
+
+class Listener:
+    """A bound ROUTER, with what belongs to it.
+
+    Attributes:
+      socket: The socket.
+      authenticator: Who decides about keys; None where the place itself keeps strangers out.
+      url: Where it is bound.
+      address: The same for clusters; with the real port if the one asked for was 0.
+    """
+
+    def __init__(self, location: Location, task: Task, keys: Keys | None) -> None:
+        self._location = location
+        self._path_lock: addresses.PathLock | None = None
+        self._has_name = False
+        self.authenticator: Authenticator | None = None
+        self.url = location.url
+        self.address = location.address
+        is_tcp = location.scheme == "tcp"
+        if is_tcp and (keys is None or keys.role != task.role):
+            raise errors.PermissionDeniedError(
+                errors.message(
+                    f"{task} must have the keys of a {task.role} to listen on TCP",
+                    "it has none" if keys is None else f"it has those of a {keys.role}",
+                    "Make keys with `replicax keys make DIR` and set REPLICAX_KEYS=DIR.",
+                )
+            )
+        target = addresses.numeric(location) if is_tcp else location.url
+        # Ending a context of its own waits until nothing listens any more; a shared one would go
+        # on listening for a moment after the place was given free.
+        self._context = context.acquire(is_private=location.scheme != "inproc")
+        self.socket: zmq.Socket = self._context.socket(zmq.ROUTER)
+        try:
+            self._configure()
+            if is_tcp and keys is not None:
+                self.authenticator = Authenticator(self._context, keys)
+                guard_server(self.socket, keys)
+                self.socket.ipv6 = "[" in target
+            self._bind(target)
+        except BaseException:
+            self.close()
+            raise
+        if is_tcp:
+            self._read_port()
+
+    def _configure(self) -> None:
+        self.socket.linger = int(limits.LINGER * 1e3)
+        self.socket.sndhwm = self.socket.rcvhwm = limits.QUEUE
+        self.socket.maxmsgsize = limits.MESSAGE
+        self.socket.handshake_ivl = int(limits.HANDSHAKE * 1e3)
+        # Sending to somebody who is gone, or reads nothing, is an error and not forgotten.
+        self.socket.router_mandatory = True
+
+    def _bind(self, target: str) -> None:
+        if self._location.scheme == "ipc":
+            self._path_lock = addresses.PathLock(self._location.path)
+        elif self._location.scheme == "inproc":
+            self._has_name = context.bind_name(self.url)
+            if not self._has_name:
+                raise addresses.in_use(self.url, str(os.getpid()))
+        try:
+            self.socket.bind(target)
+        except zmq.ZMQError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise addresses.in_use(self.address) from error
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"{self.address!r} must be an address of this host",
+                    f"it cannot be bound ({error})",
+                    "Correct the cluster specification.",
+                )
+            ) from error
+
+    def _read_port(self) -> None:
+        port = self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2]
+        host = self.address.rpartition(":")[0]
+        self.address = f"{host}:{port}"
+        self.url = f"tcp://{self.address}"
+
+    def close(self) -> None:
+        """Gives everything back; what was sent gets a moment to leave."""
+        if self.socket.closed:
+            return
+        if self._has_name:
+            context.free_name(self.url)
+        self.socket.close()
+        if self.authenticator is not None:
+            self.authenticator.close()
+        context.release(self._context)
+        if self._path_lock is not None:
+            self._path_lock.release()

@@ -1,0 +1,382 @@
+"""A listener: takes messages of known callers, and answers them.
+
+One thread does everything: it receives, calls the handler, sends, and looks at the clock. A
+message that is none, comes from a stranger or asks for something that its sender may not ask for
+never reaches the handler.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from replicax.foundation import errors, lazy
+from replicax.transport import (
+    codec,
+    frames,
+    limits,
+    listener,
+    messages,
+    refusals,
+)
+from replicax.transport.addresses import Location
+from replicax.transport.keys import Keys
+from replicax.transport.tasks import Task, library_version, new_incarnation, python_version
+from replicax.transport.wakeup import Wakeup
+
+if TYPE_CHECKING:
+    import zmq
+else:
+    zmq = lazy.module("zmq")
+
+_log = logging.getLogger(__name__)
+
+
+class Caller:
+    """A task at the other end of a connection.
+
+    Attributes:
+      identity: The connection.
+      role: The caller's role; with keys it is proven, without them believed.
+      task: The caller's index.
+      incarnation: Which life of the caller it is.
+      job: The job of its last message.
+      epoch: The epoch of its last message.
+    """
+
+    __slots__ = ("epoch", "identity", "incarnation", "job", "role", "task")
+
+    def __init__(self, identity: bytes, role: messages.Role, task: int, incarnation: int) -> None:
+        self.identity = identity
+        self.role: messages.Role = role
+        self.task = task
+        self.incarnation = incarnation
+        self.job = ""
+        self.epoch = 0
+
+    def __str__(self) -> str:
+        return str(Task(self.role, self.task))
+
+    def __repr__(self) -> str:
+        return f"<Caller {self} {self.incarnation:x}>"
+
+
+Answer = tuple[messages.Body, Sequence[codec.Buffer]]
+Handler = Callable[[Caller, messages.Envelope, list[memoryview]], Answer | None]
+
+
+class Service:
+    """Listens at a place and gives messages to a handler.
+
+    Args:
+      location: Where to listen; the place is taken at once.
+      task: Who listens.
+      handler: Called in the thread of the service with (caller, envelope, buffers); what it
+        returns is the answer, None means that there is none now. The buffers are views of what
+        came and may be kept. An error that it raises is the answer `Refused`.
+      keys: What to prove with who listens, and to check callers by; TCP needs them.
+      incarnation: Which life of the task this is.
+      on_idle: Called in the thread of the service at least every 0.1 s with the monotonic time.
+
+    A message may come twice, when a connection broke before its answer had arrived; handlers
+    must give the same answer again.
+
+    Attributes:
+      incarnation: May be set to begin a new life; callers then notice and say hello again.
+      url: Where it listens, for sockets.
+      address: Where it listens, for clusters.
+
+    Example:
+      >>> from replicax.transport import addresses
+      >>> place = addresses.resolve("inproc://example")
+      >>> def handler(caller, envelope, buffers):
+      ...     return messages.Done(), buffers
+      >>> with Service(place, Task("ps", 0), handler) as service:
+      ...     service.start()
+      ...     service.address
+      'inproc://example'
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        task: Task,
+        handler: Handler,
+        keys: Keys | None = None,
+        incarnation: int | None = None,
+        on_idle: Callable[[float], None] | None = None,
+    ) -> None:
+        self.task = task
+        self.incarnation = incarnation or new_incarnation()
+        self._handler = handler
+        self._on_idle = on_idle
+        self._can_lend = location.scheme != "inproc"
+        self._listener = listener.Listener(location, task, keys)
+        self.url = self._listener.url
+        self.address = self._listener.address
+        self._allowed = {
+            caller: frozenset(types)
+            for (caller, called), types in messages.ALLOWED.items()
+            if called == task.role
+        }
+        # The callers that are known, the longest silent first.
+        self._callers: collections.OrderedDict[bytes, Caller] = collections.OrderedDict()
+        self._outbox: collections.deque[tuple[Caller, list[Any]]] = collections.deque()
+        self._wakeup = Wakeup()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._num_dropped = 0
+        self._logged_at = -1.0
+        self._idle_at = 0.0
+
+    # What others call.
+
+    def start(self) -> None:
+        """Starts to answer."""
+        with self._lock:
+            if self._thread is None and not self._is_closing:
+                name = f"replicax-service-{self.task.role}-{self.task.index}"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
+
+    def send(
+        self,
+        caller: Caller,
+        body: messages.Body,
+        buffers: Sequence[codec.Buffer] = (),
+        request: int = 0,
+    ) -> None:
+        """Sends a late answer, or a notice, from any thread.
+
+        The memory of the buffers must stay as it is until it was sent.
+        """
+        message = codec.encode(caller.job, caller.epoch, self.incarnation, request, body, buffers)
+        if self._thread is threading.current_thread():
+            self._send(caller, message)
+            return
+        if not self._is_closing:
+            self._outbox.append((caller, message))
+            self._wakeup.set()
+
+    def wake(self) -> None:
+        """Makes the thread of the service call `on_idle` now."""
+        self._idle_at = 0.0
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """Sends what waits, stops to listen, and ends the thread."""
+        with self._lock:
+            self._is_closing = True
+            thread = self._thread
+        self._wakeup.set()
+        if thread is threading.current_thread():
+            return  # the thread ends when the handler is done
+        if thread is not None:
+            thread.join()
+        self._release()
+
+    def _release(self) -> None:
+        self._wakeup.close()
+        self._listener.close()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The thread of the service.
+
+    def _run(self) -> None:
+        poll = [(self._listener.socket, 1), (self._wakeup.fd, 1)]
+        authenticator = self._listener.authenticator
+        if authenticator is not None:
+            poll.append((authenticator.socket, 1))
+        timeout = int(limits.IDLE * 1e3)
+        try:
+            while not self._is_closing:
+                ready = zmq.zmq_poll(poll, timeout)
+                if len(ready) > 1 or (ready and ready[0][0] is not self._listener.socket):
+                    if authenticator is not None:
+                        authenticator.answer()
+                    self._wakeup.clear()
+                self._receive()
+                self._send_outbox()
+                now = time.monotonic()
+                if now - self._idle_at >= limits.IDLE / 2:
+                    self._idle_at = now
+                    self._look_around(now)
+        except Exception:
+            _log.exception("The service of %s ends", self.task)
+        finally:
+            self._send_outbox()
+            self._release()
+
+    def _look_around(self, now: float) -> None:
+        if self._on_idle is None:
+            return
+        try:
+            self._on_idle(now)
+        except Exception:
+            _log.exception("%s: the regular work failed", self.task)
+
+    def _receive(self) -> None:
+        end = time.monotonic() + limits.IDLE / 2
+        socket = self._listener.socket
+        while frames.has_message(socket) and time.monotonic() < end:
+            try:
+                self._handle(frames.receive(socket))
+            except errors.ProtocolError as error:
+                self._drop(error)
+            except Exception:
+                _log.exception("%s: a message could not be handled", self.task)
+
+    def _handle(self, message: list[zmq.Frame]) -> None:
+        identity = message.pop(0)
+        caller = self._callers.get(identity.bytes)
+        if caller is None:
+            self._greet(identity.bytes, message)
+            return
+        self._callers.move_to_end(identity.bytes)
+        envelope, buffers = codec.decode(message)
+        body = envelope.body
+        if type(body) is messages.Hello:
+            self._greet(identity.bytes, message)
+            return
+        if envelope.incarnation != caller.incarnation:
+            self._answer(caller, envelope, refusals.hello_first())
+            return
+        caller.job, caller.epoch = envelope.job, envelope.epoch
+        try:
+            if type(body) not in self._allowed.get(caller.role, ()):
+                raise self._forbidden(caller, body)
+            answer = self._handler(caller, envelope, buffers)
+        except errors.DistributeError as error:
+            self._answer(caller, envelope, refusals.from_error(error))
+        except Exception as error:
+            _log.exception("%s: %s of %s failed", self.task, type(body).__name__, caller)
+            self._answer(caller, envelope, refusals.from_error(error))
+        else:
+            if answer is not None:
+                self._answer(caller, envelope, *answer)
+
+    def _forbidden(self, caller: Caller, body: messages.Body) -> errors.PermissionDeniedError:
+        return errors.PermissionDeniedError(
+            errors.message(
+                f"{self.task} takes from a {caller.role} only what a {caller.role} may ask",
+                f"{caller} sent {type(body).__name__}",
+                "Check the role of that task and its keys.",
+            )
+        )
+
+    def _answer(
+        self,
+        caller: Caller,
+        envelope: messages.Envelope,
+        body: messages.Body,
+        buffers: Sequence[codec.Buffer] = (),
+    ) -> None:
+        life, number = self.incarnation, envelope.request
+        try:
+            message = codec.encode(envelope.job, envelope.epoch, life, number, body, buffers)
+        except errors.DistributeError as error:
+            refused = refusals.from_error(error)
+            message = codec.encode(envelope.job, envelope.epoch, life, number, refused)
+        self._send(caller, message)
+
+    def _send_outbox(self) -> None:
+        while self._outbox:
+            self._send(*self._outbox.popleft())
+
+    def _send(self, caller: Caller, message: list[Any]) -> None:
+        try:
+            frames.send(self._listener.socket, [caller.identity, *message], self._can_lend)
+        except zmq.Again:
+            # It has not read for a thousand messages. It will be asked to begin again.
+            _log.warning("%s: %s does not read what it is sent", self.task, caller)
+            self._callers.pop(caller.identity, None)
+        except zmq.ZMQError as error:
+            # Gone: whoever waits for the answer has noticed the same.
+            _log.debug("%s: %s is gone: %s", self.task, caller, error)
+            self._callers.pop(caller.identity, None)
+
+    # Strangers.
+
+    def _greet(self, identity: bytes, message: list[zmq.Frame]) -> None:
+        greeting = codec.decode_greeting(message)
+        # Who says something else first may be known from an earlier life of this task.
+        answer: messages.Body = refusals.hello_first()
+        role: messages.Role = "worker"
+        if greeting is not None:
+            hello = greeting[1]
+            role = self._proven_role(message[0]) or hello.role
+            answer = self._judge(hello, role)
+        caller = Caller(identity, role, 0, 0)
+        if greeting is not None and type(answer) is messages.Welcome:
+            hello = greeting[1]
+            caller = Caller(identity, role, hello.task, hello.incarnation)
+            self._callers[identity] = caller
+            self._callers.move_to_end(identity)
+            while len(self._callers) > limits.CALLERS:
+                self._callers.popitem(last=False)
+        self._send(caller, codec.encode("", 0, self.incarnation, 0, answer))
+
+    def _proven_role(self, frame: zmq.Frame) -> messages.Role | None:
+        """Returns the role that the key of a connection stands for; None without keys."""
+        if self._listener.authenticator is None:
+            return None
+        try:
+            return frame.get("User-Id")  # type: ignore[return-value]
+        except zmq.ZMQError as error:
+            raise errors.ProtocolError("A connection has no key.") from error
+
+    def _judge(self, hello: messages.Hello, role: messages.Role) -> messages.Body:
+        """Decides whether a caller is let in."""
+        mine = (messages.VERSION, python_version(), _minor(library_version()))
+        theirs = (hello.version, hello.python, _minor(hello.library))
+        if mine != theirs:
+            return refusals.from_error(
+                errors.ProtocolError(
+                    errors.message(
+                        f"All tasks must have the same versions; {self.task} has protocol "
+                        f"{mine[0]}, Python {mine[1]}, replicax {library_version()}",
+                        f"/job:{role}/task:{hello.task} has protocol {theirs[0]}, Python "
+                        f"{theirs[1]}, replicax {hello.library}"[:200],
+                        "Install the same versions everywhere.",
+                    )
+                )
+            )
+        if hello.role != role or role not in self._allowed:
+            return refusals.from_error(
+                errors.PermissionDeniedError(
+                    errors.message(
+                        f"{self.task} is called by {' and '.join(sorted(self._allowed))}",
+                        f"a {hello.role} with the key of a {role} called"
+                        if hello.role != role
+                        else f"a {role} called",
+                        "Check the role of that task and its keys.",
+                    )
+                )
+            )
+        return messages.Welcome(
+            library_version(), self.task.role, self.task.index, self.incarnation
+        )
+
+    def _drop(self, error: errors.ProtocolError) -> None:
+        """Counts a message that is none; says so at most once a second."""
+        self._num_dropped += 1
+        now = time.monotonic()
+        if now - self._logged_at >= 1.0:
+            self._logged_at = now
+            _log.warning("%s dropped %d messages: %s", self.task, self._num_dropped, error)
+            self._num_dropped = 0
+
+
+def _minor(version: str) -> str:
+    """Returns the part of a version that decides about compatibility."""
+    return ".".join(version.split(".")[:2])

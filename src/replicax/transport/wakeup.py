@@ -1,0 +1,47 @@
+"""A file descriptor by which any thread wakes the one that polls it."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+
+class Wakeup:
+    """Wakes a polling thread; many calls before it wakes cost one system call.
+
+    Example:
+      >>> wakeup = Wakeup()
+      >>> wakeup.set()
+      >>> wakeup.clear()
+      >>> wakeup.close()
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._is_set = False
+        self._is_closed = False
+
+    def set(self) -> None:
+        """Wakes the thread; what was stored before will be seen by it."""
+        if self._is_set:
+            return
+        with self._lock:
+            # After closing, the number may belong to another file.
+            if not self._is_closed:
+                self._is_set = True
+                os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """Called by the thread that woke, before it looks at what was stored."""
+        with self._lock:
+            if self._is_set and not self._is_closed:
+                os.eventfd_read(self.fd)
+            self._is_set = False
+
+    def close(self) -> None:
+        """Closes the file; later calls do nothing."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self.fd)

@@ -1,0 +1,620 @@
+"""What the coordinator decides, without threads, sockets or clocks; and long random histories."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+
+from replicax.coordinator import actions as act
+from replicax.coordinator.closures import Closure, State
+from replicax.coordinator.policy import Policy
+from replicax.coordinator.queue import ClosureQueue
+from replicax.coordinator.timing import Timing
+from replicax.coordinator.workers import WINDOW, WorkerState
+from replicax.foundation import errors
+
+FAST = Timing.fast()
+
+
+@dataclasses.dataclass
+class Shipped:
+    sha: str = "f"
+    buffers: tuple[Any, ...] = ()
+
+
+class Desk:
+    """A policy and a queue, with actions on the queue carried out and all of them kept."""
+
+    def __init__(self, num_workers: int, num_servers: int = 2, timing: Timing = FAST) -> None:
+        self.now = 100.0
+        self.policy = Policy(num_workers, num_servers, timing, self.now)
+        self.queue = ClosureQueue()
+        self.done: list[Any] = []
+        self.next_id = 0
+        for server in range(num_servers):
+            self.do(self.policy.server_connected(server, 1000 + server, self.now))
+
+    def do(self, actions: list[Any]) -> list[Any]:
+        for action in actions:
+            self.done.append(action)
+            match action:
+                case act.PutBack(closures):
+                    self.queue.put_back(closures)
+                case act.Fail(closure, error, cancels):
+                    self.queue.fail(closure, error, cancels=cancels)
+                case act.Abandon(closures, error):
+                    for closure in closures:
+                        self.queue.abandon(closure, error)
+                case act.Raise(error):
+                    self.queue.report(error)
+        return actions
+
+    def put(self, count: int) -> list[Closure]:
+        closures = [Closure(self.next_id + i, Shipped()) for i in range(count)]
+        self.next_id += count
+        for closure in closures:
+            self.queue.put(closure)
+        return closures
+
+    def ready(self, worker: int, incarnation: int) -> None:
+        assert act.Greet(worker) in self.do(
+            self.policy.worker_connected(worker, incarnation, self.now)
+        )
+        self.policy.worker_attached(worker, self.now)
+
+    def dispatch(self) -> dict[int, list[int]]:
+        actions = self.do(self.policy.crew.dispatch(self.queue, self.now))
+        return {a.worker: [c.id for c in a.closures] for a in actions}
+
+    def finish(self, worker: int, *ids: int) -> None:
+        life = self.policy.crew.workers[worker].incarnation
+        for number in ids:
+            closure = self.policy.take_ended(worker, life, number)
+            assert closure is not None
+            self.queue.finish(closure, None)
+        self.policy.note_finished(worker, len(ids), self.now)
+
+    def acknowledge(self, incarnation: int) -> None:
+        for server in range(len(self.policy.servers)):
+            self.do(self.policy.fence_acknowledged(server, incarnation, self.now))
+
+    def tick(self, seconds: float, *, heard: tuple[int, ...] = ()) -> list[Any]:
+        """Lets time pass in steps; the servers, and the workers `heard`, answer."""
+        done = []
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(self.now + 0.1, end)
+            for server in self.policy.servers:
+                server.heard_s = self.now
+            for worker in heard:
+                self.policy.crew.workers[worker].heard_s = self.now
+            done += self.do(self.policy.tick(self.queue, self.now))
+        return done
+
+
+def of(kind: type, actions: list[Any]) -> list[Any]:
+    return [a for a in actions if isinstance(a, kind)]
+
+
+# Who gets what.
+
+
+def test_S184_short_queue_is_shared_fairly() -> None:
+    desk = Desk(3)
+    for worker in range(3):
+        desk.ready(worker, worker + 1)
+    desk.put(3)
+    assert desk.dispatch() == {0: [0], 1: [1], 2: [2]}
+    desk.put(1)
+    assert desk.dispatch() == {0: [3]}
+
+
+def test_quick_closures_fill_a_window_that_is_refilled_at_half() -> None:
+    desk = Desk(1)
+    desk.ready(0, 1)
+    desk.put(40)
+    assert len(desk.dispatch()[0]) == 2, "before the first result a worker may be compiling"
+    desk.now += 0.001
+    desk.finish(0, 0, 1)
+    assert len(desk.dispatch()[0]) == WINDOW
+    desk.now += 0.001
+    desk.finish(0, 2, 3, 4)
+    assert desk.dispatch() == {}
+    desk.finish(0, 5)
+    assert len(desk.dispatch()[0]) == WINDOW // 2
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(0.01, WINDOW), (0.2, 2), (3.0, 1)])
+def test_bar10_long_closures_are_not_hoarded(seconds: float, limit: int) -> None:
+    desk = Desk(1)
+    desk.ready(0, 1)
+    desk.put(100)
+    desk.dispatch()
+    desk.now += seconds
+    desk.finish(0, 0)
+    desk.now += seconds
+    desk.finish(0, 1)
+    assert len(desk.dispatch()[0]) == limit
+
+
+def test_bar10_idle_workers_get_what_a_slow_one_has_not_started() -> None:
+    desk = Desk(2)
+    desk.ready(0, 1)
+    desk.put(2)
+    assert desk.dispatch() == {0: [0, 1]}
+    desk.ready(1, 2)
+    assert desk.policy.crew.recalls(desk.queue, desk.now) == [], "it has only just begun"
+    desk.now += 0.1
+    assert desk.policy.crew.recalls(desk.queue, desk.now) == [act.Recall(0, [1])]
+    assert desk.policy.crew.recalls(desk.queue, desk.now) == [], "it was asked already"
+    closure = desk.policy.take_ended(0, 1, 1)
+    assert closure is not None
+    desk.queue.put_back([closure])
+    desk.policy.note_finished(0, 0, desk.now)
+    assert desk.dispatch() == {1: [1]}
+
+
+def test_T99_errands_go_to_their_worker_before_closures_and_do_not_count() -> None:
+    desk = Desk(2)
+    desk.put(1)
+    errand = Closure(7, Shipped(), pin=1)
+    desk.policy.crew.workers[1].errands.append(errand)
+    desk.ready(0, 1)
+    assert desk.dispatch() == {0: [0]}
+    desk.ready(1, 2)
+    assert desk.dispatch() == {1: [7]}
+    assert list(desk.queue.in_flight) == [0]
+
+
+# Lost workers.
+
+
+def test_T111_closures_of_a_lost_worker_move_only_after_every_server_confirmed() -> None:
+    desk = Desk(2)
+    desk.ready(0, 11)
+    closures = desk.put(2)
+    desk.dispatch()
+    desk.ready(1, 12)
+    actions = desk.do(desk.policy.worker_lost(0, "gone", desk.now))
+    assert actions == [act.FenceAt([0, 1], 11)]
+    assert desk.dispatch() == {}
+    assert desk.do(desk.policy.fence_acknowledged(0, 11, desk.now)) == []
+    assert desk.dispatch() == {}
+    assert desk.do(desk.policy.fence_acknowledged(1, 11, desk.now)) == [act.PutBack(closures)]
+    assert desk.dispatch() == {1: [0, 1]}
+    assert closures[0].attempt == 1
+
+
+def test_bar5_results_of_a_life_that_was_given_up_are_ignored() -> None:
+    desk = Desk(1)
+    desk.ready(0, 11)
+    desk.put(1)
+    desk.dispatch()
+    desk.do(desk.policy.worker_lost(0, "gone", desk.now))
+    assert desk.policy.take_ended(0, 11, 0) is None
+    desk.acknowledge(11)
+    desk.ready(0, 12)
+    desk.dispatch()
+    assert desk.policy.take_ended(0, 11, 0) is None
+    assert desk.policy.take_ended(0, 12, 0) is not None
+
+
+def test_bar4_a_silent_worker_is_fenced_and_told_to_begin_anew() -> None:
+    desk = Desk(2)
+    desk.ready(0, 11)
+    desk.ready(1, 12)
+    desk.put(2)
+    desk.dispatch()
+    done = desk.tick(FAST.dead_s - 0.2, heard=(1,))
+    assert done == []
+    done = desk.tick(0.5, heard=(1,))
+    assert done == [act.FenceAt([0, 1], 11), act.Release(0)]
+    assert desk.policy.crew.workers[0].state is WorkerState.FENCED
+    # The same life comes back: it is of no use, and is told so again.
+    assert desk.do(desk.policy.worker_connected(0, 11, desk.now)) == [act.Release(0)]
+    assert act.Greet(0) in desk.do(desk.policy.worker_connected(0, 13, desk.now))
+
+
+def test_bar11_nobody_dies_because_the_coordinator_was_busy() -> None:
+    desk = Desk(1)
+    desk.ready(0, 11)
+    desk.now += 30.0
+    assert desk.do(desk.policy.tick(desk.queue, desk.now)) == []
+    assert desk.policy.crew.workers[0].state is WorkerState.READY
+    assert of(act.FenceAt, desk.tick(FAST.dead_s + 0.3)), "but then silence counts again"
+
+
+def test_T113_a_worker_whose_connection_broke_shortly_gets_everything_again() -> None:
+    desk = Desk(1)
+    desk.ready(0, 11)
+    desk.put(1)
+    desk.dispatch()
+    assert desk.do(desk.policy.worker_connected(0, 11, desk.now)) == [act.Resend(0)]
+    assert list(desk.policy.crew.workers[0].window) == [0]
+    actions = desk.do(desk.policy.worker_connected(0, 12, desk.now))
+    assert actions == [act.FenceAt([0, 1], 11), act.Greet(0)]
+
+
+def test_bar8_a_closure_that_ends_three_workers_is_not_tried_again() -> None:
+    desk = Desk(1)
+    closures = desk.put(2)
+    for life in (11, 12, 13):
+        desk.ready(0, life)
+        assert desk.dispatch() == {0: [0, 1]}
+        desk.do(desk.policy.worker_lost(0, "gone", desk.now))
+        desk.acknowledge(life)
+    assert isinstance(closures[0].error, errors.PoisonClosureError)
+    assert "closure 0" in str(closures[0].error)
+    assert closures[1].num_deaths == 0, "only the first of the window can be to blame"
+    desk.ready(0, 14)
+    assert desk.dispatch() == {0: [1]}
+    desk.finish(0, 1)
+    assert isinstance(desk.queue.take_error(), errors.PoisonClosureError)
+
+
+def test_bar6_closures_that_wait_for_a_worker_in_vain_end_in_an_error() -> None:
+    desk = Desk(2)
+    assert desk.tick(2 * FAST.no_workers_s) == [], "nothing waits"
+    closures = desk.put(2)
+    assert desk.tick(FAST.no_workers_s - 0.2) == []
+    (raised,) = desk.tick(0.5)
+    assert isinstance(raised.error, errors.NoWorkersError)
+    assert "/job:worker/task:1" in str(raised.error)
+    assert [c.state for c in closures] == [State.CANCELLED] * 2
+    assert desk.queue.take_error() is raised.error
+
+
+def test_bar9_what_runs_too_long_after_an_error_is_fenced_and_aborted() -> None:
+    desk = Desk(2)
+    desk.ready(0, 11)
+    desk.ready(1, 12)
+    closures = desk.put(2)
+    desk.dispatch()
+    closure = desk.policy.take_ended(0, 11, 0)
+    assert closure is not None
+    desk.do([act.Fail(closure, ValueError("bad"), cancels=True)])
+    assert desk.tick(FAST.cancel_s - 0.2, heard=(0, 1)) == []
+    done = desk.tick(0.5, heard=(0, 1))
+    assert done == [act.FenceAt([0, 1], 12), act.Release(1)]
+    assert desk.queue.take_error() is None, "until the servers have confirmed"
+    desk.acknowledge(12)
+    assert isinstance(closures[1].error, errors.ClosureAbortedError)
+    assert isinstance(desk.queue.take_error(), ValueError)
+
+
+# Lost servers.
+
+
+def test_T118_two_reports_about_a_server_are_transient_and_the_third_is_fatal() -> None:
+    desk = Desk(2)
+    desk.ready(0, 11)
+    desk.ready(1, 12)
+    assert desk.policy.server_blamed(0, 1, False, desk.now) == []
+    assert desk.policy.server_blamed(0, 1, False, desk.now) == [], "the same blip, again"
+    desk.now += 1
+    assert desk.policy.server_blamed(0, 1, False, desk.now) == []
+    desk.now += 1
+    assert desk.policy.server_blamed(1, 0, False, desk.now) == [], "another server"
+    (raised,) = desk.do(desk.policy.server_blamed(1, 1, False, desk.now))
+    assert isinstance(raised.error, errors.PSUnavailableError)
+    assert "/job:ps/task:1" in str(raised.error)
+    assert desk.policy.broken_server is desk.policy.servers[1]
+
+
+def test_T118_reports_grow_old() -> None:
+    desk = Desk(1)
+    desk.ready(0, 11)
+    for _ in range(10):
+        assert desk.policy.server_blamed(0, 1, False, desk.now) == []
+        desk.now += FAST.blame_s / 2 + 0.1
+
+
+def test_T118_one_worker_alone_is_not_believed_but_rested() -> None:
+    desk = Desk(2)
+    desk.ready(0, 11)
+    desk.ready(1, 12)
+    for _ in range(4):
+        assert desk.policy.server_blamed(0, 1, False, desk.now) == []
+        desk.now += 1
+    desk.put(4)
+    assert list(desk.dispatch()) == [1]
+
+
+def test_T118_the_only_worker_is_believed() -> None:
+    desk = Desk(1)
+    desk.ready(0, 11)
+    outcomes = []
+    for _ in range(3):
+        outcomes.append(desk.policy.server_blamed(0, 1, False, desk.now))
+        desk.now += 1
+    assert outcomes[:2] == [[], []]
+    assert isinstance(outcomes[2][0].error, errors.PSUnavailableError)
+
+
+def test_T114_the_coordinators_own_loss_of_a_server_is_fatal_at_once() -> None:
+    desk = Desk(1)
+    desk.ready(0, 11)
+    closures = desk.put(3)
+    desk.dispatch()
+    actions = desk.do(desk.policy.server_lost(1, "the connection was closed"))
+    assert [type(a) for a in actions] == [act.Raise, act.Abandon]
+    assert desk.queue.is_error_ready, "nothing is waited for"
+    assert isinstance(closures[0].error, errors.ClosureAbortedError)
+    assert isinstance(closures[2].error, errors.CancelledError)
+    assert desk.policy.server_lost(1, "again") == []
+
+
+def test_T114_a_server_killed_while_a_worker_is_fenced_gives_an_error_and_no_hang() -> None:
+    desk = Desk(1)
+    desk.ready(0, 11)
+    desk.put(1)
+    desk.dispatch()
+    desk.do(desk.policy.worker_lost(0, "gone", desk.now))
+    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
+    actions = desk.do(desk.policy.server_lost(1, "gone"))
+    assert isinstance(actions[0].error, errors.PSUnavailableError)
+    assert desk.queue.is_error_ready
+    # It comes back with its variables: it learns first whom to refuse.
+    assert desk.do(desk.policy.server_connected(1, 1001, desk.now)) == [act.FenceAt([1], 11)]
+    assert desk.policy.broken_server is None
+
+
+def test_bar20_a_silent_server_and_one_that_does_not_fence_are_lost() -> None:
+    desk = Desk(1)
+    desk.ready(0, 11)
+    desk.now += 0.1
+    desk.do(desk.policy.tick(desk.queue, desk.now))
+    desk.do(desk.policy.worker_lost(0, "gone", desk.now))
+    desk.do(desk.policy.fence_acknowledged(1, 11, desk.now))
+    raised = of(act.Raise, desk.tick(FAST.dead_s + 0.3))
+    assert len(raised) == 1 and "/job:ps/task:0" in str(raised[0].error)
+    assert "fence" in str(raised[0].error)
+
+
+def test_bar22_a_server_without_its_variables_is_never_used() -> None:
+    desk = Desk(1)
+    desk.ready(0, 11)
+    desk.do(desk.policy.server_lost(0, "gone"))
+    actions = desk.do(desk.policy.server_connected(0, 2000, desk.now))
+    assert isinstance(actions[0].error, errors.PSIncarnationError)
+    desk.do(desk.policy.server_connected(0, 2000, desk.now))
+    broken = desk.policy.broken_server
+    assert broken is not None
+    assert isinstance(broken.error(), errors.PSIncarnationError)
+    (raised,) = Desk(1).policy.server_blamed(0, 1, True, 0.0)
+    assert isinstance(raised.error, errors.PSIncarnationError)
+
+
+# The constants.
+
+
+def test_timing_profiles_and_their_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Timing.from_environment() == Timing()
+    monkeypatch.setenv("REPLICAX_TIMING", "fast")
+    assert Timing.from_environment() == Timing.fast()
+    monkeypatch.setenv("REPLICAX_TIMING", "slow")
+    with pytest.raises(errors.InvalidArgumentError, match="REPLICAX_TIMING"):
+        Timing.from_environment()
+    with pytest.raises(errors.InvalidArgumentError, match="positive"):
+        Timing(cancel_s=0)
+    with pytest.raises(errors.InvalidArgumentError, match="miss a beat"):
+        Timing(beat_s=1, dead_s=1)
+
+
+# Long random histories.
+
+
+class Sim:
+    """Workers and servers that crash, stall, lose and repeat messages, driven by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.desk = Desk(num_workers=self.random.randint(1, 4))
+        # With many deaths a good closure may look like a bad one.
+        self.desk.policy._timing = dataclasses.replace(FAST, poison_limit=10_000)
+        self.queue, self.policy = self.desk.queue, self.desk.policy
+        self.crew = self.policy.crew
+        self.lives = iter(range(1, 1_000_000))
+        # The life each worker's process has now, None while it is down, and what it has to do.
+        self.life: list[int | None] = [None] * len(self.crew.workers)
+        self.todo: list[list[int]] = [[] for _ in self.crew.workers]
+        self.wire: list[tuple[Any, ...]] = []
+        self.fences: list[set[int]] = [set(), set()]
+        # Which life made a closure's update count, at each server.
+        self.effects: dict[tuple[int, int], int] = {}
+        self.results: dict[int, int] = {}
+        self.released: set[int] = set()
+
+    def carry_out(self, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case act.PutBack(closures) | act.Abandon(closures, _):
+                    for closure in closures:
+                        life = self.given[closure.id]
+                        # See Note [Fence before put back].
+                        assert all(life in fences for fences in self.fences)
+                case act.Dispatch(worker, closures):
+                    life = self.crew.workers[worker].incarnation
+                    for closure in closures:
+                        self.given[closure.id] = life
+                    self.wire.append(("run", worker, life, [c.id for c in closures]))
+                case act.Resend(worker):
+                    state = self.crew.workers[worker]
+                    self.wire.append(("run", worker, state.incarnation, list(state.window)))
+                case act.Greet(worker):
+                    self.wire.append(("attach", worker, self.crew.workers[worker].incarnation))
+                case act.Release(worker):
+                    self.released.add(self.crew.workers[worker].incarnation)
+                case act.FenceAt(servers, life):
+                    self.wire += [("fence", server, life) for server in servers]
+                case act.Recall(worker, ids):
+                    life = self.crew.workers[worker].incarnation
+                    self.wire.append(("cancel", worker, life, ids))
+        self.desk.do(actions)
+
+    given: dict[int, int]
+
+    def run(self, num_closures: int) -> None:
+        self.given = {}
+        closures = self.desk.put(num_closures)
+        for step in range(20_000):
+            if self.queue.is_idle:
+                break
+            # Faults end at some time, or nothing would.
+            self.step(is_faulty=step < 2_000)
+        assert self.queue.is_idle, "closures were lost"
+        assert [c.state for c in closures] == [State.FINISHED] * num_closures
+        assert self.results == dict.fromkeys(range(num_closures), 1)
+        assert set(self.effects) == {(s, c) for s in range(2) for c in range(num_closures)}
+        assert self.queue.take_error() is None
+
+    def step(self, is_faulty: bool) -> None:
+        rng, desk = self.random, self.desk
+        desk.now += rng.choice([0.0, 0.001, 0.01, 0.05])
+        for server in self.policy.servers:
+            server.heard_s = desk.now
+        for worker in self.crew.workers:
+            worker.heard_s = desk.now
+        worker = rng.randrange(len(self.life))
+        choice = rng.random()
+        if is_faulty and choice < 0.04:
+            self.crash(worker)
+        elif is_faulty and choice < 0.06 and self.life[worker] is not None:
+            self.break_connection(worker)
+        elif is_faulty and choice < 0.08:
+            self.declare_dead(worker)
+        elif choice < 0.2 and self.life[worker] is None:
+            self.start(worker)
+        elif choice < 0.3:
+            self.carry_out(self.policy.tick(self.queue, desk.now))
+            self.carry_out(self.crew.recalls(self.queue, desk.now))
+            self.carry_out(self.crew.dispatch(self.queue, desk.now))
+        elif choice < 0.6 and self.wire:
+            self.deliver(is_faulty)
+        else:
+            self.compute(worker)
+
+    def start(self, worker: int) -> None:
+        life = self.life[worker] = next(self.lives)
+        self.carry_out(self.policy.worker_connected(worker, life, self.desk.now))
+
+    def crash(self, worker: int) -> None:
+        if self.life[worker] is not None:
+            self.life[worker], self.todo[worker] = None, []
+            self.carry_out(self.policy.worker_lost(worker, "crashed", self.desk.now))
+
+    def break_connection(self, worker: int) -> None:
+        life = self.life[worker]
+        assert life is not None
+        self.wire = [m for m in self.wire if m[0] == "fence" or m[1] != worker]
+        self.carry_out(self.policy.worker_connected(worker, life, self.desk.now))
+
+    def declare_dead(self, worker: int) -> None:
+        """The worker lives, but is not heard: a zombie that goes on with what it has."""
+        state = self.crew.workers[worker]
+        if state.state is WorkerState.READY:
+            state.heard_s = self.desk.now - 100
+            self.policy._last_tick_s = self.desk.now
+            self.carry_out(self.policy.tick(self.queue, self.desk.now))
+
+    def compute(self, worker: int) -> None:
+        life = self.life[worker]
+        if life is None:
+            return
+        if life in self.released and self.random.random() < 0.2:
+            # It hears at last that it was given up, and begins anew.
+            self.todo[worker] = []
+            self.carry_out(self.policy.worker_lost(worker, "restarted", self.desk.now))
+            self.start(worker)
+            return
+        if not self.todo[worker]:
+            return
+        closure = self.todo[worker].pop(0)
+        for server, fences in enumerate(self.fences):
+            if life in fences:
+                return
+            # The servers' own table of updates: the first arrival wins.
+            self.effects.setdefault((server, closure), life)
+        self.wire.append(("finished", worker, life, [closure]))
+
+    def deliver(self, is_faulty: bool) -> None:
+        # In order for each pair of tasks; pairs are independent.
+        index = self.random.randrange(len(self.wire))
+        kind, task = self.wire[index][:2]
+        index = next(i for i, m in enumerate(self.wire) if m[:2] == (kind, task))
+        message = self.wire[index]
+        if not (is_faulty and self.random.random() < 0.1):
+            # Else it is delivered again later.
+            del self.wire[index]
+        now = self.desk.now
+        if kind == "fence":
+            self.fences[task].add(message[2])
+            self.carry_out(self.policy.fence_acknowledged(task, message[2], now))
+        elif kind == "finished":
+            self.take_results(message)
+        elif self.life[task] != message[2]:
+            return
+        elif kind == "attach":
+            self.policy.worker_attached(task, now)
+            self.carry_out(self.crew.dispatch(self.queue, now))
+        elif kind == "run":
+            known = self.todo[task]
+            known += [c for c in message[3] if c not in known]
+        elif kind == "cancel":
+            dropped = [c for c in message[3] if c in self.todo[task]]
+            for closure in dropped:
+                self.todo[task].remove(closure)
+                taken = self.policy.take_ended(task, message[2], closure)
+                if taken is not None:
+                    self.queue.put_back([taken])
+            self.policy.note_finished(task, 0, now)
+
+    def take_results(self, message: tuple[Any, ...]) -> None:
+        _, worker, life, ids = message
+        for number in ids:
+            closure = self.policy.take_ended(worker, life, number)
+            if closure is not None:
+                self.queue.finish(closure, None)
+                self.results[number] = self.results.get(number, 0) + 1
+        self.policy.note_finished(worker, len(ids), self.desk.now)
+        self.carry_out(self.crew.dispatch(self.queue, self.desk.now))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bar1_every_closure_finishes_once_in_any_history(seed: int) -> None:
+    sim = Sim(seed)
+    sim.run(num_closures=60)
+
+
+def test_bar1_the_histories_are_not_harmless() -> None:
+    attempts = restarts = 0
+    for seed in range(40):
+        sim = Sim(seed)
+        sim.run(num_closures=60)
+        restarts += sum(w.num_restarts for w in sim.crew.workers)
+        attempts += len(set(sim.effects.values()))
+    assert restarts > 100 and attempts > 200
+
+
+def test_bar54_without_waiting_for_fences_the_histories_go_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = Policy._fence
+
+    def hasty(self: Policy, *args: Any, **kwargs: Any) -> list[Any]:
+        actions = original(self, *args, **kwargs)
+        for fencing in list(self._fencings.values()):
+            actions += self._end_fencing(fencing)
+        return actions
+
+    monkeypatch.setattr(Policy, "_fence", hasty)
+    failed = 0
+    for seed in range(10):
+        try:
+            Sim(seed).run(num_closures=60)
+        except AssertionError:
+            failed += 1
+    assert failed

@@ -1,0 +1,173 @@
+"""The queue of closures, without threads or sockets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import replicax as rx
+from replicax.coordinator.closures import Closure, State
+from replicax.coordinator.queue import ClosureQueue
+from replicax.foundation import errors
+
+
+@dataclasses.dataclass
+class Shipped:
+    sha: str = "f"
+    buffers: tuple[Any, ...] = ()
+
+
+def filled(count: int, limit: int = 100) -> tuple[ClosureQueue, list[Closure]]:
+    queue = ClosureQueue(limit)
+    closures = [Closure(i, Shipped()) for i in range(count)]
+    for closure in closures:
+        queue.put(closure)
+    return queue, closures
+
+
+def test_T94_queue_is_idle_when_everything_is_finished() -> None:
+    queue, closures = filled(2)
+    assert not queue.is_idle
+    assert queue.take(5, 0) == closures
+    assert not len(queue) and not queue.is_idle
+    queue.finish(closures[0], "a")
+    assert not queue.is_idle
+    queue.finish(closures[1], "b")
+    assert queue.is_idle and queue.take_error() is None
+    assert [c.state for c in closures] == [State.FINISHED] * 2
+    assert [c.result for c in closures] == ["a", "b"]
+
+
+def test_T94_put_back_makes_closures_available_again_in_their_old_order() -> None:
+    queue, closures = filled(6)
+    first = queue.take(3, 0)
+    second = queue.take(2, 1)
+    assert queue.put_back(reversed(second)) == []
+    assert queue.put_back(reversed(first)) == []
+    assert not queue.in_flight
+    assert queue.take(6, 2) == closures
+    assert [c.attempt for c in closures] == [1, 1, 1, 1, 1, 0]
+    assert all(c.worker == 2 for c in closures)
+
+
+def test_T94_put_back_of_what_is_not_in_flight_changes_nothing() -> None:
+    queue, closures = filled(2)
+    taken = queue.take(1, 0)
+    queue.finish(taken[0], None)
+    assert queue.put_back(taken) == []
+    assert len(queue) == 1
+    assert closures[0].state is State.FINISHED
+
+
+def test_T95_first_error_wins_and_is_handed_out_once() -> None:
+    queue, closures = filled(4)
+    queue.take(2, 0)
+    cancelled = queue.fail(closures[0], ValueError("first"))
+    assert cancelled == [closures[0], closures[2], closures[3]]
+    assert queue.take_error() is None, "something still runs"
+    # Caused by the cancellation, or not: it is not reported, only kept with its closure.
+    queue.fail(closures[1], KeyError("second"))
+    error = queue.take_error()
+    assert isinstance(error, ValueError)
+    assert queue.take_error() is None
+    assert isinstance(closures[1].error, KeyError)
+    late = Closure(9, Shipped())
+    queue.put(late)
+    assert queue.take(1, 0) == [late]
+    queue.finish(late, None)
+    assert queue.is_idle and queue.take_error() is None
+
+
+def test_T96_queued_closures_are_cancelled_and_in_flight_ones_waited_for() -> None:
+    queue, closures = filled(4)
+    queue.take(2, 0)
+    queue.fail(closures[1], ValueError("bad batch"))
+    assert [c.state for c in closures[2:]] == [State.CANCELLED] * 2
+    for closure in closures[2:]:
+        assert isinstance(closure.error, errors.CancelledError)
+        assert "bad batch" in str(closure.error)
+    assert queue.is_cancelling and not queue.is_error_ready
+    queue.finish(closures[0], "in time")
+    assert closures[0].result == "in time"
+    assert queue.is_error_ready
+
+
+def test_T96_put_back_after_an_error_cancels() -> None:
+    queue, closures = filled(2)
+    queue.take(2, 0)
+    queue.fail(closures[0], ValueError("first"))
+    assert queue.put_back([closures[1]]) == [closures[1]]
+    assert closures[1].state is State.CANCELLED
+    assert isinstance(queue.take_error(), ValueError)
+
+
+def test_T96_withdrawn_and_abandoned_closures_do_not_hold_the_error_back() -> None:
+    queue, closures = filled(3)
+    queue.take(3, 0)
+    queue.fail(closures[0], ValueError("first"))
+    queue.withdraw(closures[1])
+    queue.abandon(closures[2], errors.ClosureAbortedError("given up"))
+    assert closures[1].state is State.CANCELLED
+    assert isinstance(closures[2].error, errors.ClosureAbortedError)
+    assert isinstance(queue.take_error(), ValueError)
+
+
+def test_bar8_an_error_that_does_not_cancel_leaves_the_others() -> None:
+    queue, closures = filled(3)
+    queue.take(1, 0)
+    assert queue.fail(closures[0], errors.PoisonClosureError("x"), cancels=False) == closures[:1]
+    assert len(queue) == 2 and queue.is_error_ready
+    assert queue.take(2, 1) == closures[1:]
+    for closure in closures[1:]:
+        queue.finish(closure, None)
+    assert isinstance(queue.take_error(), errors.PoisonClosureError)
+
+
+def test_T98_queue_is_full_at_its_limit() -> None:
+    queue, closures = filled(2, limit=2)
+    assert queue.is_full
+    queue.take(1, 0)
+    assert not queue.is_full
+    queue.put_back(closures[:1])
+    assert queue.is_full
+    with pytest.raises(rx.errors.InvalidArgumentError, match="at least 1"):
+        ClosureQueue(0)
+
+
+def test_settled_is_the_smallest_id_that_is_not_settled() -> None:
+    queue = ClosureQueue()
+    assert queue.settled == 0
+    closures = [Closure(i, Shipped()) for i in (3, 5, 8, 9)]
+    for closure in closures:
+        queue.put(closure)
+    assert queue.settled == 3
+    queue.take(4, 0)
+    queue.finish(closures[1], None)
+    assert queue.settled == 3
+    queue.finish(closures[0], None)
+    assert queue.settled == 8
+    queue.put_back([closures[2]])
+    queue.finish(closures[3], None)
+    assert queue.settled == 8
+    queue.take(1, 1)
+    queue.fail(closures[2], ValueError("x"))
+    assert queue.settled == 10
+
+
+def test_T106_a_settled_closure_lets_go_of_what_it_needed() -> None:
+    queue = ClosureQueue()
+    closure = Closure(0, Shipped(), [1], (), kept=object())
+    queue.put(closure)
+    queue.take(1, 0)
+    assert closure.kept is not None
+    queue.finish(closure, None)
+    assert closure.kept is None and closure.function is None and not closure.resources
+
+
+def test_bar13_a_full_queue_is_cancelled_with_one_error_for_all() -> None:
+    queue, closures = filled(1000, limit=1000)
+    queue.take(1, 0)
+    queue.fail(closures[0], ValueError("x"))
+    assert len({id(c.error) for c in closures[1:]}) == 1

@@ -1,0 +1,525 @@
+"""Messages over real sockets: round trips, order, deadlines, many callers."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import psutil
+import pytest
+from transport_partners import (
+    ALL_BODIES,
+    PS,
+    WORKER,
+    Place,
+    echo,
+    process,
+    random_body,
+)
+
+from replicax import errors
+from replicax.transport import codec, context, limits, messages, refusals
+from replicax.transport.channel import Channel
+from replicax.transport.service import Service
+from replicax.transport.tasks import Task
+
+PING = messages.Ping(0)
+
+
+@pytest.fixture(params=["inproc", "ipc", "tcp"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return Place(request.param, tmp_path)
+
+
+@pytest.fixture
+def ipc(tmp_path: Path) -> Place:
+    return Place("ipc", tmp_path)
+
+
+# Frames.
+
+
+@pytest.mark.parametrize("kind", ALL_BODIES, ids=lambda k: k.__name__)
+def test_every_body_survives_encoding(kind: type[messages.Body]) -> None:
+    rng = random.Random(kind.__name__)
+    for _ in range(30):
+        body = random_body(kind, rng)
+        sizes = [
+            rng.choice((0, 1, 63, 64, 1000, limits.SMALL - 1, limits.SMALL, 40_000))
+            for _ in range(rng.randrange(5))
+        ]
+        buffers = [rng.randbytes(n) for n in sizes]
+        frames = codec.encode("job", 3, 1 << 62, 7, body, buffers)
+        envelope, received = codec.decode([bytes(f) for f in frames])
+        assert envelope == messages.Envelope("job", 3, 1 << 62, 7, sizes, body)  # type: ignore[arg-type]
+        assert [bytes(b) for b in received] == buffers
+        assert len(frames) == 1 + any(0 < n < limits.SMALL for n in sizes) + sum(
+            n >= limits.SMALL for n in sizes
+        )
+
+
+def test_small_buffers_are_aligned_in_their_frame() -> None:
+    frames = codec.encode("", 0, 1, 1, messages.Done(), [b"a", b"b" * 65, b"c"])
+    assert bytes(frames[1]) == b"a" + bytes(63) + b"b" * 65 + bytes(63) + b"c"
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.int64).reshape(2, 3),
+        np.array(3.5, np.float32),
+        np.zeros((0, 4), np.float32),
+        np.arange(5).astype(ml_dtypes.bfloat16),
+        np.array([True, False]),
+        np.array([1 + 2j], np.complex64),
+    ],
+    ids=str,
+)
+def test_arrays_of_all_types_travel_as_their_bytes(array: np.ndarray) -> None:
+    frames = codec.encode("", 0, 1, 1, messages.Done(), [array])
+    _, (received,) = codec.decode([bytes(f) for f in frames])
+    assert bytes(received) == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    "bad", [np.zeros((4, 4))[:, 1], "text", object(), memoryview(b"abcd")[::2]]
+)
+def test_what_is_no_contiguous_memory_is_refused(bad: Any) -> None:
+    with pytest.raises(errors.ArgumentTypeError):
+        codec.encode("", 0, 1, 1, messages.Done(), [bad])
+
+
+def test_too_long_messages_are_refused_before_they_are_sent() -> None:
+    with pytest.raises(errors.ResourceExhaustedError, match="header"):
+        codec.encode("", 0, 1, 1, messages.Refused("x", "y" * limits.HEADER))
+    huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (limits.MESSAGE // 2 + 1,), (0,))
+    with pytest.raises(errors.ArgumentTypeError, match="contiguous"):
+        codec.encode("", 0, 1, 1, messages.Done(), [huge])
+    lazily = np.zeros(limits.MESSAGE // 2 + 1, np.uint8)
+    with pytest.raises(errors.ResourceExhaustedError, match="buffers"):
+        codec.encode("", 0, 1, 1, messages.Done(), [lazily, lazily])
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[-1], [1 << 31], [1 << 32], [(1 << 63) - 1], [2**64 - 1], [limits.MESSAGE, 1], [4], [1, 1, 1]],
+    ids=str,
+)
+def test_bar45_sizes_that_do_not_fit_the_frames_are_refused(sizes: list[int]) -> None:
+    header = codec.encode("", 0, 1, 1, messages.Done())[0]
+    fake = header.replace(b"\x90", codec._encoder.encode(sizes), 1)
+    assert fake != header
+    for more in ([], [b"abc"], [b"abc", b"d"], [b"x" * limits.SMALL]):
+        with pytest.raises(errors.ProtocolError):
+            codec.decode([fake, *more])
+
+
+def test_frames_that_are_not_named_are_refused() -> None:
+    header = codec.encode("", 0, 1, 1, messages.Done())[0]
+    for frames in (
+        [],
+        [header, b""],
+        [header, b"x"],
+        [b""],
+        [header + b"x"],
+        [bytes(limits.HEADER + 1)],
+    ):
+        with pytest.raises(errors.ProtocolError):
+            codec.decode(frames)
+
+
+def test_deep_nesting_is_refused_and_not_followed() -> None:
+    node: Any = ["Node", "list", "", 0.0, 0.0, b"", [], [], []]
+    deep = codec._encoder.encode(node)
+    assert deep.endswith(b"\x90")
+    text = deep[:-1] * 20_000 + b"\x90"
+    header = codec.encode("", 0, 1, 1, messages.Finished([]))[0]
+    with pytest.raises(errors.ProtocolError):
+        codec.decode([header[:-1] + text[: limits.HEADER - 1000]])
+
+
+# Questions and answers.
+
+
+def test_every_body_travels_as_an_answer(place: Place) -> None:
+    rng = random.Random(5)
+    bodies = [
+        random_body(k, rng) for k in ALL_BODIES if k not in (messages.Welcome, messages.Refused)
+    ]
+
+    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+        return bodies[envelope.body.settled], buffers
+
+    with place.serve(handler), place.channel() as channel:
+        for i, body in enumerate(bodies):
+            answer, (data,) = channel.request(messages.Ping(i), [b"%d" % i], timeout=10)
+            assert answer == body
+            assert bytes(data) == b"%d" % i
+
+
+@pytest.mark.parametrize("size", [0, 1, 1_000, limits.SMALL, limits.LENT, 1_000_000, 40_000_000])
+def test_arrays_of_all_sizes_travel(place: Place, size: int) -> None:
+    data = np.arange(size, dtype=np.int64).astype(np.uint8)
+    with place.serve(), place.channel() as channel:
+        _, received = channel.request(PING, [data, b"end", data[: size // 2]], timeout=30)
+    assert [len(b) for b in received] == [size, 3, size // 2]
+    np.testing.assert_array_equal(np.frombuffer(received[0], np.uint8), data)
+    assert bytes(received[1]) == b"end"
+
+
+def test_handlers_see_who_asks_and_for_what(place: Place) -> None:
+    seen: list[Any] = []
+
+    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+        seen.append((caller.role, caller.task, caller.incarnation, envelope.job, envelope.epoch))
+        return messages.Done(), ()
+
+    with place.serve(handler), place.channel(Task("worker", 3), incarnation=44) as channel:
+        channel.job, channel.epoch = "j", 5
+        channel.request(messages.Exchange([], []), timeout=10)
+    assert seen == [("worker", 3, 44, "j", 5)]
+
+
+def test_errors_of_the_handler_reach_the_caller_with_their_type(place: Place) -> None:
+    raised: list[BaseException] = [
+        errors.NotFoundError("There is no part 3."),
+        ValueError("of no class of ours"),
+        errors.FencedError("You are dead."),
+    ]
+
+    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+        raise raised[envelope.body.settled]
+
+    with place.serve(handler), place.channel() as channel:
+        with pytest.raises(errors.NotFoundError, match="part 3"):
+            channel.request(messages.Ping(0), timeout=10)
+        with pytest.raises(errors.DistributeError, match="ValueError: of no class") as caught:
+            channel.request(messages.Ping(1), timeout=10)
+        assert type(caught.value) is errors.DistributeError
+        with pytest.raises(errors.FencedError):
+            channel.request(messages.Ping(2), timeout=10)
+
+
+def test_posted_questions_are_answered_in_order(place: Place) -> None:
+    with place.serve(), place.channel() as channel:
+        numbers = [channel.post(messages.Ping(i), [b"%d" % i]) for i in range(200)]
+        assert channel.num_unanswered() == 200
+        for i, number in enumerate(numbers):
+            answer = channel.collect(timeout=10)
+            assert answer is not None
+            assert answer[:2] == (number, messages.Ping(i))
+            assert bytes(answer[2][0]) == b"%d" % i
+        assert channel.collect(timeout=10) is None
+
+
+def test_a_request_between_posted_questions_gets_its_own_answer(ipc: Place) -> None:
+    with ipc.serve(), ipc.channel() as channel:
+        first = channel.post(messages.Ping(1))
+        assert channel.request(messages.Ping(2), timeout=10)[0] == messages.Ping(2)
+        assert channel.collect(timeout=10) == (first, messages.Ping(1), [])
+
+
+def test_refused_answers_to_posted_questions_are_returned(ipc: Place) -> None:
+    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+        raise errors.NotFoundError("no")
+
+    with ipc.serve(handler), ipc.channel() as channel:
+        number = channel.post(PING)
+        assert channel.collect(timeout=10) == (number, messages.Refused("NotFoundError", "no"), [])
+
+
+def test_too_many_posted_questions_are_refused(ipc: Place) -> None:
+    with ipc.serve(lambda *_: None), ipc.channel() as channel:
+        for _ in range(limits.UNANSWERED):
+            channel.post(PING)
+        with pytest.raises(errors.ResourceExhaustedError, match="/job:ps/task:0"):
+            channel.post(PING)
+
+
+def test_many_callers_get_their_own_answers(place: Place) -> None:
+    wrong: list[Any] = []
+
+    def ask(index: int) -> None:
+        with place.channel(Task("worker", index)) as channel:
+            for i in range(50):
+                body = messages.Exchange([], [messages.Read(index, i)])
+                answer, (data,) = channel.request(body, [b"%d" % index], timeout=30)
+                if answer != body or bytes(data) != b"%d" % index:
+                    wrong.append((index, i, answer))
+
+    with place.serve():
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_one_channel_serves_many_threads(ipc: Place) -> None:
+    wrong: list[Any] = []
+
+    def ask(channel: Channel, index: int) -> None:
+        for i in range(50):
+            body = messages.Ping(index * 1000 + i)
+            if channel.request(body, timeout=30)[0] != body:
+                wrong.append(body)
+
+    with ipc.serve(), ipc.channel() as channel:
+        threads = [threading.Thread(target=ask, args=(channel, i)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_an_answer_that_does_not_come_ends_at_the_deadline(place: Place) -> None:
+    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+        return None if envelope.body.settled else (messages.Done(), ())
+
+    with place.serve(handler), place.channel() as channel:
+        with pytest.raises(errors.DeadlineExceededError, match=r"/job:ps/task:0 must answer Ping"):
+            channel.request(messages.Ping(1), timeout=0.2)
+        assert channel.request(messages.Ping(0), timeout=10)[0] == messages.Done()
+        channel.post(messages.Ping(1))
+        assert channel.collect(timeout=0.05) is None
+
+
+def test_late_answers_and_notices_come_from_any_thread(ipc: Place) -> None:
+    threads: list[threading.Thread] = []
+
+    def handler(caller: Any, envelope: Any, buffers: Any) -> None:
+        def late() -> None:
+            service.send(caller, messages.Done(), [b"late"], request=envelope.request)
+
+        threads.append(threading.Thread(target=late))
+        threads[-1].start()
+
+    with ipc.serve(handler) as service, ipc.channel() as channel:
+        for _ in range(20):
+            body, (data,) = channel.request(PING, timeout=10)
+            assert (body, bytes(data)) == (messages.Done(), b"late")
+    for thread in threads:
+        thread.join()
+
+
+def test_answers_too_long_for_a_message_become_an_error(ipc: Place) -> None:
+    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+        return messages.Refused("x", "y" * limits.HEADER), ()
+
+    with ipc.serve(handler), ipc.channel() as channel, pytest.raises(errors.ResourceExhaustedError):
+        channel.request(PING, timeout=10)
+
+
+def test_regular_work_is_called_while_messages_come(ipc: Place) -> None:
+    called = threading.Event()
+    times: list[float] = []
+
+    def regularly(now: float) -> None:
+        times.append(now)
+        if len(times) == 5:
+            called.set()
+        raise ValueError("must not end the service")
+
+    with ipc.serve(on_idle=regularly), ipc.channel() as channel:
+        while not called.is_set():
+            channel.request(PING, timeout=10)
+    assert times == sorted(times)
+
+
+# Lives and deaths.
+
+
+def test_a_channel_waits_for_nobody_who_is_not_there(place: Place) -> None:
+    place.fix_port()
+    with place.channel() as channel:
+        with pytest.raises(errors.PSUnavailableError, match=r"/job:ps/task:0 .*nobody listens"):
+            channel.request(PING, timeout=30)
+        with place.serve():
+            assert channel.request(PING, timeout=30)[0] == PING
+
+
+def test_a_server_that_starts_in_time_is_found(ipc: Place) -> None:
+    with ipc.channel() as channel:
+        channel.post(PING)
+        with ipc.serve():
+            assert channel.collect(timeout=10) == (1, PING, [])
+
+
+def test_bar23_a_new_life_of_a_server_is_an_error_until_reset(place: Place) -> None:
+    place.fix_port()
+    with place.channel() as channel:
+        with place.serve(incarnation=1):
+            channel.request(PING, timeout=10)
+            assert channel.peer_incarnation == 1
+        reached: list[Any] = []
+        with place.serve(lambda *a: reached.append(a), incarnation=2):
+            channel.post(PING)
+            with pytest.raises(errors.PSIncarnationError, match="/job:ps/task:0"):
+                channel.collect(timeout=10)
+            with pytest.raises(errors.PSIncarnationError):
+                channel.request(PING, timeout=10)
+        assert reached == []
+        with place.serve(incarnation=2):
+            with pytest.raises(errors.PSIncarnationError):
+                channel.request(PING, timeout=10)
+            channel.reset()
+            assert channel.request(PING, timeout=10)[0] == PING
+
+
+def test_a_new_life_of_a_worker_is_unavailable(ipc: Place) -> None:
+    with ipc.channel(peer=WORKER) as channel:
+        for life in (1, 2):
+            with ipc.serve(task=WORKER, incarnation=life):
+                if life == 1:
+                    channel.request(PING, timeout=10)
+                else:
+                    with pytest.raises(errors.UnavailableError, match="restarted"):
+                        channel.request(PING, timeout=10)
+
+
+def test_a_service_may_begin_a_new_life_behind_its_connections(ipc: Place) -> None:
+    with ipc.serve(incarnation=1) as service, ipc.channel() as channel:
+        channel.request(PING, timeout=10)
+        service.incarnation = 2
+        with pytest.raises(errors.PSIncarnationError):
+            channel.request(PING, timeout=10)
+
+
+def test_a_caller_may_begin_a_new_life(ipc: Place) -> None:
+    lives: list[int] = []
+
+    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+        lives.append(caller.incarnation)
+        return messages.Done(), ()
+
+    with ipc.serve(handler), ipc.channel(incarnation=1) as channel:
+        channel.request(PING, timeout=10)
+        channel.incarnation = 2
+        channel.request(PING, timeout=10)
+    assert lives == [1, 2]
+
+
+def test_bar25_a_question_outlives_a_break_of_the_connection(place: Place) -> None:
+    """The same life listens again in time: what was not answered is asked again."""
+    place.fix_port()
+    with place.channel() as channel:
+        with place.serve(lambda *_: None, incarnation=7) as service:
+            numbers = [channel.post(messages.Ping(i)) for i in range(3)]
+            while channel.peer_incarnation is None:
+                channel.collect(timeout=0.01)
+            service.close()
+        with place.serve(incarnation=7):
+            for i, number in enumerate(numbers):
+                assert channel.collect(timeout=10) == (number, messages.Ping(i), [])
+
+
+def test_forgotten_callers_say_hello_again(ipc: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CALLERS", 1)
+    with ipc.serve(), ipc.channel() as one, ipc.channel() as two:
+        for i in range(5):
+            for channel in (one, two):
+                assert channel.request(messages.Ping(i), timeout=10)[0] == messages.Ping(i)
+
+
+def test_the_wrong_task_at_an_address_is_named(ipc: Place) -> None:
+    with (
+        ipc.serve(task=Task("ps", 1)),
+        ipc.channel() as channel,
+        pytest.raises(errors.UnavailableError, match=r"task:0 must listen .*task:1 does"),
+    ):
+        channel.request(PING, timeout=10)
+
+
+def test_bar19_a_killed_server_is_noticed(ipc: Place) -> None:
+    with ipc.channel() as channel, process(ipc.address, 1) as child:
+        channel.request(PING, timeout=10)
+        child.kill()
+        with pytest.raises(errors.PSUnavailableError, match="/job:ps/task:0"):
+            channel.request(PING, timeout=60)
+    # The file that it left behind does not keep the next one away.
+    with ipc.serve(), ipc.channel() as channel:
+        assert channel.request(PING, timeout=10)[0] == PING
+
+
+def test_a_stopped_server_is_met_by_the_deadline(ipc: Place) -> None:
+    with ipc.channel() as channel, process(ipc.address, 1) as child:
+        channel.request(PING, timeout=10)
+        stopped = psutil.Process(child.pid)
+        stopped.suspend()
+        with pytest.raises(errors.DeadlineExceededError, match="/job:ps/task:0"):
+            channel.request(PING, timeout=0.3)
+        stopped.resume()
+        assert channel.request(messages.Ping(5), timeout=10)[0] == messages.Ping(5)
+
+
+# Nothing is left.
+
+
+def test_closing_is_idempotent_and_leaves_nothing(place: Place) -> None:
+    process_ = psutil.Process()
+    before = process_.num_fds()
+    threads = threading.active_count()
+    for _ in range(5):
+        with place.serve() as service, place.channel() as channel:
+            channel.request(PING, [np.zeros(limits.LENT * 4, np.uint8)], timeout=10)
+            channel.close()
+            channel.close()
+            service.close()
+            service.close()
+    assert threading.active_count() == threads
+    assert process_.num_fds() == before
+    assert context._shared.users == 0
+
+
+def test_a_service_that_was_never_started_is_closed(ipc: Place) -> None:
+    Service(ipc.resolve("ps"), PS, echo).close()
+    with ipc.serve(), ipc.channel() as channel:
+        channel.request(PING, timeout=10)
+
+
+def test_a_service_can_be_closed_by_its_handler(ipc: Place) -> None:
+    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+        service.close()
+        return messages.Done(), ()
+
+    with ipc.serve(handler) as service, ipc.channel() as channel:
+        assert channel.request(PING, timeout=10)[0] == messages.Done()
+
+
+def test_a_forked_process_has_sockets_of_its_own(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    code = f"""
+import os
+from replicax.transport import addresses, messages
+from replicax.transport.channel import Channel
+from replicax.transport.service import Service
+from replicax.transport.tasks import Task
+echo = lambda caller, envelope, buffers: (envelope.body, buffers)
+place = addresses.resolve("ipc://{tmp_path}/s")
+ps, me = Task("ps", 0), Task("coordinator", 0)
+with Service(place, ps, echo) as service, Channel(place, me, peer=ps) as mine:
+    service.start()
+    mine.request(messages.Ping(1), timeout=10)
+    pid = os.fork()
+    if pid == 0:
+        with Channel(place, me, peer=ps) as channel:
+            is_good = channel.request(messages.Ping(2), timeout=10)[0] == messages.Ping(2)
+        os._exit(0 if is_good else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert mine.request(messages.Ping(3), timeout=10)[0] == messages.Ping(3)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+
+
+def test_the_answer_to_a_stranger_of_this_process_is_known() -> None:
+    assert refusals.is_hello_first(refusals.hello_first())
+    assert not refusals.is_hello_first(messages.Refused("ProtocolError", "else"))
+    assert refusals.to_error(messages.Refused("message", "x")).args == ("x",)

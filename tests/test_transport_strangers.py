@@ -1,0 +1,331 @@
+"""Bytes that nobody should have sent, and callers that should not have called."""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+from transport_partners import COORDINATOR, PS, WORKER, Place, Stranger, random_body
+
+from replicax import errors
+from replicax.transport import addresses, codec, limits, messages
+from replicax.transport import keys as key_files
+from replicax.transport.authenticator import guard_client
+from replicax.transport.channel import Channel
+from replicax.transport.tasks import Task
+
+PING = messages.Ping(0)
+
+
+class Reached:
+    """A handler that remembers what reached it."""
+
+    def __init__(self) -> None:
+        self.bodies: list[Any] = []
+
+    def __call__(self, caller: Any, envelope: Any, buffers: Any) -> Any:
+        self.bodies.append(envelope.body)
+        return messages.Done(), buffers
+
+
+@pytest.fixture
+def reached() -> Reached:
+    return Reached()
+
+
+@pytest.fixture
+def ipc(tmp_path: Path) -> Place:
+    return Place("ipc", tmp_path)
+
+
+@pytest.fixture
+def tcp(tmp_path: Path) -> Place:
+    return Place("tcp", tmp_path)
+
+
+# Malformed messages.
+
+
+def _malformed(rng: random.Random) -> Iterator[list[bytes]]:
+    """Random, truncated and mutated messages, without end."""
+    bodies = [messages.Exchange, messages.CreatePart, messages.Run, messages.Finished]
+    while True:
+        yield [rng.randbytes(rng.randrange(200)) for _ in range(rng.randrange(1, 4))]
+        body = random_body(rng.choice(bodies), rng)
+        good = [bytes(f) for f in codec.encode("j", 1, 99, 1, body, [b"x" * rng.randrange(99)])]
+        yield [good[0][: rng.randrange(len(good[0]))], *good[1:]]
+        flipped = bytearray(good[0])
+        flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+        yield [bytes(flipped), *good[1:], b"more"]
+        yield [b"\x96" + rng.randbytes(50)]
+        yield [b"\xdd\xff\xff\xff\xff" * 10]  # an array of 2**32 - 1
+        yield [b"\x91" * 5_000]
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["before", "after"])
+def test_bar44_malformed_messages_do_nothing(
+    ipc: Place, reached: Reached, caplog: pytest.LogCaptureFixture, is_known: bool
+) -> None:
+    process = psutil.Process()
+    with (
+        caplog.at_level(logging.WARNING),
+        ipc.serve(reached) as service,
+        Stranger(service.url) as stranger,
+        ipc.channel() as good,
+    ):
+        stranger.connect()
+        if is_known:
+            stranger.hello()
+            assert type(stranger.hear()) is messages.Welcome
+        good.request(PING, timeout=20)
+        before = process.memory_info().rss
+        num_fds = process.num_fds()
+        stream = _malformed(random.Random(7))
+        for i in range(1_000):
+            stranger.socket.send_multipart(next(stream))
+            while stranger.socket.poll(0):
+                stranger.socket.recv_multipart()
+            if i % 100 == 0:
+                assert good.request(messages.Ping(i), timeout=20)[0] == messages.Done()
+        assert good.request(PING, timeout=20)[0] == messages.Done()
+        assert process.memory_info().rss - before < 5 << 20
+        assert abs(process.num_fds() - num_fds) <= 2
+    assert {type(b) for b in reached.bodies} == {messages.Ping}
+    lines = [r for r in caplog.records if "dropped" in r.getMessage()]
+    duration = lines[-1].created - lines[0].created
+    assert 1 <= len(lines) <= duration + 2
+
+
+def test_a_message_without_hello_is_told_so(ipc: Place, reached: Reached) -> None:
+    with ipc.serve(reached) as service, Stranger(service.url) as stranger:
+        stranger.connect()
+        for body in (PING, messages.Ship("0" * 64)):
+            stranger.say(body, [b"x" * 100_000])
+            answer = stranger.hear()
+            assert answer.code == "ProtocolError"
+            assert answer.text.startswith("hello first")
+    assert reached.bodies == []
+
+
+def test_a_long_first_message_is_not_decoded(
+    ipc: Place, reached: Reached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded_by: set[str] = set()
+    decode = codec.decode
+
+    def watched(frames: Any) -> Any:
+        decoded_by.add(threading.current_thread().name)
+        return decode(frames)
+
+    monkeypatch.setattr(codec, "decode", watched)
+    with ipc.serve(reached) as service, Stranger(service.url) as stranger:
+        stranger.connect()
+        stranger.hello(library="x" * limits.GREETING)
+        assert stranger.hear().text.startswith("hello first")
+    assert decoded_by == {threading.main_thread().name}
+
+
+@pytest.mark.parametrize("size", [(1 << 31) + 1, 1 << 32, (1 << 63) - 1])
+def test_bar45_a_huge_frame_closes_the_connection(ipc: Place, reached: Reached, size: int) -> None:
+    """Speaks the wire format by hand, as ZeroMQ itself would not send such a length."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    with ipc.serve(reached), socket.socket(socket.AF_UNIX) as raw, ipc.channel() as good:
+        good.request(PING, timeout=20)
+        before = psutil.Process().memory_info().rss
+        raw.settimeout(20)
+        raw.connect(ipc.resolve("ps").path)
+        raw.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+        raw.sendall(b"\x02" + size.to_bytes(8, "big") + b"x" * 1000)
+        while raw.recv(4096):
+            pass
+        assert psutil.Process().memory_info().rss - before < 1 << 20
+        assert good.request(PING, timeout=20)[0] == messages.Done()
+    assert reached.bodies == [PING, PING]
+
+
+def test_bar46_silent_connections_are_closed(
+    tcp: Place, reached: Reached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HANDSHAKE", 0.3)
+    with tcp.serve(reached) as service:
+        host, _, port = service.address.rpartition(":")
+        silent = [socket.create_connection((host, int(port)), timeout=20) for _ in range(50)]
+        with tcp.channel() as good:
+            assert good.request(PING, timeout=20)[0] == messages.Done()
+        for one in silent:
+            while one.recv(100):  # the listener's own greeting, then the end
+                pass
+            one.close()
+
+
+# Versions.
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"version": messages.VERSION + 1}, f"protocol {messages.VERSION + 1}"),
+        ({"version": messages.VERSION - 1}, f"protocol {messages.VERSION - 1}"),
+        ({"python": "3.1"}, "Python 3.1"),
+        ({"library": "77.8.9"}, "replicax 77.8.9"),
+    ],
+    ids=str,
+)
+def test_bar49_other_versions_are_refused_with_both(
+    ipc: Place, reached: Reached, changes: Any, shown: str
+) -> None:
+    with ipc.serve(reached) as service, Stranger(service.url) as stranger:
+        stranger.connect()
+        stranger.hello(**changes)
+        answer = stranger.hear()
+        assert answer.code == "ProtocolError"
+        assert shown in answer.text
+        assert f"protocol {messages.VERSION}, Python" in answer.text
+        stranger.say(PING)
+        assert stranger.hear().text.startswith("hello first")
+    assert reached.bodies == []
+
+
+def test_bar49_a_channel_raises_what_the_versions_are(
+    ipc: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicax.transport.service.library_version", lambda: "99.1.0")
+    with (
+        ipc.serve(),
+        ipc.channel() as channel,
+        pytest.raises(errors.ProtocolError, match=r"replicax 99\.1\.0"),
+    ):
+        channel.request(PING, timeout=20)
+
+
+def test_patch_versions_may_differ(ipc: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    from replicax.transport.tasks import library_version
+
+    minor = library_version().rpartition(".")[0]
+    monkeypatch.setattr("replicax.transport.service.library_version", lambda: f"{minor}.999")
+    with ipc.serve(), ipc.channel() as channel:
+        channel.request(PING, timeout=20)
+
+
+# Roles.
+
+_FORBIDDEN = [
+    (WORKER, PS, messages.CreatePart(1, "v", (1,), "float32", messages.Given())),
+    (WORKER, PS, messages.Attach([], {})),
+    (WORKER, PS, messages.Fence([1])),
+    (WORKER, PS, messages.Ship("0" * 64)),
+    (COORDINATOR, PS, messages.Ship("0" * 64)),
+    (COORDINATOR, PS, messages.Finished([])),
+    (COORDINATOR, WORKER, messages.Exchange([], [])),
+]
+
+
+@pytest.mark.parametrize("scheme", ["inproc", "ipc", "tcp"])
+@pytest.mark.parametrize(("me", "peer", "body"), _FORBIDDEN, ids=lambda x: type(x).__name__)
+def test_bar42_a_role_may_ask_only_what_is_its_own(
+    tmp_path: Path, reached: Reached, scheme: str, me: Task, peer: Task, body: messages.Body
+) -> None:
+    place = Place(scheme, tmp_path)
+    with place.serve(reached, peer), place.channel(me, peer) as channel:
+        with pytest.raises(errors.PermissionDeniedError, match=f"{me} sent {type(body).__name__}"):
+            channel.request(body, [b"payload"], timeout=20)
+        assert reached.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("me", "peer"), [(WORKER, Task("worker", 1)), (PS, WORKER), (PS, Task("ps", 1))]
+)
+def test_bar42_some_roles_may_not_call_at_all(
+    ipc: Place, reached: Reached, me: Task, peer: Task
+) -> None:
+    with (
+        ipc.serve(reached, peer),
+        ipc.channel(me, peer) as channel,
+        pytest.raises(errors.PermissionDeniedError, match=f"a {me.role} called"),
+    ):
+        channel.request(PING, timeout=20)
+    assert reached.bodies == []
+
+
+# Keys.
+
+
+@pytest.mark.parametrize("who", ["no key", "new key", "keys of another cluster"])
+def test_bar42_strangers_without_a_known_key_are_refused(
+    tcp: Place, tmp_path: Path, reached: Reached, who: str
+) -> None:
+    with tcp.serve(reached) as service, Stranger(service.url) as stranger:
+        if who != "no key":
+            other = key_files.load(key_files.make(tmp_path / "other"), "coordinator")
+            ours = tcp.key("worker")
+            assert ours is not None
+            server = ours.public_keys["ps"] if who == "new key" else other.public_keys["ps"]
+            guard_client(stranger.socket, other, server)
+        monitor = stranger.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
+        )
+        stranger.connect()
+        stranger.hello()
+        assert monitor.poll(20_000)
+        event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+        assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        stranger.socket.disable_monitor()
+        monitor.close()
+        assert stranger.hear(0.2) is None
+        with tcp.channel() as good:
+            assert good.request(PING, timeout=20)[0] == messages.Done()
+    assert reached.bodies == [PING]
+
+
+def test_bar42_a_key_cannot_claim_another_role(tcp: Place, reached: Reached) -> None:
+    keys = tcp.key("worker")
+    assert keys is not None
+    with tcp.serve(reached) as service, Stranger(service.url) as stranger:
+        guard_client(stranger.socket, keys, keys.public_keys["ps"])
+        stranger.connect()
+        stranger.hello("coordinator")
+        answer = stranger.hear()
+        assert answer.code == "PermissionDeniedError"
+        assert "a coordinator with the key of a worker" in answer.text
+        stranger.say(messages.CreatePart(1, "v", (1,), "float32", messages.Given()))
+        assert stranger.hear().text.startswith("hello first")
+    assert reached.bodies == []
+
+
+def test_a_channel_with_unknown_keys_is_told_so(tcp: Place, tmp_path: Path) -> None:
+    other = key_files.load(key_files.make(tmp_path / "other"), "coordinator")
+    ours = tcp.key("coordinator")
+    assert ours is not None
+    mixed = key_files.Keys("coordinator", other.public, other.secret, ours.public_keys)
+    with tcp.serve() as service:
+        place = addresses.resolve(service.address, None, mixed)
+        with (
+            Channel(place, COORDINATOR, mixed, peer=PS) as channel,
+            pytest.raises(errors.PermissionDeniedError, match=r"/job:ps/task:0 .*keys"),
+        ):
+            channel.request(PING, timeout=20)
+
+
+def test_a_caller_does_not_talk_to_a_server_without_the_right_key(
+    tcp: Place, tmp_path: Path, reached: Reached
+) -> None:
+    """A worker's key cannot pose as a parameter server."""
+    keys = tcp.key("worker")
+    assert keys is not None
+    with tcp.serve(reached, WORKER) as service:
+        place = addresses.resolve(service.address, None, keys)
+        with (
+            Channel(place, COORDINATOR, tcp.key("coordinator"), peer=PS) as channel,
+            pytest.raises(errors.PSUnavailableError, match="/job:ps/task:0"),
+        ):
+            channel.request(PING, timeout=20)
+    assert reached.bodies == []
