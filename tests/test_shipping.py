@@ -258,7 +258,7 @@ def generate() -> Any:
         (Guarded, r"captured 'thing'\.parts\['a'\]\[1\] is a <class '_thread.lock'>"),
         (generate, r"captured 'thing' is a <class 'generator'>"),
         (
-            lambda: Path(os.devnull).open("rb"),
+            lambda: os.fdopen(os.open(os.devnull, os.O_RDONLY), "rb"),
             r"captured 'thing' is a <class '_io.BufferedReader'>",
         ),
     ],

@@ -62,7 +62,9 @@ class Dispatcher:
             if not self.crew.hungry:
                 return
         else:
-            self.crew.workers[closure.pin].errands.append(closure)
+            worker = self.crew.workers[closure.pin]
+            worker.errands.append(closure)
+            worker.asked_s = now
         self._perform(self.crew.dispatch(self.queue, now))
 
     def add_resource(self, *args: Any) -> Resource:

@@ -334,11 +334,12 @@ class Policy:
     def _check_errands(self, now: float) -> list[Action]:
         """Gives up errands of workers that have been away for too long."""
         actions: list[Action] = []
+        limit_s = self._timing.no_workers_s
         for worker in self.crew.workers:
             if worker.state is WorkerState.READY:
                 worker.ready_s = now
-            elif worker.errands and now - worker.ready_s > self._timing.no_workers_s:
-                error = verdicts.worker_gone(worker, self._timing.no_workers_s)
+            elif worker.errands and now - max(worker.ready_s, worker.asked_s) > limit_s:
+                error = verdicts.worker_gone(worker, limit_s)
                 actions.append(Abandon(list(worker.errands), error))
                 worker.errands.clear()
         return actions

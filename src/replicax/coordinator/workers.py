@@ -40,6 +40,7 @@ class Worker:
       functions: The functions that this life of it has, the last used at the end.
       heard_s: When it last gave a sign of life.
       ready_s: When it was last ready.
+      asked_s: When it was last given an errand.
       since_s: Since when the first closure of the window may be running.
       estimate_s: How long its closures take; None if that is not known.
       benched_s: Until when it gets nothing, because it cannot reach a server that others can.
@@ -59,6 +60,7 @@ class Worker:
         self.heard_s = now
         self.since_s = now
         self.ready_s = now
+        self.asked_s = now
         self.estimate_s: float | None = None
         self.benched_s = 0.0
         self.is_refused = False

@@ -157,7 +157,7 @@ def uniform_element(closed: Any) -> np.ndarray | None:
     >>> uniform_element(jax.make_jaxpr(lambda: jnp.full((2, 3), 7.0))()).item()
     7.0
     """
-    found = _uniform_results(closed.jaxpr, closed.consts, [])
+    found = _uniform_results(closed.jaxpr, closed.consts, [None] * len(closed.in_avals))
     element = None if found is None else found[0]
     return None if element is None else element.astype(closed.out_avals[0].dtype)
 

@@ -78,18 +78,19 @@ class RemoteOptimizer:
       name: For messages.
       number: The number of the optimizer on the servers.
       trained: The variables that it changes.
-      home: How the servers are reached.
     """
 
     name = "the state of an optimizer"
 
-    def __init__(
-        self, number: int, trained: Sequence[Variable], state: Sequence[Variable], home: Home
-    ) -> None:
+    def __init__(self, number: int, trained: Sequence[Variable], state: Sequence[Variable]) -> None:
         self.number = number
         self.trained = list(trained)
         self._state = list(state)
-        self.home = home
+
+    @property
+    def home(self) -> Home:
+        """How the servers are reached: not kept, as it stays behind when a step travels."""
+        return self.trained[0].components[0].home  # type: ignore[attr-defined]
 
     def touches(self, variable: Any) -> bool:
         """Tells whether a step changes a variable."""
@@ -313,5 +314,4 @@ def make_remote(
     ]
     shared = [*(state.variables[p] for p in program.places(None)), count]
     number = host.register(shared, updates)
-    home = variables[0].components[0].home  # type: ignore[attr-defined]
-    return state, count, RemoteOptimizer(number, variables, [*state.variables, count], home)
+    return state, count, RemoteOptimizer(number, variables, [*state.variables, count])

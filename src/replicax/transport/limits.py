@@ -17,7 +17,7 @@ ALIGNMENT = 64
 
 # Frames from here on are sent from the memory they lie in. Below, a copy costs less than the
 # thread that ZeroMQ's Python side needs to learn when the memory is free again.
-LENT = 128 * KIB
+LENT = 512 * KIB
 
 # Messages that wait in one direction of one connection, and questions of a channel without answer.
 QUEUE = 1_000
