@@ -16,6 +16,8 @@ rx.set_virtual_cpu_devices(8)
 import jax  # noqa: E402
 import psutil  # noqa: E402
 import pytest  # noqa: E402
+from parameter_servers import desk as desk  # noqa: E402
+from parameter_servers import shared_cluster as shared_cluster  # noqa: E402
 from strategies_under_test import STRATEGIES  # noqa: E402
 
 # Threads of JAX and of the pool that keeps replica threads for a second.

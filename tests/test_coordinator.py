@@ -677,6 +677,49 @@ def test_bar12_a_worker_that_forgot_a_function_gets_it_again(make: Any) -> None:
     coordinator.join(timeout=10)
 
 
+def test_a_closure_that_cannot_be_sent_fails_alone(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = make(workers=1)
+    coordinator = setting.coordinator
+    setting.until_ready(0)
+    hub = coordinator._engine._hub
+    send = hub.send
+
+    def choosy(task: Task, body: Any, buffers: Any = (), request: int = 0) -> None:
+        if isinstance(body, messages.Run) and any(len(b) > 100_000 for b in buffers):
+            raise errors.ResourceExhaustedError("more than a message may have")
+        send(task, body, buffers, request)
+
+    monkeypatch.setattr(hub, "send", choosy)
+    small = coordinator.schedule(len, args=("x" * 10,))
+    large = coordinator.schedule(len, args=("x" * 200_000,))
+    with pytest.raises(errors.ResourceExhaustedError, match="more than"):
+        coordinator.join(timeout=10)
+    assert small.fetch(timeout=10) == 10
+    with pytest.raises(errors.ResourceExhaustedError):
+        large.fetch()
+    assert coordinator.schedule(add, args=(1,)).fetch(timeout=10) == 2
+
+
+def test_bar16_lost_messages_are_said_again(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = make(workers=1)
+    coordinator = setting.coordinator
+    assert coordinator.schedule(add, args=(1,)).fetch(timeout=10) == 2
+    hub = coordinator._engine._hub
+    send, lost = hub.send, []
+
+    def losing(task: Task, body: Any, *rest: Any) -> None:
+        if isinstance(body, messages.Run) and not lost:
+            lost.append(body)
+        else:
+            send(task, body, *rest)
+
+    monkeypatch.setattr(hub, "send", losing)
+    assert coordinator.schedule(note, args=(7,)).fetch(timeout=10) == 7
+    assert lost
+
+
 def test_a_coordinator_that_was_replaced_says_so(make: Any) -> None:
     setting = make(workers=1)
     setting.until_ready(0)

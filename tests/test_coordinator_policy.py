@@ -238,6 +238,22 @@ def test_T113_a_worker_whose_connection_broke_shortly_gets_everything_again() ->
     assert actions == [act.FenceAt([0, 1], 11), act.Greet(0)]
 
 
+def test_bar16_what_was_lost_on_the_way_is_said_again() -> None:
+    desk = Desk(1)
+    desk.ready(0, 11)
+    desk.put(2)
+    desk.dispatch()
+    assert desk.policy.worker_reported(0, True) == [], "its results may be on the way"
+    assert desk.policy.worker_reported(0, False) == []
+    assert desk.policy.worker_reported(0, True) == []
+    desk.finish(0, 0)
+    assert desk.policy.worker_reported(0, True) == [], "something came"
+    assert desk.policy.worker_reported(0, True) == [act.Resend(0)]
+    desk.finish(0, 1)
+    for _ in range(3):
+        assert desk.policy.worker_reported(0, True) == []
+
+
 def test_bar8_a_closure_that_ends_three_workers_is_not_tried_again() -> None:
     desk = Desk(1)
     closures = desk.put(2)

@@ -402,14 +402,14 @@ import numpy as np
 from parameter_store_client import Caller
 from replicax.parameter_server import memory
 caller = Caller().attach()
-caller.fill(0, (20_000_000, 64))
+caller.fill(0, (8_000_000, 64))
 before = memory.resident_bytes()
-ids = np.sort(np.random.default_rng(0).choice(20_000_000, 500, replace=False))
+ids = np.sort(np.random.default_rng(0).choice(8_000_000, 500, replace=False))
 rows = np.ones((500, 64), np.float32)
 caller.update("scatter_add", 0, ids.astype(np.int32), rows)
 assert (caller.read(0, rows=ids) == 1).all()
-assert (caller.read(0, rows=[19_999_999 - (19_999_999 in ids)]) == 0).all()
-assert caller.figures()["bytes"] == 20_000_000 * 64 * 4
+assert (caller.read(0, rows=[7_999_999 - (7_999_999 in ids)]) == 0).all()
+assert caller.figures()["bytes"] == 8_000_000 * 64 * 4
 grown = memory.resident_bytes() - before
 assert grown < 32 << 20, grown
 """

@@ -272,6 +272,15 @@ def test_bar42_workers_may_only_exchange(caller: Caller, body: messages.Body) ->
     assert caller.read(0) == 0
 
 
+def test_numbers_are_not_negative(caller: Caller) -> None:
+    with pytest.raises(rx.errors.InvalidArgumentError, match="numbers from 0"):
+        caller.create(-1, np.float32(0))
+    with pytest.raises(rx.errors.InvalidArgumentError, match="numbers from 0"):
+        caller.ask(messages.RegisterOptimizer(-1, [], [], 0))
+    (failure,) = caller.push(ADD, buffers=[ONE], closure=-1)
+    assert failure.code == "FencedError"
+
+
 def test_what_is_not_for_parameter_servers_is_refused(caller: Caller) -> None:
     with pytest.raises(rx.errors.ProtocolError, match="Cancel"):
         caller.ask(messages.Cancel([1]))

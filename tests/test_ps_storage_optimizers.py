@@ -241,6 +241,30 @@ def test_bad_registrations_are_refused(caller: Caller) -> None:
     assert caller.read(2) == 1
 
 
+def test_an_optimizer_without_parts_here_is_accepted(caller: Caller) -> None:
+    caller.ask(messages.RegisterOptimizer(4, [], [], 0))
+    assert caller.push(messages.Apply(0, 4, [])) == []
+
+
+def test_steps_on_different_sets_of_parts(caller: Caller) -> None:
+    counting(caller)
+    first = messages.Gradient(0, False), np.ones((20, 2), np.float32)
+    second = messages.Gradient(1, False), np.ones((4, 2), np.float32)
+    for chosen in ([first], [second], [first, second], [second, first]):
+        step = messages.Apply(0, 0, [gradient for gradient, _ in chosen])
+        assert caller.push(step, buffers=[value for _, value in chosen]) == []
+    assert (caller.read(0) == 3).all() and (caller.read(1) == 3).all() and caller.read(2) == 4
+
+
+def test_a_program_that_changes_shapes_is_refused(caller: Caller) -> None:
+    caller.create(0, np.zeros((4, 2), np.float32))
+    double = exported(lambda g, v: (jnp.concatenate([v, g]),), open_rows(2), open_rows(2))
+    spec = messages.RegisterOptimizer(0, [], [messages.TrainedPart(0, [], 0, True)], 1)
+    with pytest.raises(rx.errors.InvalidArgumentError, match="keep the shapes"):
+        caller.ask(spec, [double])
+    assert (caller.read(0) == 0).all()
+
+
 def test_an_optimizer_may_be_registered_anew_with_more_parts(caller: Caller) -> None:
     spec = counting(caller)
     caller.create(3, np.zeros((6, 2), np.float32))

@@ -195,7 +195,9 @@ def test_code_of_packages_goes_by_name() -> None:
 def test_transformed_functions_travel() -> None:
     doubled = jax.jit(lambda x: x * 2)
     slope = jax.grad(lambda x: jax.nn.relu(x) ** 2)
+    block = jax.checkpoint(lambda x: jnp.sin(x) * SCALE)
     assert travel(lambda x: slope(doubled(x)))(1.5) == 6.0
+    assert travel(jax.grad(block))(0.0) == 3.0
 
 
 def test_datasets_travel() -> None:

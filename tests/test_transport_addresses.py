@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from transport_partners import PS, Place, echo, process
+from transport_partners import PS, Place, echo
 
 from replicax import errors
 from replicax.transport import addresses, messages
@@ -183,17 +181,6 @@ def test_a_taken_place_is_refused_and_stays_taken(tmp_path: Path, scheme: str) -
         assert channel.request(messages.Ping(1), timeout=20)[0] == messages.Ping(1)
 
 
-def test_the_process_that_holds_a_place_is_named(tmp_path: Path) -> None:
-    place = Place("ipc", tmp_path)
-    with process(place.address, 1) as child:
-        with pytest.raises(errors.AddressInUseError, match=f"process {child.pid} "):
-            Service(place.resolve("ps"), PS, echo)
-        child.kill()
-        child.wait()
-        with place.serve():
-            assert stat.S_ISSOCK(os.stat(place.resolve("ps").path).st_mode)
-
-
 def test_addresses_of_other_hosts_cannot_be_bound(tmp_path: Path) -> None:
     keys = key_files.load(key_files.make(tmp_path / "k"), "ps")
     with pytest.raises(errors.InvalidArgumentError, match="of this host"):
@@ -281,13 +268,3 @@ def test_bar48_secrets_are_never_shown(tmp_path: Path, caplog: pytest.LogCapture
     text = caplog.text + "".join(f"{s!r}{s!s}" for s in shown)
     assert all(secret not in text for secret in secrets)
     assert "Keys(role='ps'" in repr(shown[0])
-
-
-def test_nothing_of_zeromq_is_imported_before_it_is_used() -> None:
-    code = """
-import sys
-from replicax.transport import channel, hub, keys, service, addresses
-addresses.resolve("inproc://x")
-assert "zmq" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from replicax.coordinator.closures import Closure, ShippedFunction
 from replicax.coordinator.resources import Resource
 from replicax.coordinator.workers import Worker
+from replicax.foundation import errors
 from replicax.transport import messages
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
@@ -155,8 +156,13 @@ class Courier:
         self._hub.send(Task("worker", worker), messages.DropResources(resources))
 
     def _ship(self, worker: Worker, task: Task, function: ShippedFunction) -> None:
-        if worker.needs_function(function.sha):
+        if not worker.needs_function(function.sha):
+            return
+        try:
             self._hub.send(task, messages.Ship(function.sha), function.buffers)
+        except errors.DistributeError:
+            worker.functions.pop(function.sha, None)
+            raise
 
     def _ask(self, task: Task, body: messages.Attach | messages.Fence) -> None:
         request = next(self._requests)

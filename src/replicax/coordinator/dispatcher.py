@@ -6,7 +6,7 @@ No thread and no lock in here: the engine holds its lock around every call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from replicax.coordinator import actions as act
@@ -18,7 +18,7 @@ from replicax.coordinator.queue import ClosureQueue
 from replicax.coordinator.resources import Resource, ResourceTable
 from replicax.coordinator.status import Meter, Status
 from replicax.coordinator.timing import Timing
-from replicax.coordinator.workers import WorkerState
+from replicax.coordinator.workers import Worker, WorkerState
 from replicax.foundation import errors
 from replicax.transport import messages
 from replicax.transport.tasks import Task
@@ -72,7 +72,7 @@ class Dispatcher:
         resource = self._resources.add(*args)
         for worker in self.crew.workers:
             if worker.state is WorkerState.READY:
-                self._courier.make(worker, resource)
+                self._make(worker, resource)
         return resource
 
     def drop_resources(self, resources: Iterable[int]) -> None:
@@ -98,7 +98,6 @@ class Dispatcher:
 
     def end(self) -> None:
         """Cancels everything and lets the workers go."""
-        self._note(self.queue.cancel_all())
         error = errors.CancelledError(
             errors.message(
                 "A closure runs as long as its coordinator",
@@ -106,6 +105,7 @@ class Dispatcher:
                 "Call `join` before `close`.",
             )
         )
+        self._note(self.queue.report(error))
         errands = [c for w in self.crew.workers for c in (*w.errands, *w.window.values())]
         left = [*self.queue.in_flight.values(), *(c for c in errands if c.pin is not None)]
         self._abandon(act.Abandon(left, error))
@@ -152,8 +152,7 @@ class Dispatcher:
                 self._take_resource(task.index, body)
                 return
             if isinstance(body, messages.Pong):
-                if body.figures.get("attached") == 0:
-                    self._perform(self.policy.worker_disowned(task.index, None, now))
+                self._take_figures(task.index, body.figures, now)
                 return
         self._take_answer(task, envelope.request, body, now)
 
@@ -233,6 +232,12 @@ class Dispatcher:
         self._perform([act.PutBack([closure])])
         return False
 
+    def _take_figures(self, worker: int, figures: Mapping[str, int | float], now: float) -> None:
+        if figures.get("attached") == 0:
+            self._perform(self.policy.worker_disowned(worker, None, now))
+        elif "open" in figures:
+            self._perform(self.policy.worker_reported(worker, figures["open"] == 0))
+
     def _take_resource(self, worker: int, body: messages.ResourceMade) -> None:
         resource = self._resources.get(body.resource)
         if resource is None or body.error is None:
@@ -276,7 +281,7 @@ class Dispatcher:
             return
         self.policy.worker_attached(index, now)
         for resource in self._resources:
-            self._courier.make(worker, resource)
+            self._make(worker, resource)
         self._perform(self.crew.dispatch(self.queue, now))
 
     # What is done.
@@ -291,14 +296,34 @@ class Dispatcher:
     def _release(self, action: act.Release) -> None:
         self._courier.release(action.worker)
 
+    def _make(self, worker: Worker, resource: Resource) -> None:
+        try:
+            self._courier.make(worker, resource)
+        except errors.DistributeError as error:
+            # Harmless, as if the worker had failed to make it.
+            _log.warning("A per-worker %s cannot be sent to %s: %s", resource.kind, worker, error)
+
     def _dispatch(self, action: act.Dispatch) -> None:
-        self._courier.run(self.crew.workers[action.worker], action.closures)
+        worker = self.crew.workers[action.worker]
+        try:
+            self._courier.run(worker, action.closures)
+        except errors.DistributeError:
+            self._dispatch_singly(worker, action.closures)
+
+    def _dispatch_singly(self, worker: Worker, closures: Sequence[Closure]) -> None:
+        """Finds out which of some closures cannot be sent; what comes twice does no harm."""
+        for closure in closures:
+            try:
+                self._courier.run(worker, [closure])
+            except errors.DistributeError as error:
+                del worker.window[closure.id]
+                self._fail(act.Fail(closure, error, cancels=True))
 
     def _resend(self, action: act.Resend) -> None:
         worker = self.crew.workers[action.worker]
         worker.functions.clear()
         for resource in self._resources:
-            self._courier.make(worker, resource)
+            self._make(worker, resource)
         closures = list(worker.window.values())
         if closures:
             self._courier.run(worker, closures)

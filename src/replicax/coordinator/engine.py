@@ -9,11 +9,10 @@ Note [Who runs what]
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from replicax.coordinator import shipping
@@ -190,37 +189,36 @@ class Engine:
 
     def on_connected(self, task: Task, welcome: messages.Welcome) -> None:
         """A task was reached."""
-        with self._event():
-            self._dispatcher.connected(task, welcome.incarnation, time.monotonic())
+        with self._lock:
+            if not self._is_closed:
+                self._dispatcher.connected(task, welcome.incarnation, time.monotonic())
+                self._wake()
 
     def on_lost(self, task: Task, reason: str) -> None:
         """A task cannot be reached any more."""
-        with self._event():
-            self._dispatcher.lost(task, reason, time.monotonic())
+        with self._lock:
+            if not self._is_closed:
+                self._dispatcher.lost(task, reason, time.monotonic())
+                self._wake()
 
     def on_message(
         self, task: Task, envelope: messages.Envelope, buffers: list[memoryview]
     ) -> None:
         """A task said something."""
-        with self._event():
-            self._dispatcher.message(task, envelope, buffers, time.monotonic())
+        with self._lock:
+            if not self._is_closed:
+                self._dispatcher.message(task, envelope, buffers, time.monotonic())
+                self._wake()
 
     def on_idle(self, now: float) -> None:
         """Some time has passed."""
-        with self._event():
+        with self._lock:
+            if self._is_closed:
+                return
             released = [self.released.popleft() for _ in range(len(self.released))]
             if released:
                 self._dispatcher.drop_resources(released)
             self._dispatcher.tick(now)
-
-    @contextlib.contextmanager
-    def _event(self) -> Iterator[None]:
-        """Holds the lock while something is seen to, then wakes whom it concerns."""
-        with self._lock:
-            if self._is_closed:
-                # Said by tasks that have not heard of it yet; nobody is there to care.
-                return
-            yield
             self._wake()
 
     def _wake(self) -> None:

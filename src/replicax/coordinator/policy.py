@@ -119,6 +119,20 @@ class Policy:
         actions = self._fence(worker, "it does not work for this job", now, is_blamed=False)
         return [*actions, self._release(worker)]
 
+    def worker_reported(self, index: int, is_idle: bool) -> list[Action]:
+        """A worker said, with a beat, whether it has closures.
+
+        If it has none, twice, while its window has not changed, then the closures or their
+        results were lost on the way.
+        """
+        worker = self.crew.workers[index]
+        seen = tuple(worker.window) if is_idle else ()
+        was_seen, worker.seen_idle = worker.seen_idle, seen
+        if not seen or seen != was_seen or worker.state is not WorkerState.READY:
+            return []
+        worker.seen_idle = ()
+        return [Resend(index)]
+
     def take_ended(self, index: int, incarnation: int, closure: int) -> Closure | None:
         """Takes a closure out of a worker's window; None if this life does not have it."""
         worker = self.crew.workers[index]

@@ -148,11 +148,6 @@ class ClosureQueue:
         del self.in_flight[closure.id]
         closure.settle(State.FAILED, None, error)
 
-    def withdraw(self, closure: Closure) -> None:
-        """Cancels a closure in flight that its worker has not started."""
-        del self.in_flight[closure.id]
-        self._cancel([closure])
-
     def cancel_all(self) -> list[Closure]:
         """Cancels everything that waits; returns it."""
         cancelled = list(self._waiting)

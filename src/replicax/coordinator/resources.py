@@ -26,7 +26,6 @@ class Resource:
       source: The dataset of an iterator; 0 for the others.
       buffers: The pickled arguments of the function.
       kept: What must stay alive as long as it may have to be made again.
-      failures: On which workers it could not be made, and why.
     """
 
     id: int
@@ -35,7 +34,6 @@ class Resource:
     source: int = 0
     buffers: Sequence[Any] = ()
     kept: Any = None
-    failures: dict[int, BaseException] = dataclasses.field(default_factory=dict)
 
 
 class ResourceTable:
@@ -48,9 +46,6 @@ class ResourceTable:
     def __iter__(self) -> Iterator[Resource]:
         """Goes through them in the order in which they must be made."""
         return iter(self._resources.values())
-
-    def __len__(self) -> int:
-        return len(self._resources)
 
     def add(
         self,

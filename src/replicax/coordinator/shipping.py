@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from replicax.coordinator import captures
+from replicax.coordinator import captures, naming
 from replicax.coordinator.remote_errors import rebuild_error
 from replicax.foundation import errors, lazy
 from replicax.tracing.function import Function
@@ -196,7 +196,7 @@ def _dump_plain(value: Any) -> list[Any]:
 def _dump(value: Any, strategy: Any, name: str) -> list[Any]:
     try:
         return pickling.dump(value, strategy)
-    except pickling.Refusal as refusal:
+    except naming.Refusal as refusal:
         place, _ = captures.locate(value, _travels(strategy), refusal.culprit)
         raise refusal.error(f" ({_words(name, place)})") from None
     except pickling.TooLarge:

@@ -45,6 +45,7 @@ class Worker:
       estimate_s: How long its closures take; None if that is not known.
       benched_s: Until when it gets nothing, because it cannot reach a server that others can.
       is_refused: Whether it has refused to join, and is to be asked again.
+      seen_idle: Its window when it last said that it has nothing to do.
       num_done: How many closures it has finished, over all its lives.
       num_restarts: How often it was lost.
       reason: Why it is not ready, for people.
@@ -64,6 +65,7 @@ class Worker:
         self.estimate_s: float | None = None
         self.benched_s = 0.0
         self.is_refused = False
+        self.seen_idle: tuple[int, ...] = ()
         self.num_done = 0
         self.num_restarts = 0
         self.reason = "it was never reached"

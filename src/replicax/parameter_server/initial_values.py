@@ -166,15 +166,10 @@ def _uniform_results(
     jaxpr: Any, consts: Any, arguments: list[np.ndarray | None]
 ) -> list[np.ndarray | None] | None:
     known: dict[Any, np.ndarray | None] = dict(zip(jaxpr.invars, arguments, strict=True))
-    known |= {
-        var: np.asarray(c) if np.ndim(c) == 0 else None
-        for var, c in zip(jaxpr.constvars, consts, strict=True)
-    }
+    known |= {var: _number(c) for var, c in zip(jaxpr.constvars, consts, strict=True)}
 
     def value(atom: Any) -> np.ndarray | None:
-        if hasattr(atom, "val"):
-            return np.asarray(atom.val) if np.ndim(atom.val) == 0 else None
-        return known.get(atom)
+        return _number(atom.val) if hasattr(atom, "val") else known.get(atom)
 
     for eqn in jaxpr.eqns:
         inputs = [value(atom) for atom in eqn.invars]
@@ -188,3 +183,9 @@ def _uniform_results(
             outs = [None] * len(eqn.outvars)
         known |= dict(zip(eqn.outvars, outs or [], strict=True))
     return [value(atom) for atom in jaxpr.outvars]
+
+
+def _number(constant: Any) -> np.ndarray | None:
+    """Returns a constant if it is one number; a key of jax.random is none."""
+    is_key = jnp.issubdtype(jnp.result_type(constant), jax.dtypes.extended)
+    return None if np.ndim(constant) or is_key else np.asarray(constant)

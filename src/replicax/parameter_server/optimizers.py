@@ -4,6 +4,11 @@ Note [State of an optimizer]: the slots of a part are parts, and so is the state
 no variable, such as a count of steps. All programs of one step get the shared state as it was
 before the step; what the last one returns is kept. So a count grows by one in each step,
 whatever the number of parts that have a gradient in it.
+
+Note [Programs of a step]: starting a program costs more than the work of a small part. All
+gradients of whole parts in a step therefore go through one compiled program. Gradients of rows
+have one each, for their number of rows filled up to a power of two: put together, there would be
+a program for each combination of those numbers.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from replicax.transport import messages
 
 # The smallest number of rows that a program is compiled for; then powers of two.
 _FEWEST_ROWS = 8
+# How many compiled programs an optimizer keeps; a training loop needs a few.
+_MOST_PROGRAMS = 256
 
 FindPart = Callable[[int], Part]
 
@@ -31,6 +38,7 @@ class _Trained:
 
     part: Part
     state: tuple[Part, ...]
+    index: int
     program: programs.Program
     is_row_wise: bool
 
@@ -58,6 +66,7 @@ class Optimizer:
         self._keys = [program.key for program in loaded]
         self._shared = tuple(find(number) for number in spec.shared)
         self._trained: dict[int, _Trained] = {}
+        self._compiled: dict[Any, programs.Compiled] = {}
         slots = [number for trained in spec.trained for number in trained.slots]
         self.state = frozenset([*slots, *spec.shared])
         self._require_distinct([*(t.part for t in spec.trained), *slots, *spec.shared])
@@ -65,10 +74,12 @@ class Optimizer:
             self._trained[trained.part] = self._adopt(trained, loaded, find)
 
     def warm_up(self) -> None:
-        """Compiles what a step with gradients of whole parts needs."""
-        for trained in self._trained.values():
-            if trained.part.num_bytes:
-                self._compile(trained, None)
+        """Compiles what a step with gradients of all parts needs, where they are whole."""
+        full = [trained for trained in self._trained.values() if trained.part.num_bytes]
+        # Parts that can be changed by rows usually are, if there are others.
+        usual = [trained for trained in full if not trained.is_row_wise] or full
+        if usual:
+            self._whole(usual)
 
     def is_made_by(self, spec: messages.RegisterOptimizer, buffers: Sequence[Any]) -> bool:
         """Tells whether a request is a repetition of the one that made it."""
@@ -95,7 +106,8 @@ class Optimizer:
           InvalidArgumentError: A part has two gradients, or rows are out of range.
           ProtocolError: A gradient has the wrong size.
         """
-        gradients: list[_Gradient] = []
+        whole: list[_Gradient] = []
+        rows: list[_Gradient] = []
         position = 0
         seen: set[int] = set()
         for gradient in apply.gradients:
@@ -108,9 +120,39 @@ class Optimizer:
             position += used
             # A program knows no arrays without rows; there is nothing to do for them.
             if trained.part.num_bytes:
-                self._compile(trained, None if checked.taken is None else checked.taken.size)
-                gradients.append(checked)
-        return Step(gradients, self._shared)
+                (whole if checked.numbers is None else rows).append(checked)
+        runs = [_Run([g], self._rows(g.trained, g.gradient.shape[0])) for g in rows]
+        if whole:
+            runs.append(_Run(whole, self._whole([g.trained for g in whole])))
+        return Step(runs, self._shared)
+
+    def _whole(self, trained: Sequence[_Trained]) -> programs.Compiled:
+        """Returns the program that changes some parts as a whole."""
+        key = tuple(t.part.spec.part for t in trained)
+        compiled = self._compiled.get(key)
+        return compiled or self._compile(key, [(t, t.shapes(None)) for t in trained])
+
+    def _rows(self, trained: _Trained, num_rows: int) -> programs.Compiled:
+        """Returns the program that changes so many rows of a part."""
+        shapes = trained.shapes(num_rows)
+        key = trained.index, *shapes
+        compiled = self._compiled.get(key)
+        return compiled or self._compile(key, [(trained, shapes)])
+
+    def _compile(
+        self, key: Any, trained: Sequence[tuple[_Trained, list[programs.Shape]]]
+    ) -> programs.Compiled:
+        shared = [part.shape for part in self._shared]
+        bundle = [(t.program, shapes) for t, shapes in trained]
+        compiled = programs.Compiled(bundle, shared, self.label)
+        kept = [shape for _, shapes in trained for shape in shapes[1:]] + shared
+        if compiled.shapes != kept:
+            raise self._invalid(f"programs that keep the shapes {kept}", f"{compiled.shapes} came")
+        if len(self._compiled) >= _MOST_PROGRAMS:
+            # The oldest goes; threads that use it hold it.
+            self._compiled.pop(next(iter(self._compiled)), None)
+        self._compiled[key] = compiled
+        return compiled
 
     def _adopt(
         self, trained: messages.TrainedPart, loaded: list[programs.Program], find: FindPart
@@ -138,16 +180,13 @@ class Optimizer:
         if trained.is_row_wise and any(slot.num_rows != part.num_rows for slot in slots):
             required = f"as many rows in the slots as in {part.label}, to change some rows alone"
             raise self._invalid(required, f"they have {[slot.num_rows for slot in slots]}")
-        return _Trained(part, (part, *slots), program, trained.is_row_wise and bool(part.shape))
+        is_row_wise = trained.is_row_wise and bool(part.shape)
+        return _Trained(part, (part, *slots), trained.program, program, is_row_wise)
 
     def _require_distinct(self, numbers: list[int]) -> None:
         if len(set(numbers)) < len(numbers):
             twice = sorted({number for number in numbers if numbers.count(number) > 1})
             raise self._invalid("each part in one place", f"parts {twice} are named twice")
-
-    def _compile(self, trained: _Trained, num_rows: int | None) -> None:
-        shared = [part.shape for part in self._shared]
-        trained.program.compile([*trained.shapes(num_rows), *shared])
 
     def _unexpected(self, number: int, *, is_known: bool) -> errors.DistributeError:
         if is_known:
@@ -172,15 +211,37 @@ class _Gradient:
 
     Attributes:
       trained: What it changes.
-      rows: The gradient.
+      gradient: The gradient.
       numbers: The rows that it changes; None for all.
       taken: The rows to read for it: the same, filled up.
     """
 
     trained: _Trained
-    rows: np.ndarray
+    gradient: np.ndarray
     numbers: np.ndarray | None = None
     taken: np.ndarray | None = None
+
+    def arguments(self) -> list[np.ndarray]:
+        """Returns what its program takes, but for the shared state."""
+        if self.taken is None:
+            return [self.gradient, *(part.value for part in self.trained.state)]
+        return [self.gradient, *(part.take_rows(self.taken) for part in self.trained.state)]
+
+    def store(self, results: Sequence[np.ndarray]) -> None:
+        """Keeps what its program returned."""
+        for part, value in zip(self.trained.state, results, strict=True):
+            if self.numbers is None:
+                part.adopt(value)
+            else:
+                part.put_rows(self.numbers, value[: self.numbers.size])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Gradients that one compiled program takes."""
+
+    gradients: list[_Gradient]
+    compiled: programs.Compiled
 
 
 def _checked(trained: _Trained, gradient: messages.Gradient, buffers: Sequence[Any]) -> _Gradient:
@@ -221,46 +282,27 @@ def _padded(trained: _Trained, numbers: np.ndarray, rows: np.ndarray) -> _Gradie
 class Step:
     """One step of an optimizer on one server; see Note [State of an optimizer]."""
 
-    def __init__(self, gradients: list[_Gradient], shared: tuple[Part, ...]) -> None:
-        self._gradients = gradients
+    def __init__(self, runs: list[_Run], shared: tuple[Part, ...]) -> None:
+        self._runs = runs
         self._shared = shared
-        mine = [part for gradient in gradients for part in gradient.trained.state]
-        self.parts: Sequence[Part] = (*mine, *shared)
+        gradients = [gradient for run in runs for gradient in run.gradients]
+        self.parts: Sequence[Part] = (*(p for g in gradients for p in g.trained.state), *shared)
         self.num_rows = sum(g.numbers.size for g in gradients if g.numbers is not None)
 
     def make(self) -> None:
         """Makes the step: nothing is written before every program has run."""
         shared = [part.value for part in self._shared]
-        results = [_run(gradient, shared) for gradient in self._gradients]
-        for gradient, result in zip(self._gradients, results, strict=True):
-            state = gradient.trained.state
-            for part, value in zip(state, result[: len(state)], strict=True):
-                if gradient.numbers is None:
-                    part.adopt(value)
-                else:
-                    part.put_rows(gradient.numbers, value[: gradient.numbers.size])
+        results: list[list[np.ndarray]] = []
+        for run in self._runs:
+            arguments = [a for gradient in run.gradients for a in gradient.arguments()]
+            results.append(run.compiled.call([*arguments, *shared]))
+        for run, result in zip(self._runs, results, strict=True):
+            start = 0
+            for gradient in run.gradients:
+                count = len(gradient.trained.state)
+                gradient.store(result[start : start + count])
+                start += count
         if results:
-            last = results[-1][len(self._gradients[-1].trained.state) :]
+            last = results[-1][len(results[-1]) - len(self._shared) :]
             for part, value in zip(self._shared, last, strict=True):
                 part.adopt(value)
-
-
-def _run(gradient: _Gradient, shared: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns what the program of a part makes of a gradient."""
-    trained, taken = gradient.trained, gradient.taken
-    if taken is None:
-        state = [part.value for part in trained.state]
-    else:
-        state = [part.take_rows(taken) for part in trained.state]
-    arguments = [gradient.rows, *state, *shared]
-    results = trained.program.call(arguments)
-    for argument, result in zip(arguments[1:], results, strict=True):
-        if result.shape != argument.shape:
-            raise errors.InvalidArgumentError(
-                errors.message(
-                    f"The program for {trained.part.label} must keep the shape {argument.shape}",
-                    f"it returned {result.shape}",
-                    "Register the optimizer again.",
-                )
-            )
-    return results

@@ -28,6 +28,8 @@ from replicax.transport import messages
 
 # Smaller parts are made without asking the system what is left.
 _ASKED_FROM_BYTES = 1 << 20
+# How many compiled programs for initial values are kept.
+_MOST_INITIALIZERS = 16
 
 # A change that is new and was found to be good, and what it is known by.
 Checked = tuple[Key, rules.Change]
@@ -46,6 +48,8 @@ class Storage:
         self._changing = changing
         self._parts: dict[int, Part] = {}
         self._optimizers: dict[int, optimizers.Optimizer] = {}
+        # Many parts start alike; the one that was used last comes last. Used under `slow`.
+        self._initializers: dict[Any, programs.Compiled] = {}
         self.once = OnceTable()
 
     def part(self, number: int) -> Part:
@@ -63,6 +67,7 @@ class Storage:
 
     def create(self, spec: messages.CreatePart, buffers: Sequence[Any]) -> None:
         """Makes a part; if it is there already from the same request, it stays as it is."""
+        self._require_number(spec.part)
         dtype = self._checked_dtype(spec)
         with self._slow:
             known = self._parts.get(spec.part)
@@ -87,6 +92,7 @@ class Storage:
         """Makes an optimizer, or makes it anew if the request differs from the one before."""
         if len(buffers) != spec.num_programs:
             raise self._miscounted(spec.num_programs, len(buffers))
+        self._require_number(spec.optimizer)
         with self._slow:
             known = self._optimizers.get(spec.optimizer)
             if known is not None and known.is_made_by(spec, buffers):
@@ -202,8 +208,8 @@ class Storage:
             source = self.part(number)
             with source.lock:
                 arguments.append(source.value.copy())
-        program = programs.Program(buffer, part.label)
-        results = program.call(arguments)
+        shapes = tuple(argument.shape for argument in arguments)
+        results = self._initializer(buffer, shapes, part.label).call(arguments, part.label)
         index = initial.result
         if not 0 <= index < len(results) or not programs.accepts(
             jax.ShapeDtypeStruct(part.shape, part.dtype), results[index].shape, results[index].dtype
@@ -219,6 +225,18 @@ class Storage:
             )
         return results[index]
 
+    def _initializer(
+        self, buffer: Any, shapes: tuple[programs.Shape, ...], label: str
+    ) -> programs.Compiled:
+        key = programs.key_of(buffer), shapes
+        if (compiled := self._initializers.pop(key, None)) is None:
+            program = programs.Program(buffer, label)
+            compiled = programs.Compiled([(program, shapes)], (), label)
+        self._initializers[key] = compiled
+        if len(self._initializers) > _MOST_INITIALIZERS:
+            del self._initializers[next(iter(self._initializers))]
+        return compiled
+
     def _checked_dtype(self, spec: messages.CreatePart) -> np.dtype:
         with contextlib.suppress(TypeError):
             dtype = jax.numpy.dtype(spec.dtype)
@@ -233,6 +251,17 @@ class Storage:
                 "Correct the variable.",
             )
         )
+
+    def _require_number(self, number: int) -> None:
+        # The table of changes tells parts and optimizers apart by the sign.
+        if number < 0:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"Parts and optimizers on {self._task} need numbers from 0 on",
+                    f"{number} was given",
+                    "Use another number.",
+                )
+            )
 
     def _require_same(self, known: Part, spec: messages.CreatePart) -> None:
         if known.spec != spec:

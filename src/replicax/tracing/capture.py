@@ -164,6 +164,13 @@ class Capture:
         """The place of the first row numbers among the outputs."""
         return self.num_states - self.num_ids
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the program does the same each time: it has effects on nothing here."""
+        is_pure = not self.jaxpr.effects and not self.written and not self.created
+        used = self.inputs_of(range(len(self.jaxpr.outvars)))
+        return is_pure and not self.row_reads and {kind for kind, _ in used} <= {Kind.CONSTANT}
+
     def needs(self, created: int) -> set[Any]:
         """Returns the variables that the initial value of a created variable depends on."""
         used = self.inputs_of([len(self.written) + created])

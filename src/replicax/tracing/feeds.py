@@ -84,7 +84,9 @@ class Supply:
             self._feeds[origin] = feed
             self._origins[id(feed)] = origin
         if self._replayed == len(self.events):
-            self.take(origin)
+            # An iterator without read-ahead computes here, and not for the trace.
+            with jax_compat.eagerly():
+                self.take(origin)
         _, element = self.events[self._replayed]
         self._replayed += 1
         return element

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,7 +66,12 @@ class GradientOverlay(Overlay):
         is_direct = self.is_current_trace() and not isinstance(self.parent, GradientOverlay)
         if not is_direct or self.knows(variable):
             return jnp.take(variable.read_in(frames.current()), jnp.asarray(ids), axis=0)
-        rows = variable.rows_in(self._frame, ids)
+        # Row numbers have no gradient, so they belong to the trace around this one.
+        around = contextlib.nullcontext()
+        if self.parent is not None:
+            around = jax_compat.in_trace(self.parent.trace)
+        with around:
+            rows = variable.rows_in(self._frame, ids)
         if not self._remote.intersection((variable, *variable.components)):
             return rows
         return self.taps.looked_up(variable, jnp.asarray(ids), rows)

@@ -100,6 +100,9 @@ class Program:
         self._exchange: exchange.RemoteExchange | None = None
         if exchange.is_needed(captured):
             self._exchange = exchange.RemoteExchange(captured, self._run_part)
+        # What a program without inputs gives, which is the same each time.
+        self._is_fixed = captured.is_fixed
+        self._fixed: tuple[list[Any], list[Any]] | None = None
         self._build(captured)
         if captured.created:
             self._initialize(captured, arrays)
@@ -182,6 +185,11 @@ class Program:
     def __call__(self, arrays: list[Any]) -> Any:
         if self._layout is not None:
             arrays = self._on_devices(arrays)
+        if self._fixed is not None:
+            outs, changed = self._fixed
+            if self._exchange is not None:
+                self._exchange.push(changed)
+            return self._results.rebuild(outs, self._mesh)
         pulled: Any = ((), ())
         if self._exchange is not None:
             local = [v.stored for v in self._local] if self._local else []
@@ -190,6 +198,8 @@ class Program:
                 pulled = tuple(map(self._on_devices, pulled))
         with gate.state():
             outs, changed = self._dispatch(arrays, pulled)
+        if self._is_fixed:
+            self._fixed = outs, changed
         if self._exchange is not None:
             self._exchange.push(changed)
         return self._results.rebuild(outs, self._mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from typing import TYPE_CHECKING
@@ -102,6 +103,9 @@ class Listener:
         if self.socket.closed:
             return
         if self._has_name:
+            # At once: closing gives a name free only when ZeroMQ gets round to it.
+            with contextlib.suppress(zmq.ZMQError):
+                self.socket.unbind(self.url)
             context.free_name(self.url)
         self.socket.close()
         if self.authenticator is not None:

@@ -1,0 +1,85 @@
+"""Parameter servers for tests: one cluster of processes, which many tests use one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import replicax as rx
+from replicax.coordinator.timing import Timing
+
+FixedShards = rx.experimental.partitioners.FixedShardsPartitioner
+
+
+class Desk:
+    """Where a test works: a cluster, and the strategies and coordinators that it makes there.
+
+    Servers are in one job at a time, so a new strategy ends the one before.
+    """
+
+    def __init__(self, cluster: rx.testing.LocalCluster) -> None:
+        self.cluster = cluster
+        self._strategy: Any = None
+        self._coordinator: Any = None
+
+    def strategy(self, parts: Any = None, **options: Any) -> Any:
+        """Makes a strategy; `parts` is a number of parts, or a partitioner."""
+        self.leave()
+        partitioner = FixedShards(parts) if isinstance(parts, int) else parts
+        options.setdefault("variable_partitioner", partitioner)
+        self._strategy = rx.ParameterServerStrategy(self.cluster.resolver, **options)
+        return self._strategy
+
+    def coordinator(self, strategy: Any = None, **options: Any) -> Any:
+        """Makes the coordinator of a strategy, a new one without parts by default."""
+        strategy = strategy or self.strategy()
+        options.setdefault("timing", Timing.fast())
+        self._coordinator = rx.coordinator.ClusterCoordinator(strategy, **options)
+        return self._coordinator
+
+    def leave(self) -> None:
+        """Leaves the cluster, as the next job can only begin then."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+        if self._strategy is not None:
+            self._strategy.close()
+        self._coordinator = self._strategy = None
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[rx.testing.LocalCluster]:
+    """Two workers and two parameter servers, which no test may harm."""
+    with rx.testing.LocalCluster(workers=2, ps=2, timing="fast") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def desk(shared_cluster: rx.testing.LocalCluster) -> Iterator[Desk]:
+    """The cluster that tests share, free for this one."""
+    desk = Desk(shared_cluster)
+    yield desk
+    desk.leave()
+
+
+@contextlib.contextmanager
+def own_cluster(**options: Any) -> Iterator[Desk]:
+    """A cluster for a test that harms it, or wants another one."""
+    options.setdefault("timing", "fast")
+    with rx.testing.LocalCluster(**options) as cluster:
+        desk = Desk(cluster)
+        try:
+            yield desk
+        finally:
+            desk.leave()
+
+
+def becomes(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> None:
+    """Waits for something that other processes do."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.01)
