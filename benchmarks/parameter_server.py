@@ -49,7 +49,9 @@ def ours(case: str, seconds: float, protocol: str = "ipc", **options: Any) -> di
 
     del seconds
     with rx.testing.LocalCluster(
-        workers=NUM_WORKERS, ps=NUM_SERVERS, protocol=protocol  # type: ignore[arg-type]
+        workers=NUM_WORKERS,
+        ps=NUM_SERVERS,
+        protocol=protocol,  # type: ignore[arg-type]
     ) as cluster:
         strategy = rx.ParameterServerStrategy(
             cluster.resolver,

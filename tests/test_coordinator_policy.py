@@ -607,12 +607,12 @@ def test_bar1_every_closure_finishes_once_in_any_history(seed: int) -> None:
 
 def test_bar1_the_histories_are_not_harmless() -> None:
     attempts = restarts = 0
-    for seed in range(40):
+    for seed in range(10):
         sim = Sim(seed)
         sim.run(num_closures=60)
         restarts += sum(w.num_restarts for w in sim.crew.workers)
         attempts += len(set(sim.effects.values()))
-    assert restarts > 100 and attempts > 200
+    assert restarts > 50 and attempts > 100
 
 
 def test_bar54_without_waiting_for_fences_the_histories_go_wrong(

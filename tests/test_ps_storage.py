@@ -58,8 +58,12 @@ def expected(kind: str, old: np.ndarray, payload: Any) -> np.ndarray:
 
 
 SHAPES = [(), (7,), (5, 3), (4, 2, 3), (20_001,), (0, 3)]
-# Every type with some shapes, every shape with some types: each pair takes a compiler's time.
-PAIRS = [(t, SHAPES[(i + j) % 6]) for i, t in enumerate(TYPES) for j in (0, 3)]
+# Each pair takes a compiler's time: the default suite has some for every type and every shape.
+PAIRS = [
+    pytest.param(t, shape, marks=[pytest.mark.slow] if (i + j) % 6 else [])
+    for i, t in enumerate(TYPES)
+    for j, shape in enumerate(SHAPES)
+]
 
 
 @pytest.mark.parametrize(("dtype", "shape"), PAIRS)
@@ -82,7 +86,11 @@ def test_S182_dense_updates_equal_those_of_local_variables(
 
 # Uneven parts; rows that are scalars, narrow, wide and deep.
 ROW_SHAPES = [(11,), (10, 4), (300, 5), (1, 2, 3), (40_000,), (3, 130)]
-ROW_PAIRS = [(t, k) for i, t in enumerate(TYPES) for j, k in enumerate(ROWS) if (i + j) % 2 == 0]
+ROW_PAIRS = [
+    pytest.param(t, kind, marks=[pytest.mark.slow] if (i + j) % 3 else [])
+    for i, t in enumerate(TYPES)
+    for j, kind in enumerate(ROWS)
+]
 
 
 @pytest.mark.parametrize(("dtype", "kind"), ROW_PAIRS)

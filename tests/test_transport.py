@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -447,6 +448,12 @@ def test_the_wrong_task_at_an_address_is_named(ipc: Place) -> None:
         channel.request(PING, timeout=10)
 
 
+def _state(pid: int, thread: int) -> str:
+    """Returns what the kernel says about a thread: "T" if it is stopped."""
+    stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0]
+
+
 def test_bar19_a_server_that_is_stopped_and_then_killed(ipc: Place) -> None:
     with ipc.channel() as channel, process(ipc.address, 1) as child:
         channel.request(PING, timeout=10)
@@ -454,11 +461,14 @@ def test_bar19_a_server_that_is_stopped_and_then_killed(ipc: Place) -> None:
             Service(ipc.resolve("ps"), PS, echo)
         stopped = psutil.Process(child.pid)
         stopped.suspend()
+        while any(_state(child.pid, thread.id) != "T" for thread in stopped.threads()):
+            time.sleep(0.001)
         with pytest.raises(errors.DeadlineExceededError, match="/job:ps/task:0"):
             channel.request(PING, timeout=0.3)
         stopped.resume()
         assert channel.request(messages.Ping(5), timeout=10)[0] == messages.Ping(5)
         child.kill()
+        child.wait()
         with pytest.raises(errors.PSUnavailableError, match="/job:ps/task:0"):
             channel.request(PING, timeout=60)
     # The file that it left behind does not keep the next one away.

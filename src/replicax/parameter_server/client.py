@@ -49,6 +49,9 @@ class ParameterClient:
       writes: Gives numbers for changes that no closure makes: each of them is sent at once,
         and waited for. None on a worker.
       deadline: How long a server may take for an answer, in seconds.
+      pulls_ahead: Whether to ask for the values of the next closure, which are taken to be
+        those of the last one, before this closure has changed them. They come while it
+        computes, and lack its changes.
     """
 
     def __init__(
@@ -56,19 +59,20 @@ class ParameterClient:
         channels: Sequence[Channel],
         writes: Writes | None = None,
         deadline: float = _DEADLINE,
+        pulls_ahead: bool = False,
     ) -> None:
         self._channels = list(channels)
         self._writes = writes
         self._deadline = deadline
+        self._pulls_ahead = pulls_ahead
+        self._ahead: _Question | None = None
         # One question at a time; user code may have threads.
         self._lock = threading.RLock()
         self._closure: int | None = None
         self._call = 0
         self._outgoing = [Outgoing() for _ in channels]
-        # Per server: what is under way, each with the closures whose changes it carries.
-        self._under_way: list[collections.deque[tuple[int, list[int]]]] = [
-            collections.deque() for _ in channels
-        ]
+        # Per server: what is under way, in order.
+        self._under_way: list[collections.deque[_Post]] = [collections.deque() for _ in channels]
         # Per closure: how many questions with its changes have no answer yet.
         self._waits: collections.Counter[int] = collections.Counter()
         self._ended: dict[int, None] = {}
@@ -82,11 +86,32 @@ class ParameterClient:
     def pull(self, reads: Sequence[Read]) -> list[Any]:
         """Returns values; they show all that was pushed before."""
         with self._lock:
-            questions: list[list[messages.Read]] = [[] for _ in self._channels]
-            buffers: list[list[Any]] = [[] for _ in self._channels]
-            asked = [self._ask(read, questions, buffers) for read in reads]
-            answers = self._exchange(questions, buffers)
-            return [self._value(read, how, answers) for read, how in zip(reads, asked, strict=True)]
+            ahead, self._ahead = self._ahead, None
+            question = ahead
+            if ahead is None or not ahead.is_for(reads):
+                question = self._post_question(reads)
+            assert question is not None
+            self._wait_for(question)
+            if self._pulls_ahead:
+                self._ahead = self._post_question(reads)
+            return [self._value(read, plan, question) for read, plan in question.asked]
+
+    def _post_question(self, reads: Sequence[Read]) -> _Question:
+        questions: list[list[messages.Read]] = [[] for _ in self._channels]
+        buffers: list[list[Any]] = [[] for _ in self._channels]
+        asked = [(read, self._ask(read, questions, buffers)) for read in reads]
+        question = _Question(asked)
+        for server, wanted in enumerate(questions):
+            if wanted:
+                question.posts[server] = self._post(server, wanted, buffers[server])
+        return question
+
+    def _wait_for(self, question: _Question) -> None:
+        for server, post in question.posts.items():
+            while post.answer is None:
+                self._take(server, self._deadline)
+            body, found = post.answer
+            question.answers[server] = _Answers(body.reads, found)
 
     def _ask(
         self, read: Read, questions: list[list[messages.Read]], buffers: list[list[Any]]
@@ -107,8 +132,8 @@ class ParameterClient:
                 buffers[part.server].append(ids.astype(np.int64, copy=False))
         return plan
 
-    def _value(self, read: Read, plan: RowPlan | None, answers: list[_Answers]) -> Any:
-        variable = read.variable
+    def _value(self, read: Read, plan: RowPlan | None, question: _Question) -> Any:
+        variable, answers = read.variable, question.answers
         parts = parts_of(variable)
         dtype = np.dtype(variable.dtype)
         if plan is None:
@@ -210,6 +235,8 @@ class ParameterClient:
     def drain(self) -> list[tuple[int, Exception | None]]:
         """Waits until the changes of all ended closures are acknowledged or refused."""
         with self._lock:
+            # Whoever waits next may wait for long: values would be old by then.
+            self._ahead = None
             for server, under_way in enumerate(self._under_way):
                 with contextlib.suppress(errors.DistributeError):
                     self._post_changes(server)
@@ -234,52 +261,37 @@ class ParameterClient:
         if self._outgoing[server].closures:
             self._post(server, [], [])
 
-    def _post(self, server: int, reads: list[messages.Read], buffers: list[Any]) -> None:
+    def _post(self, server: int, reads: list[messages.Read], buffers: list[Any]) -> _Post:
         pushes, payloads, closures = self._outgoing[server].take()
-        self._under_way[server].append((0, closures))
+        post = _Post(closures)
+        self._under_way[server].append(post)
         with self._losing(server):
-            number = self._channels[server].post(
+            post.number = self._channels[server].post(
                 messages.Exchange(pushes, reads), [*payloads, *buffers]
             )
-            self._under_way[server][-1] = (number, closures)
+        return post
 
-    def _exchange(
-        self, questions: list[list[messages.Read]], buffers: list[list[Any]]
-    ) -> list[_Answers]:
-        asked = [i for i, question in enumerate(questions) if question]
-        for server in asked:
-            self._post(server, questions[server], buffers[server])
-        answers = [_Answers([], []) for _ in self._channels]
-        for server in asked:
-            while self._under_way[server]:
-                is_last = len(self._under_way[server]) == 1
-                found = self._take(server, self._deadline)
-                if is_last and found is not None:
-                    answers[server] = _Answers(found[0].reads, found[1])
-        return answers
-
-    def _take(
-        self, server: int, timeout: float
-    ) -> tuple[messages.Exchanged, list[memoryview]] | None:
+    def _take(self, server: int, timeout: float) -> _Post | None:
         """Takes the next answer of a server; None if there is none yet."""
-        number, closures = self._under_way[server][0]
+        post = self._under_way[server][0]
         with self._losing(server):
             answer = self._channels[server].collect(timeout)
             if answer is None and timeout:
                 raise outgoing.no_answer(self._channels[server].peer, timeout)
         if answer is None:
             return None
-        assert answer[0] == number, "answers come in order"
+        assert answer[0] == post.number, "answers come in order"
         self._under_way[server].popleft()
-        self._waits.subtract(closures)
+        self._waits.subtract(post.closures)
         body = answer[1]
         if isinstance(body, messages.Exchanged):
             for failure in body.failures:
                 refusal = messages.Refused(failure.code, failure.text)
                 self._failed.setdefault(failure.closure, refusals.to_error(refusal))
-            return body, answer[2]
+            post.answer = body, answer[2]
+            return post
         error = _error_of(body)
-        for closure in closures:
+        for closure in post.closures:
             self._failed.setdefault(closure, error)
         raise error
 
@@ -290,18 +302,44 @@ class ParameterClient:
             yield
         except (errors.UnavailableError, errors.DeadlineExceededError) as error:
             error.task_index = server  # type: ignore[attr-defined]
-            for _, closures in self._under_way[server]:
-                self._waits.subtract(closures)
-                for closure in closures:
+            for post in self._under_way[server]:
+                self._waits.subtract(post.closures)
+                for closure in post.closures:
                     self._failed[closure] = error
             self._under_way[server].clear()
             self._known.clear()
+            self._ahead = None
             raise
 
     def close(self) -> None:
         """Ends the connections."""
         for channel in self._channels:
             channel.close()
+
+
+class _Post:
+    """A question to one server, and the closures whose changes it carries."""
+
+    def __init__(self, closures: list[int]) -> None:
+        self.number = 0
+        self.closures = closures
+        self.answer: tuple[messages.Exchanged, list[memoryview]] | None = None
+
+
+class _Question:
+    """What was asked of several servers at once."""
+
+    def __init__(self, asked: list[tuple[Read, RowPlan | None]]) -> None:
+        self.asked = asked
+        self.posts: dict[int, _Post] = {}
+        self.answers: dict[int, _Answers] = {}
+
+    def is_for(self, reads: Sequence[Read]) -> bool:
+        """Tells whether the same was asked."""
+        return len(reads) == len(self.asked) and all(
+            old.variable is new.variable and old.ids is new.ids
+            for (old, _), new in zip(self.asked, reads, strict=True)
+        )
 
 
 class _Answers:

@@ -51,6 +51,9 @@ class Resources:
         except KeyError:
             failure = self._failed.get(number)
         found = "it was never made there, or was dropped"
+        if failure is not None and failure.cause == "input":
+            # It is made from another one: that is the one to name.
+            raise errors.ClosureInputError(failure.text)
         if failure is not None:
             found = f"making it failed with {failure.kind}: {failure.text}"
         raise errors.ClosureInputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -240,6 +241,9 @@ class ParameterServerStrategy(Strategy):
         `rx.experimental.partitioners`. None to cut none.
       replicas_per_worker: How many replicas a worker runs; by default one for each of its
         accelerators, and one on a worker without.
+      pull_ahead: Whether workers fetch the values for their next step while they compute this
+        one. That is faster, and each step then lacks the changes of the step before it on the
+        same worker, as it may lack those of other workers anyway.
       protocol: "tcp" to talk over TCP also on one machine.
       keys: The directory with the keys of the cluster, which TCP needs; by default that of
         the environment variable REPLICAX_KEYS.
@@ -260,8 +264,9 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: Any = None,
         *,
         replicas_per_worker: int | None = None,
+        pull_ahead: bool = False,
         protocol: str | None = None,
-        keys: str | None = None,
+        keys: str | os.PathLike[str] | None = None,
         connect_timeout: float = 60.0,
     ) -> None:
         if not isinstance(cluster_resolver, ClusterResolver):
@@ -289,7 +294,7 @@ class ParameterServerStrategy(Strategy):
             for job in ("ps", "worker")
         )
         replicas = _checked_replicas(replicas_per_worker)
-        settings = {"lease": 300.0, "orphan": 30.0, "replicas": replicas}
+        settings: dict[str, Any] = {"replicas": replicas, "pull_ahead": bool(pull_ahead)}
         cluster = Cluster(servers, workers, settings, found, connect_timeout)
         client = ParameterClient(cluster.channels, cluster)
         layout = ReplicaLayout([devices.current()] * (replicas or 1))
@@ -318,7 +323,7 @@ class ParameterServerStrategy(Strategy):
         return strategy
 
 
-def _keys(directory: str | None) -> Keys | None:
+def _keys(directory: str | os.PathLike[str] | None) -> Keys | None:
     if directory is not None:
         return key_files.load(directory, "coordinator")
     return key_files.from_environment("coordinator")

@@ -39,7 +39,8 @@ class ParameterServerSession:
             channel = Channel(place, me, keys, incarnation, peer=Task("ps", server))
             channel.job, channel.epoch = job, epoch
             channels.append(channel)
-        self._client = ParameterClient(channels)
+        pulls_ahead = bool(attach.settings.get("pull_ahead"))
+        self._client = ParameterClient(channels, pulls_ahead=pulls_ahead)
         replicas = attach.settings.get("replicas")
         if replicas is not None and not isinstance(replicas, int):
             raise errors.ProtocolError(

@@ -166,8 +166,8 @@ class Capture:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the program does the same each time: it has effects on nothing here."""
-        is_pure = not self.jaxpr.effects and not self.written and not self.created
+        """Whether the program does nothing but tell others the same each time."""
+        is_pure = not self.jaxpr.effects and self.num_changed == len(self.jaxpr.outvars)
         used = self.inputs_of(range(len(self.jaxpr.outvars)))
         return is_pure and not self.row_reads and {kind for kind, _ in used} <= {Kind.CONSTANT}
 
