@@ -1,9 +1,9 @@
-"""One training program, unchanged under every strategy, on real data.
+"""One training program, unchanged under every strategy, on real data; then parameter servers.
 
-Handwritten digits (scikit-learn's, 8 by 8 pixels) are told apart by a small network. The
+First act: handwritten digits (scikit-learn's, 8 by 8 pixels) are told apart by a small network. The
 global batch is the same for all strategies, its last, partial one too, so all of them must
 learn the same; out/demo.png shows that they do. At the end a checkpoint that was saved on
-four devices is opened on one.
+four devices is opened on one. The second act is in demo_recommender.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import replicax as rx
 
 rx.set_virtual_cpu_devices(8)
 
+import demo_recommender
 import jax
 import numpy as np
 import optax
@@ -196,6 +197,7 @@ def main() -> None:
     console.print(f"Checkpoint of 4 devices, opened on 1: {accuracy:.1%} of unseen digits right")
     draw(results)
     console.print(f"Picture: {PICTURE.relative_to(PICTURE.parent.parent)}")
+    demo_recommender.main(console)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ scheduled is in the model exactly once. Run it alone, or with `make demo`.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import time
 from pathlib import Path
@@ -25,13 +24,13 @@ from rich.progress import Progress
 import replicax as rx
 
 PICTURE = Path(__file__).resolve().parent.parent / "out" / "demo_parameter_servers.png"
-MEMBERS, FILMS, RATINGS, TEST_RATINGS = 8_000, 4_000, 600_000, 40_000
-WIDTH, BATCH = 16, 1024
-# Steps that are scheduled ahead of what has ended.
-AHEAD = 120
+MEMBERS, FILMS, RATINGS, TEST_RATINGS = 4_000, 2_000, 600_000, 40_000
+WIDTH, BATCH = 8, 1024
+# Steps that wait for a worker.
+AHEAD = 60
 VICTIM = 1
 # Seconds after the first step.
-KILL_S, RESTART_S, END_S, LATEST_S = 5.0, 8.0, 19.0, 40.0
+KILL_S, RESTART_S, END_S, LATEST_S = 5.0, 7.5, 18.0, 40.0
 
 
 def ratings() -> dict[str, np.ndarray]:
@@ -61,7 +60,7 @@ class Recommender(rx.Module):
         # Each server makes the first values of its own rows.
         self.members, self.films = (
             rx.Variable(
-                lambda rows=rows, key=key: 0.1 * jax.random.normal(jax.random.key(key), rows),
+                lambda rows=rows, key=key: 0.2 * jax.random.normal(jax.random.key(key), rows),
                 name=name,
             )
             for key, (name, rows) in enumerate(
@@ -80,119 +79,129 @@ class Recommender(rx.Module):
 class Record:
     """What was seen while training: seconds count from the first step that ended."""
 
-    losses: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    done: list[tuple[float, list[int]]] = dataclasses.field(default_factory=list)
-    events: list[tuple[float, str]] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    # The sum of all losses so far, and how many there were.
+    losses: list[np.ndarray] = dataclasses.field(default_factory=list)
+    # How many steps each worker has done.
+    done: list[list[int]] = dataclasses.field(default_factory=list)
+    events: dict[str, float] = dataclasses.field(default_factory=dict)
     num_scheduled: int = 0
+
+    def error(self, since_s: float = 0.5) -> float:
+        """The error of late, in stars."""
+        first = np.searchsorted(self.seconds, self.seconds[-1] - since_s)
+        total, count = self.losses[-1] - self.losses[max(0, first - 1)]
+        return float(np.sqrt(total / count)) if count else float("nan")
 
 
 class Training:
-    """Schedules steps, harms the cluster on the way, and keeps a record."""
+    """Keeps the workers busy, harms one of them, and writes down what it sees."""
 
     def __init__(self, cluster: Any, coordinator: Any, console: Console) -> None:
         self._cluster = cluster
         self._coordinator = coordinator
         self._console = console
-        self._begun_s: float | None = None
+        self._shown_s = 0.0
+        self._done_before = 0
         self.record = Record()
 
-    def run(self, step: Any, iterator: Any) -> Record:
+    def run(self, step: Any, iterator: Any, losses: rx.Variable) -> Record:
         """Trains until the time is over and the lost worker has come back."""
-        record, pending = self.record, collections.deque()
+        record, begun_s = self.record, 0.0
         with Progress(console=self._console, disable=not self._console.is_terminal) as bars:
-            bar = bars.add_task("starting", total=END_S)
-            shown_s = 0.0
-            while not self._is_over(now := self._now()):
-                while len(pending) < AHEAD:
-                    pending.append(self._coordinator.schedule(step, args=(iterator,)))
+            bar = bars.add_task("compiling", total=END_S)
+            while not self._is_over():
+                status = self._coordinator.status()
+                for _ in range(AHEAD - status.num_queued):
+                    self._coordinator.schedule(step, args=(iterator,))
                     record.num_scheduled += 1
-                try:
-                    loss = float(pending[0].fetch(timeout=0.1))
-                except rx.errors.DeadlineExceededError:
+                time.sleep(0.1)
+                if not status.num_finished:
                     continue
-                finally:
-                    self._observe(now)
-                pending.popleft()
-                self._begun_s = self._begun_s or time.monotonic()
-                record.losses.append((self._now(), loss))
-                bars.update(bar, completed=now, description=f"error {loss**0.5:.2f} stars")
-                if now >= shown_s and not self._console.is_terminal:
-                    self._console.print(f"{now:4.0f} s: error {loss**0.5:.2f} stars")
-                    shown_s += 4.0
+                begun_s = begun_s or time.monotonic()
+                record.seconds.append(time.monotonic() - begun_s)
+                record.losses.append(losses.numpy())
+                record.done.append([worker.num_done for worker in status.workers])
+                self._harm(status.workers[VICTIM])
+                description = f"{record.error():.2f} stars off"
+                bars.update(bar, completed=record.seconds[-1], description=description)
+                self._show(description)
             self._coordinator.join()
         return record
 
-    def _now(self) -> float:
-        return 0.0 if self._begun_s is None else time.monotonic() - self._begun_s
+    def _is_over(self) -> bool:
+        now = self.record.seconds[-1] if self.record.seconds else 0.0
+        return now > LATEST_S or (now > END_S and "back" in self.record.events)
 
-    def _is_over(self, now: float) -> bool:
-        happened = [what for _, what in self.record.events]
-        return now > LATEST_S or (now > END_S and "back" in happened)
+    def _harm(self, victim: Any) -> None:
+        """Kills the worker when it is time, starts it again, and sees it come back."""
+        events, now = self.record.events, self.record.seconds[-1]
+        if "killed" not in events:
+            if now > KILL_S and victim.num_closures:
+                self._cluster.kill("worker", VICTIM)
+                self._say(
+                    "killed", f"killed worker {VICTIM}, which had {victim.num_closures} steps"
+                )
+        elif "restarted" not in events:
+            if now > RESTART_S:
+                self._done_before = victim.num_done
+                self._cluster.restart("worker", VICTIM, wait=False)
+                self._say("restarted", f"started worker {VICTIM} again")
+        elif "back" not in events and victim.num_done > self._done_before:
+            self._say("back", f"worker {VICTIM} is back")
 
-    def _observe(self, now: float) -> None:
-        """Looks at the workers, ten times a second, and does the next harm when it is time."""
-        done, events = self.record.done, self.record.events
-        if self._begun_s is None or (done and now - done[-1][0] < 0.1):
-            return
-        workers = self._coordinator.status().workers
-        done.append((now, [worker.num_done for worker in workers]))
-        victim, happened = workers[VICTIM], [what for _, what in events]
-        if not happened and now > KILL_S and victim.num_closures:
-            self._cluster.kill("worker", VICTIM)
-            self._say(now, "killed", f"killed worker {VICTIM}, with {victim.num_closures} steps")
-        elif happened == ["killed"] and now > RESTART_S:
-            self._cluster.restart("worker", VICTIM, wait=False)
-            self._say(now, "restarted", f"started worker {VICTIM} again")
-        elif happened == ["killed", "restarted"] and victim.num_done > self._done_at(events[0][0]):
-            self._say(now, "back", f"worker {VICTIM} is back")
-
-    def _done_at(self, moment: float) -> int:
-        """How many steps the victim had done half a second after it was killed."""
-        return next(n[VICTIM] for t, n in self.record.done if t > moment + 0.5)
-
-    def _say(self, now: float, event: str, text: str) -> None:
-        self.record.events.append((now, event))
+    def _say(self, event: str, text: str) -> None:
+        self.record.events[event] = now = self.record.seconds[-1]
         self._console.print(f"{now:4.0f} s: {text}")
 
+    def _show(self, text: str) -> None:
+        now = self.record.seconds[-1]
+        if now > self._shown_s and not self._console.is_terminal:
+            self._console.print(f"{now:4.0f} s: {text}")
+            self._shown_s += 4.0
 
-def draw(record: Record, errors: tuple[float, float]) -> None:
+
+def per_second(seconds: np.ndarray, counts: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """Turns a count into a rate: how much it grew in the half second around each moment."""
+    low, high = np.clip(grid - 0.25, 0, seconds[-1]), np.clip(grid + 0.25, 0, seconds[-1])
+    return (np.interp(high, seconds, counts) - np.interp(low, seconds, counts)) / (high - low)
+
+
+def draw(record: Record, error: float, baseline: float) -> None:
     """Draws the error and what each worker did, over time."""
-    error, baseline = errors
     figure = Figure(figsize=(12, 6.2), layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.15))
-    times, losses = np.array(record.losses).T
-    last_s = float(times[-1])
-    edges = np.arange(0.0, last_s, 0.5)
-    in_bin = np.digitize(times, edges)
-    mean = [np.sqrt(losses[in_bin == i].mean()) for i in np.unique(in_bin)]
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.1))
+    seconds = np.array(record.seconds)
+    grid = np.arange(0.0, seconds[-1], 0.2)
+    total, count = (per_second(seconds, c, grid) for c in np.array(record.losses).T)
     upper.axhline(baseline, color="0.5", linestyle="--", linewidth=1.5)
-    upper.text(last_s, baseline, "always guessing the mean", ha="right", va="bottom", color="0.35")
-    upper.plot(edges[np.unique(in_bin) - 1] + 0.25, mean, color="C3", linewidth=2.5)
-    upper.set(ylabel="error in stars", ylim=(0, baseline * 1.25))
-    seen = np.array([t for t, _ in record.done])
-    counts = np.array([n for _, n in record.done])
-    at_edges = np.array([np.interp(edges, seen, column) for column in counts.T])
-    rates = np.diff(at_edges, axis=1) / np.diff(edges)
-    lower.stackplot(
-        edges[:-1] + 0.25,
-        rates,
-        labels=[f"worker {i}" for i in range(len(rates))],
-        colors=["#4c78a8", "#f58518", "#72b7b2"],
-    )
-    lower.set(ylabel="steps per second", xlabel="seconds", xlim=(0, last_s))
-    lower.set_ylim(0, 1.3 * rates.sum(axis=0).max())
-    lower.legend(loc="upper left", ncols=3, frameon=False)
+    where = (seconds[-1], baseline * 0.97)
+    upper.text(*where, "guessing the mean", ha="right", va="top", color="0.35", fontsize="large")
+    upper.plot(grid, np.sqrt(total / np.maximum(count, 1e-9)), color="#c23b22", linewidth=3)
+    upper.set_ylabel("error in stars", fontsize="large")
+    upper.set_ylim(0, baseline * 1.3)
+    done = np.array(record.done).T
+    order = [*(i for i in range(len(done)) if i != VICTIM), VICTIM]
+    rates = [per_second(seconds, done[i], grid) for i in order]
+    names = [f"worker {i}" for i in order]
+    lower.stackplot(grid, rates, labels=names, colors=["#4c78a8", "#72b7b2", "#f58518"])
+    lower.set_ylabel("steps per second", fontsize="large")
+    lower.set_xlabel("seconds", fontsize="large")
+    lower.set_xlim(0, seconds[-1])
+    lower.set_xticks(range(0, int(seconds[-1]) + 1, 2))
+    lower.set_ylim(0, 1.3 * np.sum(rates, axis=0).max())
+    lower.legend(loc="upper left", ncols=3, frameon=False, fontsize="large")
     words = {"killed": f"worker {VICTIM} killed", "restarted": "started again", "back": "back"}
-    for moment, event in record.events:
+    for event, moment in record.events.items():
         for axes in (upper, lower):
-            axes.axvline(moment, color="black", linewidth=1.2, linestyle=":")
-        upper.annotate(
-            words[event], (moment, baseline * 1.23), (4, 0), textcoords="offset points", va="top"
-        )
+            axes.axvline(moment, color="black", linewidth=1.3, linestyle=":")
+        place = {"xytext": (5, 0), "textcoords": "offset points", "va": "top"}
+        upper.annotate(words[event], (moment, baseline * 1.28), fontsize="large", **place)
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
-    total = f"{record.num_scheduled:,} steps scheduled, {record.num_scheduled:,} in the model"
-    figure.suptitle(f"{total}; {error:.2f} stars off on ratings not seen", fontsize="x-large")
+    steps = f"{record.num_scheduled:,}"
+    title = f"{steps} steps scheduled, {steps} counted; unseen ratings: {error:.2f} stars off"
+    figure.suptitle(title, fontsize="x-large")
     PICTURE.parent.mkdir(exist_ok=True)
     figure.savefig(PICTURE, dpi=120)
 
@@ -209,10 +218,12 @@ def main(console: Console) -> None:
         with strategy.scope():
             model = Recommender(mean)
             tables = [model.members, model.films]
-            optimizer = rx.optimizers.Optimizer(optax.adagrad(0.15), tables)
+            adagrad = optax.adagrad(0.1, initial_accumulator_value=1e-8)
+            optimizer = rx.optimizers.Optimizer(adagrad, tables)
+            losses = rx.Variable(np.zeros(2, np.float32), name="losses")  # their sum and number
 
         @rx.function
-        def step(iterator: Any) -> Any:
+        def step(iterator: Any) -> None:
             batch = next(iterator)
 
             def loss_fn() -> Any:
@@ -220,22 +231,24 @@ def main(console: Console) -> None:
 
             loss, gradients = rx.value_and_grad(loss_fn, tables)()
             optimizer.apply_gradients(zip(gradients, tables, strict=True))
-            return loss
+            losses.assign_add(jnp.stack([loss, 1.0]))
 
         iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
-        record = Training(cluster, coordinator, console).run(step, iterator)
+        record = Training(cluster, coordinator, console).run(step, iterator, losses)
         found = coordinator.schedule(rx.function(model), args=(unseen["member"], unseen["film"]))
-        counted = int(optimizer.iterations)
+        counted = int(optimizer.iterations), int(losses.numpy()[1])
         error = float(np.sqrt(np.mean((found.fetch() - unseen["stars"]) ** 2)))
         console.print(str(coordinator.status()), highlight=False)
         coordinator.close()
         strategy.close()
-    assert counted == record.num_scheduled, (counted, record.num_scheduled)
+    assert counted == (record.num_scheduled,) * 2, (counted, record.num_scheduled)
     baseline = float(np.sqrt(np.mean((mean - unseen["stars"]) ** 2)))
     assert error < 0.6 * baseline, (error, baseline)
-    console.print(f"{record.num_scheduled} steps scheduled, {counted} counted: each exactly once")
+    console.print(
+        f"{record.num_scheduled} steps scheduled, {counted[0]} counted: each exactly once"
+    )
     console.print(f"Error on unseen ratings: {error:.2f} stars; guessing the mean: {baseline:.2f}")
-    draw(record, (error, baseline))
+    draw(record, error, baseline)
     console.print(f"Picture: {PICTURE.relative_to(PICTURE.parent.parent)}")
 
 

@@ -463,7 +463,7 @@ def test_S186_S187_S188_each_worker_has_its_own_iterator(make: Any) -> None:
         with pytest.raises(errors.OutOfRangeError):
             coordinator.join(timeout=10)
     with pytest.raises(NotImplementedError, match="on the workers"):
-        next(iterator)
+        next(iter(data))
     with pytest.raises(RuntimeError, match=r"inside an rx\.function"):
         rx.function(lambda: iter(data))()
 
@@ -528,7 +528,7 @@ def test_per_worker_values_are_kept_by_the_workers(make: Any) -> None:
     assert coordinator.schedule(add, args=(values, 1)).fetch(timeout=10) == 8
     assert [v.fetch() for v in values.values] == [7, 7]
     with pytest.raises(TypeError, match="RemoteValues"):
-        PerWorkerValues([1])
+        PerWorkerValues([1])  # pyright: ignore[reportArgumentType]
     by_hand = PerWorkerValues([coordinator.schedule(add, args=(i,)) for i in range(2)])
     assert coordinator.fetch(by_hand) == (1, 2)
     with pytest.raises(ValueError, match="create_per_worker_value"):
@@ -677,9 +677,7 @@ def test_bar12_a_worker_that_forgot_a_function_gets_it_again(make: Any) -> None:
     coordinator.join(timeout=10)
 
 
-def test_a_closure_that_cannot_be_sent_fails(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closure_that_cannot_be_sent_fails(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = make(workers=1)
     coordinator = setting.coordinator
     setting.until_ready(0)
@@ -755,8 +753,9 @@ def test_T119_dropping_coordinator_and_strategy_ends_the_threads(
     setting = make(workers=1)
     before = {t for t in threading.enumerate() if t.name == "replicax-hub"}
     assert before
+    values = []
     if what == "busy":
-        value = setting.coordinator.schedule(wait_at_gate, args=(1,))
+        values.append(setting.coordinator.schedule(wait_at_gate, args=(1,)))
         assert shared.started.wait(10)
     gone = weakref.ref(setting.coordinator)
     setting.coordinator = types.SimpleNamespace(close=lambda: None)
@@ -764,7 +763,7 @@ def test_T119_dropping_coordinator_and_strategy_ends_the_threads(
     gc.collect()
     assert gone() is None
     setting.until(lambda: not any(t.is_alive() for t in before))
-    if what == "busy":
+    for value in values:
         with pytest.raises(errors.CancelledError):
             value.fetch(timeout=10)
 

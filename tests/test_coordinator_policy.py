@@ -347,7 +347,7 @@ def test_T118_the_only_worker_is_believed() -> None:
         outcomes.append(desk.policy.server_blamed(0, 1, False, desk.now))
         desk.now += 1
     assert outcomes[:2] == [[], []]
-    assert isinstance(outcomes[2][0].error, errors.PSUnavailableError)
+    assert isinstance(of(act.Raise, outcomes[2])[0].error, errors.PSUnavailableError)
 
 
 def test_T114_the_coordinators_own_loss_of_a_server_is_fatal_at_once() -> None:
@@ -400,7 +400,7 @@ def test_bar22_a_server_without_its_variables_is_never_used() -> None:
     broken = desk.policy.broken_server
     assert broken is not None
     assert isinstance(broken.error(), errors.PSIncarnationError)
-    (raised,) = Desk(1).policy.server_blamed(0, 1, True, 0.0)
+    (raised,) = of(act.Raise, Desk(1).policy.server_blamed(0, 1, True, 0.0))
     assert isinstance(raised.error, errors.PSIncarnationError)
 
 

@@ -116,8 +116,9 @@ def test_bar8_an_error_that_does_not_cancel_leaves_the_others() -> None:
     queue, closures = filled(3)
     queue.take(1, 0)
     assert queue.fail(closures[0], errors.PoisonClosureError("x"), cancels=False) == closures[:1]
-    assert len(queue) == 2 and queue.is_error_ready
+    assert len(queue) == 2 and queue.take_error() is None
     assert queue.take(2, 1) == closures[1:]
+    assert queue.take_error() is None
     for closure in closures[1:]:
         queue.finish(closure, None)
     assert isinstance(queue.take_error(), errors.PoisonClosureError)

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 # A tour with tables and pictures, not an example to start from.
-LONG = {"demo"}
+LONG = {"demo", "demo_recommender"}
 
 
 def run(name: str, *arguments: str) -> str:
@@ -76,6 +76,10 @@ def check_demo(output: str) -> None:
     losses = {line.split("│")[3].strip() for line in output.splitlines() if line.startswith("│")}
     assert len(losses) == 1
     assert (ROOT / "out" / "demo.png").stat().st_size > 10_000
+    ((scheduled, counted),) = re.findall(r"(\d+) steps scheduled, (\d+) counted", output)
+    assert scheduled == counted
+    assert "worker 1 is back" in output
+    assert (ROOT / "out" / "demo_parameter_servers.png").stat().st_size > 10_000
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
@@ -111,6 +115,8 @@ def test_checkpoint_resume_ends_like_a_run_that_was_not_stopped(tmp_path: Path) 
 
 def test_every_example_is_checked_and_short() -> None:
     files = {file.stem: file for file in EXAMPLES.glob("*.py")}
-    assert files.keys() == CHECKS.keys() | {"checkpoint_resume"}
+    # These are checked above, in a file of their own, and as a part of the demo.
+    others = {"checkpoint_resume", "parameter_server", "demo_recommender"}
+    assert files.keys() == CHECKS.keys() | others
     lengths = {name: len(file.read_text().splitlines()) for name, file in files.items()}
     assert {name: n for name, n in lengths.items() if n >= 120}.keys() <= LONG

@@ -527,3 +527,11 @@ def test_functions_are_bounded_in_bytes_beyond_the_last_ones() -> None:
         data = [number.to_bytes(100, "little")]
         functions.store(fingerprint.of_buffers(data), data)
     assert len(functions) == 32
+
+
+def test_many_arrays_do_not_fill_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pickling, "_MOST_BUFFERS", 5)
+    arrays = [np.full(500, i) for i in range(20)]
+    shipped = shipping.ship(lambda: arrays)
+    assert len(shipped.buffers) == 6
+    assert [int(a[0]) for a in travel(lambda: arrays)()] == list(range(20))

@@ -7,7 +7,6 @@ import gc
 import itertools
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +18,9 @@ import pytest
 import replicax as rx
 from replicax.coordinator import shipping
 from replicax.foundation import errors
+from replicax.parameter_server.worker_index import experimental_get_current_worker_index
+from replicax.server.job import Job
 from replicax.server.worker import WorkerTask
-from replicax.server.worker_index import experimental_get_current_worker_index
 from replicax.transport import addresses, messages
 from replicax.transport.hub import Hub
 from replicax.transport.tasks import Task
@@ -491,6 +491,7 @@ def test_S186_S187_S188_datasets_and_iterators(desk: Desk) -> None:
     step = rx.function(lambda iterator: next(iterator).sum())
     dataset = desk.make("dataset", dataset_fn)
     first = desk.make("iterator", source=dataset)
+    assert [desk.receive(messages.ResourceMade).error for _ in range(2)] == [None, None]
     closures = [desk.run_on(step, first) for _ in range(4)]
     assert [int(desk.value(c)) for c in closures[:3]] == [21, 25, 29]
     with pytest.raises(errors.OutOfRangeError):
@@ -499,9 +500,6 @@ def test_S186_S187_S188_datasets_and_iterators(desk: Desk) -> None:
     assert int(desk.value(desk.run_on(step, again))) == 21
     # Without a compiled function, and among other arguments.
     assert desk.value(desk.run_on(lambda it: next(it), again)).tolist() == [12, 13]
-    for _ in range(4):
-        made = desk.receive(messages.ResourceMade) if desk.inbox.qsize() else None
-        assert made is None or made.error is None
 
 
 def test_S189_several_replicas_read_one_batch_each() -> None:
@@ -665,13 +663,30 @@ def test_a_worker_without_a_coordinator_drops_the_job() -> None:
         assert desk.value(desk.run(lambda: 1)) == 1
 
 
-def test_beats_keep_the_job_alive() -> None:
-    with opened() as desk:
-        desk.attach(orphan=0.5)
-        deadline = time.monotonic() + 1.2
-        while time.monotonic() < deadline:
-            assert desk.ping().figures["attached"] == 1
-        assert not desk.session.closed.is_set()
+@pytest.mark.parametrize(("orphan", "ends"), [(5.0, True), (5, True), (None, False), ("5", False)])
+def test_a_job_without_beats_is_an_orphan(orphan: Any, ends: bool) -> None:
+    job = Job("job", 1, 1, messages.Attach([], {"orphan": orphan}), None, 0)
+    job.heard_s = 100.0
+    assert not job.is_orphaned(104.9) and job.is_orphaned(105.1) is ends
+
+
+def test_only_the_coordinator_of_the_job_is_heard(desk: Desk) -> None:
+    location = addresses.resolve(desk.worker.address)
+
+    def ignore(*_: Any) -> None:
+        pass
+
+    with Hub(Task("coordinator", 0), None, ignore, ignore, ignore) as other:
+        other.job, other.epoch = "job", 1
+        other.connect(WORKER, location)
+        pong, _ = other.request(WORKER, messages.Ping(0), timeout=30)
+        assert isinstance(pong, messages.Pong) and pong.figures["attached"] == 0
+        for order in (messages.Ship("x"), messages.Run([]), messages.DropResources([1])):
+            with pytest.raises(errors.UnavailableError, match="is not its coordinator"):
+                other.request(WORKER, order, timeout=30)
+        other.request(WORKER, messages.Detach(), timeout=30)
+    assert desk.ping().figures["attached"] == 1
+    assert desk.value(desk.run(lambda: 1)) == 1
 
 
 def test_bar30_a_newer_coordinator_takes_over_and_the_older_is_refused(desk: Desk) -> None:

@@ -136,7 +136,7 @@ def random_value(hint: Any, rng: random.Random, depth: int = 0) -> Any:
 
 def random_body(kind: type[messages.Body], rng: random.Random, depth: int = 0) -> messages.Body:
     """Makes a random message of some type."""
-    hints = typing.get_type_hints(kind, vars(messages))
+    hints = typing.get_type_hints(kind, None, vars(messages))
     return kind(*(random_value(hints[f], rng, depth) for f in kind.__struct_fields__))
 
 

@@ -28,8 +28,9 @@ from replicax.tracing.function import Function
 # The most that a pickle may have without, and with, the arrays beside it.
 MOST_INLINE_BYTES = 64 * 1024**2
 MOST_BYTES = 2 * 1024**3
-# Smaller arrays stay inside the pickle.
+# Smaller arrays stay inside the pickle, and those after so many: headers list all that do not.
 _SMALL_BUFFER = 1024
+_MOST_BUFFERS = 10_000
 
 _PLAIN_TYPES = frozenset(
     [int, float, bool, str, bytes, tuple, list, dict, set, type(None), type]
@@ -59,6 +60,8 @@ def dump(value: Any, strategy: Any = None) -> list[Any]:
     sink = _Sink(MOST_INLINE_BYTES)
     arrays = _Arrays(keeps=True)
     _run(sink, arrays, value, strategy)
+    if sink.tell() + arrays.size > MOST_BYTES:
+        raise TooLarge
     return [sink.getvalue(), *arrays.kept]
 
 
@@ -112,7 +115,7 @@ class _Arrays:
     def take(self, buffer: pickle.PickleBuffer) -> bool:
         """Takes one, or returns True to leave it inside."""
         raw = buffer.raw()
-        if raw.nbytes < _SMALL_BUFFER:
+        if raw.nbytes < _SMALL_BUFFER or len(self.kept) == _MOST_BUFFERS:
             return True
         self.size += raw.nbytes
         if self._keeps:

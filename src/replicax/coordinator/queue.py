@@ -6,7 +6,8 @@ Note [One error at a time]
     The first closure that fails makes the error of the queue. Everything that waits is
     cancelled then, and what runs is waited for; its errors are not reported, since they may
     be caused by the cancellation. When nothing runs any more, `take_error` hands the error
-    out, once, and the queue is as good as new.
+    out, once, and the queue is as good as new. An error that cancels nothing waits for
+    everything else to end.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class ClosureQueue:
     @property
     def is_error_ready(self) -> bool:
         """Whether there is an error that can be raised now."""
-        return self.error is not None and not (self.is_cancelling and self.in_flight)
+        return self.error is not None and self.is_idle
 
     @property
     def settled(self) -> int:

@@ -151,7 +151,7 @@ def unpack_result(result: Result, buffers: Sequence[Any], cluster: Any = None) -
             return PerReplica(items)
         if node.kind == "slices" and len(items) == 3:
             return _slices(*items)
-        if node.kind == "variable" and cluster is not None and not items:
+        if node.kind == "variable" and hasattr(cluster, "variable") and not items:
             return cluster.variable(variable_keys.decode(node.text))
         raise _malformed(f"a node of kind {node.kind!r} came with {len(items)} items")
 

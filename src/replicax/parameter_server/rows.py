@@ -36,7 +36,8 @@ class RowPlan:
     """
 
     def __init__(self, ids: np.ndarray, starts: Sequence[int], num_rows: int) -> None:
-        self.ids = ids
+        # A caller may go on to put other numbers into an array of its own.
+        self.ids = ids = ids.copy() if ids.flags.writeable else ids
         self._order: np.ndarray | None = None
         ordered = ids
         if ids.size > 1 and not (ids[1:] > ids[:-1]).all():

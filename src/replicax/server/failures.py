@@ -26,29 +26,29 @@ class UnknownFunctionError(Exception):
     """The coordinator named a function that the worker does not have, or has no more."""
 
 
-def describe(error: BaseException, cause: Cause | None = None) -> RemoteError:
+def describe(error: BaseException, otherwise: Cause = "closure") -> RemoteError:
     """Puts an error into words.
 
     Args:
       error: The error.
-      cause: What it is blamed on; found out if None.
+      otherwise: What it is blamed on if it is not the fault of anything known.
 
     >>> remote = describe(KeyError("weights"))
     >>> remote.cause, remote.kind, remote.text
     ('closure', 'KeyError', 'weights')
     """
-    found, root = _blame(error)
-    if found in ("server", "fenced"):
+    cause, root = _blame(error, otherwise)
+    if cause in ("server", "fenced"):
         # Wherever it surfaced, it is this error that the coordinator acts on.
         error = root
     if isinstance(error, StopIteration):
         error = _end_of_data().with_traceback(error.__traceback__)
     return RemoteError(
-        cause or found,
+        cause,
         _kind_of(type(error)),
         _text_of(error)[:_TEXT_LENGTH],
         _traceback_of(error)[-_TRACEBACK_LENGTH:],
-        getattr(error, "task_index", -1) if found == "server" else -1,
+        getattr(error, "task_index", -1) if cause == "server" else -1,
     )
 
 
@@ -68,7 +68,7 @@ def size_of(error: RemoteError) -> int:
     return 64 + sum(len(text.encode(errors="replace")) for text in texts)
 
 
-def _blame(error: BaseException) -> tuple[Cause, BaseException]:
+def _blame(error: BaseException, otherwise: Cause) -> tuple[Cause, BaseException]:
     """Looks along the causes of an error for one that is not the closure's own."""
     for link in _chain(error):
         if isinstance(link, UnknownFunctionError):
@@ -79,7 +79,7 @@ def _blame(error: BaseException) -> tuple[Cause, BaseException]:
             return "server", link
         if isinstance(link, errors.ClosureInputError):
             return "input", link
-    return "closure", error
+    return otherwise, error
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

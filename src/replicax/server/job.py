@@ -83,11 +83,12 @@ class Job:
     def __str__(self) -> str:
         return f"job {self.name!r} (epoch {self.epoch})"
 
-    @property
-    def orphan_s(self) -> float | None:
-        """After so many seconds without its coordinator the job is given up."""
+    def is_orphaned(self, now: float) -> bool:
+        """Tells whether its coordinator was not heard for longer than the job allows."""
         seconds = self.attach.settings.get("orphan")
-        return float(seconds) if isinstance(seconds, int | float) and seconds > 0 else None
+        if not isinstance(seconds, int | float) or seconds <= 0:
+            return False
+        return now - self.heard_s > seconds
 
     @property
     def is_ended(self) -> bool:

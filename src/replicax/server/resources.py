@@ -35,7 +35,7 @@ class Resources:
         try:
             self._made[number] = make()
         except BaseException as error:  # The user's code may raise anything.
-            self._failed[number] = failures.describe(error)
+            self._failed[number] = failures.describe(error, "input")
             return self._failed[number]
         self._failed.pop(number, None)
         return None
@@ -51,7 +51,7 @@ class Resources:
         except KeyError:
             failure = self._failed.get(number)
         found = "it was never made there, or was dropped"
-        if failure is not None and failure.cause == "input":
+        if failure is not None and failure.kind == errors.ClosureInputError.__name__:
             # It is made from another one: that is the one to name.
             raise errors.ClosureInputError(failure.text)
         if failure is not None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from replicax.foundation import errors
-from replicax.server import failures, resources, results, worker_index
+from replicax.parameter_server import worker_index
+from replicax.server import failures, resources, results
 from replicax.server.functions import unpickle
 from replicax.server.job import Call, Drop, Job, Make, Work
 from replicax.server.results import Outcome

@@ -198,11 +198,11 @@ class WorkerTask:
         job = self._job
         pause_s = 0.0 if self._looked_s is None else now - self._looked_s
         self._looked_s = now
-        if job is None or job.orphan_s is None:
+        if job is None:
             return
         if pause_s > _PAUSE_S:
             job.heard_s += pause_s
-        if now - job.heard_s > job.orphan_s:
+        if job.is_orphaned(now):
             _log.warning(
                 "%s has not heard of its coordinator for %g s and drops %s",
                 self._task,
@@ -222,12 +222,12 @@ class WorkerTask:
         if isinstance(body, messages.Ping):
             return self._answer_ping(caller, envelope, body), ()
         if isinstance(body, messages.Detach):
-            if self._is_of_job(envelope):
-                assert self._job is not None
-                self._end_life(self._job)
+            job = self._job_of(caller, envelope)
+            if job is not None:
+                self._end_life(job)
             # Said also when nobody asked: the coordinator learns of the new life by it.
             return messages.Done(), ()
-        job = self._require_job(envelope)
+        job = self._require_job(caller, envelope)
         job.caller = caller
         answer = self._store(job, body, buffers)
         if answer is None and envelope.request:
@@ -289,9 +289,9 @@ class WorkerTask:
     def _answer_ping(
         self, caller: Caller, envelope: messages.Envelope, body: messages.Ping
     ) -> messages.Pong:
-        job, runner = self._job, self._runner
+        job, runner = self._job_of(caller, envelope), self._runner
         figures: dict[str, int | float] = {"attached": 0, "open": 0, "waiting": 0, "running_s": 0.0}
-        if job is not None and self._is_of_job(envelope):
+        if job is not None:
             job.caller = caller
             job.heard_s = time.monotonic()
             job.forget_settled(body.settled)
@@ -304,20 +304,23 @@ class WorkerTask:
         progress = self._num_run_before + (runner.num_run if runner is not None else 0)
         return messages.Pong(progress, figures)
 
-    def _is_of_job(self, envelope: messages.Envelope) -> bool:
+    def _job_of(self, caller: Caller, envelope: messages.Envelope) -> Job | None:
+        """Returns the job, if it is the coordinator of the job that speaks."""
         job = self._job
-        return job is not None and (job.name, job.epoch) == (envelope.job, envelope.epoch)
+        if job is None or (job.name, job.epoch) != (envelope.job, envelope.epoch):
+            return None
+        return job if job.caller.incarnation == caller.incarnation else None
 
-    def _require_job(self, envelope: messages.Envelope) -> Job:
-        job = self._job
-        if job is not None and self._is_of_job(envelope):
+    def _require_job(self, caller: Caller, envelope: messages.Envelope) -> Job:
+        job = self._job_of(caller, envelope)
+        if job is not None:
             return job
         if envelope.job == self._newest[0] and envelope.epoch < self._newest[1]:
             raise self._replaced(envelope.job, envelope.epoch)
         raise errors.UnavailableError(
             errors.message(
                 f"{self._task} takes closures of the job that it is attached to",
-                f"it works for {job}" if job is not None else "it works for no job now",
+                f"it works for {self._job or 'no job'} now, and {caller} is not its coordinator",
                 "Attach it first.",
             )
         )

@@ -125,7 +125,7 @@ class GradientOverlay(Overlay):
         dense = self.taps.whole_of(variable)
         if rows is None:
             return jnp.zeros(variable.shape, variable.dtype) if dense is None else dense
-        # Row numbers of other parts are negative here.
+        # Row numbers of other parts are outside of this one here.
         return rows if dense is None else updates.apply("scatter_add", dense, rows)
 
 

@@ -248,9 +248,10 @@ class Connection:
             return
         if event == zmq.EVENT_DISCONNECTED:
             self.reason = "the connection was closed"
-            if self._has_handshake:
-                # What waits in the socket was for the old connection.
-                self._reopen_at = max(now, self._opened_at + _REOPEN)
+            # What waits in the socket was for the old connection. Without a handshake ZeroMQ may
+            # have given up on the peer for good, which it does not say.
+            pause = _REOPEN if self._has_handshake else limits.RESET
+            self._reopen_at = max(now, self._opened_at + pause)
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self.reason = "nobody listens there"
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -263,6 +264,8 @@ class Connection:
             )
         else:
             self.reason = "the handshake failed; its keys may be others than ours"
+        if event not in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED):
+            self._reopen_at = max(now, self._opened_at + limits.RESET)
         self.is_ready = False
         if self.down_since is None:
             self.down_since = now

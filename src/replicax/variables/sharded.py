@@ -62,13 +62,14 @@ class ShardedVariable(ElsewhereVariable):
         # The first row of each part.
         self.starts: tuple[int, ...] = tuple(itertools.accumulate([0, *rows[:-1]]))
         for part in parts:
-            if isinstance(part, RemoteVariable):
+            # What is put together from parts of another variable does not take them away.
+            if isinstance(part, RemoteVariable) and part.container is part:
                 part.container = self
 
     @property
     def is_whole_remote(self) -> bool:
-        """Whether all parts live on parameter servers."""
-        return all(isinstance(part, RemoteVariable) for part in self.variables)
+        """Whether all parts live on parameter servers, and belong to this variable alone."""
+        return all(isinstance(p, RemoteVariable) and p.container is self for p in self.variables)
 
     @property
     @override
@@ -155,6 +156,11 @@ class ShardedVariable(ElsewhereVariable):
         empty = jnp.zeros((0, *self.shape[1:]), self.dtype)
         return jnp.concatenate(pieces[:: 1 if wanted.step > 0 else -1] or [empty])
 
+    def consists_of(self, parts: Sequence[Variable]) -> bool:
+        """Tells whether these are all the parts, in order."""
+        is_same = len(parts) == len(self.variables)
+        return is_same and all(a is b for a, b in zip(parts, self.variables, strict=True))
+
     def part_of(self, row: int) -> int:
         """Returns the place of the part that holds a row."""
         return bisect.bisect_right(self.starts, row) - 1
@@ -194,10 +200,14 @@ class ShardedVariable(ElsewhereVariable):
     def _piece(self, payload: Any, start: int, rows: int) -> Any:
         if not isinstance(payload, IndexedSlices):
             return payload[start : start + rows]
-        # Rows of other parts get numbers outside of this one, which updates pass over.
+        # Rows of other parts get a number behind the last, which updates pass over, and are
+        # zeros, as whoever gets the rows of a gradient may add them up.
         local = jnp.asarray(payload.indices) - start
+        is_own = (local >= 0) & (local < rows)
+        values = jnp.asarray(payload.values)
+        own = jnp.where(is_own.reshape(-1, *(1 for _ in self.shape[1:])), values, 0)
         shape = (rows, *self.shape[1:])
-        return IndexedSlices(payload.values, jnp.where(local < rows, local, -1), shape)
+        return IndexedSlices(own, jnp.where(is_own, local, rows), shape)
 
     def part_after(self, part: Variable, change: Change, value: Any) -> Any:
         """Returns what the value of a part becomes by a change of the whole."""

@@ -56,9 +56,10 @@ class VariableBook:
         if kind == "sharded":
             name, keys = rest
             parts = [self.adopt(part) for part in keys]
-            first = parts[0]
-            is_known = isinstance(first, RemoteVariable) and first.container is not first
-            return first.container if is_known else ShardedVariable(parts, name=name)
+            known = getattr(parts[0], "container", None)
+            if isinstance(known, ShardedVariable) and known.consists_of(parts):
+                return known
+            return ShardedVariable(parts, name=name)
         if kind == "copies":
             return self._copies(*rest)
         raise errors.ProtocolError(
