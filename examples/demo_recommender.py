@@ -101,7 +101,7 @@ class Training:
         self._cluster = cluster
         self._coordinator = coordinator
         self._console = console
-        self._shown_s = 0.0
+        self._shown_s = 4.0
         self._done_before = 0
         self.record = Record()
 
@@ -131,7 +131,8 @@ class Training:
 
     def _is_over(self) -> bool:
         now = self.record.seconds[-1] if self.record.seconds else 0.0
-        return now > LATEST_S or (now > END_S and "back" in self.record.events)
+        back = self.record.events.get("back", LATEST_S)
+        return now > min(LATEST_S, max(END_S, back + 4.0))
 
     def _harm(self, victim: Any) -> None:
         """Kills the worker when it is time, starts it again, and sees it come back."""

@@ -243,6 +243,8 @@ class Connection:
 
     def _note(self, event: int, now: float) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if not self._has_handshake:
+                self._reopen_at = None
             self._has_handshake = True
             self.down_since = None
             return
