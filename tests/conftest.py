@@ -17,6 +17,7 @@ import jax  # noqa: E402
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 from parameter_servers import desk as desk  # noqa: E402
+from parameter_servers import kept_processes  # noqa: E402
 from parameter_servers import shared_cluster as shared_cluster  # noqa: E402
 from strategies_under_test import STRATEGIES  # noqa: E402
 
@@ -85,7 +86,8 @@ def police() -> Iterator[None]:
     while (left := _new_threads(threads)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left, f"threads leaked: {left}"
-    assert {c.pid for c in process.children(recursive=True)} <= children, "processes leaked"
+    known = children | kept_processes()
+    assert {c.pid for c in process.children(recursive=True)} <= known, "processes leaked"
     if process.num_fds() > num_fds + 2:
         gc.collect()
         assert process.num_fds() <= num_fds + 2, "file descriptors leaked"

@@ -15,6 +15,31 @@ from replicax.coordinator.timing import Timing
 FixedShards = rx.experimental.partitioners.FixedShardsPartitioner
 
 
+# Clusters that live longer than a test.
+_kept: list[rx.testing.LocalCluster] = []
+
+
+def kept_processes() -> set[int]:
+    """Returns the processes of the clusters that tests share, which tests may start again."""
+    return {c.pid(job, i) for c in _kept for job, i in tasks_of(c)}
+
+
+def tasks_of(cluster: rx.testing.LocalCluster) -> list[tuple[str, int]]:
+    spec = cluster.cluster_spec
+    return [(job, i) for job in spec.jobs for i in range(spec.num_tasks(job))]
+
+
+@contextlib.contextmanager
+def kept_cluster(**options: Any) -> Iterator[rx.testing.LocalCluster]:
+    """A cluster for several tests."""
+    with rx.testing.LocalCluster(timing="fast", **options) as cluster:
+        _kept.append(cluster)
+        try:
+            yield cluster
+        finally:
+            _kept.remove(cluster)
+
+
 class Desk:
     """Where a test works: a cluster, and the strategies and coordinators that it makes there.
 
@@ -53,7 +78,7 @@ class Desk:
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[rx.testing.LocalCluster]:
     """Two workers and two parameter servers, which no test may harm."""
-    with rx.testing.LocalCluster(workers=2, ps=2, timing="fast") as cluster:
+    with kept_cluster(workers=2, ps=2) as cluster:
         yield cluster
 
 

@@ -451,6 +451,7 @@ def test_S186_S187_S188_each_worker_has_its_own_iterator(make: Any) -> None:
     coordinator = make(workers=1).coordinator
     data = coordinator.create_per_worker_dataset(dataset)
 
+    @rx.function
     def step(iterator: Any) -> Any:
         return next(iterator)
 

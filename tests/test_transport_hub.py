@@ -15,7 +15,9 @@ from transport_partners import COORDINATOR, PS, WORKER, Place, echo, process
 
 from replicax import errors
 from replicax.transport import addresses, messages
+from replicax.transport import keys as key_files
 from replicax.transport.hub import Hub
+from replicax.transport.service import Service
 from replicax.transport.tasks import Task
 
 PING = messages.Ping(0)
@@ -216,6 +218,22 @@ def test_bar49_a_task_of_another_version_is_reported(
         recorder.hub.disconnect(PS)
         with pytest.raises(errors.UnavailableError):
             recorder.hub.request(PS, PING, timeout=20)
+
+
+def test_a_task_that_gets_the_right_keys_later_is_found(tmp_path: Path) -> None:
+    place = Place("tcp", tmp_path)
+    wrong = key_files.load(key_files.make(tmp_path / "other"), "ps")
+    recorder = Recorder(keys=place.key("coordinator"))
+    with recorder.hub as hub:
+        with Service(addresses.resolve("127.0.0.1:0", None, wrong), PS, echo, wrong) as service:
+            service.start()
+            place.address = service.address
+            hub.connect(PS, place.resolve("coordinator"))
+            with pytest.raises(errors.DeadlineExceededError):
+                hub.request(PS, PING, timeout=0.7)
+        with place.serve(incarnation=4):
+            assert recorder.next() == ("connected", PS, 4)
+            assert hub.request(PS, PING, timeout=20)[0] == PING
 
 
 def test_many_tasks_share_one_thread(recorder: Recorder, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ class Stranger:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
+        self.socket.sndtimeo = 5_000
         self.url = url
 
     def __enter__(self) -> Stranger:

@@ -361,7 +361,8 @@ class Dispatcher:
         self._note(action.closures)
 
     def _raise(self, action: act.Raise) -> None:
-        _log.error("%s", action.error)
+        # Its text alone: whoever keeps the record must not keep what its traceback refers to.
+        _log.error("%s", str(action.error))
         self._note(self.queue.report(action.error))
         self._perform(self.crew.recall_all())
 

@@ -81,6 +81,9 @@ def pieces_of(change: Change, call: int, plan: Planner) -> Iterator[Piece]:
 def _applied(target: Any, call: int, gradients: list[Any], plan: Planner) -> Iterator[Piece]:
     """Cuts one step of an optimizer: one piece for each server that holds a part of it."""
     found: dict[int, tuple[list[messages.Gradient], list[np.ndarray]]] = {}
+    if any(gradient is None for gradient in gradients):
+        # A server without a gradient counts the step too.
+        found |= {part.server: ([], []) for v in target.trained for part in v.components}
     for variable, gradient in zip(target.trained, gradients, strict=True):
         if gradient is None:
             continue

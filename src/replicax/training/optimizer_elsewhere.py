@@ -82,10 +82,18 @@ class RemoteOptimizer:
 
     name = "the state of an optimizer"
 
-    def __init__(self, number: int, trained: Sequence[Variable], state: Sequence[Variable]) -> None:
+    def __init__(
+        self,
+        number: int,
+        trained: Sequence[Variable],
+        state: Sequence[Variable],
+        accumulates: bool = False,
+    ) -> None:
         self.number = number
         self.trained = list(trained)
         self._state = list(state)
+        # Whether steps are summed up: then no gradient counts as zero.
+        self._accumulates = accumulates
 
     @property
     def home(self) -> Home:
@@ -102,8 +110,13 @@ class RemoteOptimizer:
 
     def apply(self, frame: Frame, gradients: Sequence[Any]) -> None:
         """Sends a step off, or leaves it to the program that is being traced."""
-        pairs = zip(gradients, self.trained, strict=True)
-        self.change_alone(frame, "apply", [_fitting(g, v) for g, v in pairs])
+        found = [_fitting(g, v) for g, v in zip(gradients, self.trained, strict=True)]
+        if self._accumulates:
+            found = [
+                jnp.zeros(v.shape, v.dtype) if g is None else g
+                for g, v in zip(found, self.trained, strict=True)
+            ]
+        self.change_alone(frame, "apply", found)
 
     def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
         """Does as remote variables do with a change."""
@@ -140,7 +153,7 @@ class StateProgram:
         self._transformation = transformation
         self.template = template
         self.variables = list(variables)
-        self._accumulates = accumulates
+        self.accumulates = accumulates
         specs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
         with jax_compat.eagerly():
             self.state = jax.eval_shape(lambda *p: transformation.init(self._tree(p)), *specs)
@@ -207,7 +220,7 @@ class StateProgram:
         return program
 
     def _count(self, leaves: list[Any], iterations: Any) -> Any:
-        if not self._accumulates:
+        if not self.accumulates:
             return iterations + 1
         names = ["/".join(origin.path) for origin in self.origins]
         return jnp.asarray(leaves[names.index("gradient_step")], iterations.dtype)
@@ -314,4 +327,5 @@ def make_remote(
     ]
     shared = [*(state.variables[p] for p in program.places(None)), count]
     number = host.register(shared, updates)
-    return state, count, RemoteOptimizer(number, variables, [*state.variables, count])
+    kept = [*state.variables, count]
+    return state, count, RemoteOptimizer(number, variables, kept, program.accumulates)

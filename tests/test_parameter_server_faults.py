@@ -1,0 +1,312 @@
+"""Parameter servers and processes that die: nothing is lost, nothing counts twice."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from parameter_servers import Desk, becomes, kept_cluster, tasks_of
+
+import replicax as rx
+from replicax.coordinator.timing import Timing
+from replicax.foundation import errors
+
+
+@pytest.fixture(scope="module")
+def harmed_cluster() -> Iterator[rx.testing.LocalCluster]:
+    """Workers that tests kill, and must start again."""
+    with kept_cluster(workers=3, ps=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def desk(harmed_cluster: rx.testing.LocalCluster) -> Iterator[Desk]:
+    desk = Desk(harmed_cluster)
+    yield desk
+    desk.leave()
+    for job, i in tasks_of(harmed_cluster):
+        if not harmed_cluster.alive(job, i):
+            harmed_cluster.restart(job, i, wait=False)
+    harmed_cluster.wait_until_ready()
+
+
+class Counting:
+    """Training whose every step leaves traces that can be counted."""
+
+    def __init__(self, desk: Desk, tmp_path: Path) -> None:
+        self.desk = desk
+        self.strategy = desk.strategy(2)
+        self.coordinator = desk.coordinator(self.strategy)
+        with self.strategy.scope():
+            self.counter = rx.Variable(0.0, name="counter")
+            self.table = rx.Variable(jnp.zeros((20, 2)), name="table")
+            self.w = rx.Variable(jnp.ones((8, 4)), name="w")
+            self.optimizer = rx.optimizers.Optimizer(optax.adam(0.001), [self.w])
+        self.log = tmp_path / "log"
+        self.log.mkdir(parents=True)
+        self.step = self._make_step()
+
+    def _make_step(self) -> Any:
+        counter, table, w, optimizer = self.counter, self.table, self.w, self.optimizer
+        log = self.log
+
+        @rx.function
+        def compiled(row: Any) -> Any:
+            gradient = rx.grad(lambda: jnp.sum(w * w), w)()
+            optimizer.apply_gradients([(gradient, w)])
+            table.scatter_add(rx.IndexedSlices(jnp.ones((1, 2)), row[None]))
+            counter.assign_add(1.0)
+            return row
+
+        def step(number: int, seconds: float) -> Any:
+            with (log / str(number)).open("a") as file:
+                file.write("begun\n")
+            time.sleep(seconds)
+            return compiled(jnp.asarray(number % 20))
+
+        return step
+
+    def schedule(self, count: int, seconds: float = 0.0) -> list[Any]:
+        step = self.step
+        return [self.coordinator.schedule(step, args=(i, seconds)) for i in range(count)]
+
+    def running_on(self, worker: int) -> int:
+        return self.coordinator.status().workers[worker].num_closures
+
+    def num_begun(self) -> int:
+        return sum(path.read_text().count("begun") for path in self.log.iterdir())
+
+    def check(self, count: int) -> None:
+        assert int(self.optimizer.iterations) == count
+        assert float(self.counter) == count
+        assert self.table.numpy().sum() == 2 * count
+        np.testing.assert_array_equal(self.table.numpy(), np.full((20, 2), count / 20))
+
+
+def test_S190_T111_300_steps_on_three_workers_count_300_though_one_is_killed(
+    desk: Desk, tmp_path: Path
+) -> None:
+    training = Counting(desk, tmp_path)
+    values = training.schedule(300, seconds=0.01)
+    becomes(lambda: training.num_begun() > 60, "a third of the way")
+    becomes(lambda: training.running_on(1) > 0, "closures in flight on worker 1")
+    desk.cluster.kill("worker", 1)
+    assert not training.coordinator.done()
+    desk.cluster.restart("worker", 1)
+    training.coordinator.join(timeout=90)
+    training.check(300)
+    assert [int(v.fetch()) for v in values] == [i % 20 for i in range(300)]
+    # The kill landed in the midst of a step: it was begun twice, and counted once.
+    assert training.num_begun() > 300
+    assert training.coordinator.status().workers[1].num_restarts == 1
+
+
+def test_T111_a_worker_killed_between_functions_comes_back(desk: Desk, tmp_path: Path) -> None:
+    training = Counting(desk, tmp_path)
+    coordinator = training.coordinator
+    training.schedule(20)
+    coordinator.join(timeout=60)
+    training.check(20)
+    for i in range(3):
+        desk.cluster.kill("worker", i)
+        desk.cluster.restart("worker", i, wait=False)
+    desk.cluster.wait_until_ready()
+    training.schedule(20)
+    coordinator.join(timeout=60)
+    training.check(40)
+
+
+def test_T113_two_workers_down_at_once_and_one_again_and_again(desk: Desk, tmp_path: Path) -> None:
+    training = Counting(desk, tmp_path)
+    training.schedule(200, seconds=0.02)
+    for worker in (0, 1):
+        becomes(lambda worker=worker: training.running_on(worker) > 0, "work in flight")
+        desk.cluster.kill("worker", worker)
+    for _ in range(2):
+        desk.cluster.restart("worker", 0)
+        becomes(
+            lambda: training.running_on(0) > 0 or training.coordinator.done(), "worker 0 is used"
+        )
+        desk.cluster.kill("worker", 0)
+    training.coordinator.join(timeout=90)
+    training.check(200)
+    assert desk.cluster.alive("worker", 2)
+
+
+def test_S190_a_frozen_worker_is_replaced_and_its_late_updates_are_refused(
+    desk: Desk, tmp_path: Path
+) -> None:
+    training = Counting(desk, tmp_path)
+    training.schedule(100, seconds=0.02)
+    becomes(lambda: training.num_begun() > 10 and training.running_on(0) > 0, "work in flight")
+    desk.cluster.stop("worker", 0)
+    try:
+        training.coordinator.join(timeout=90)
+        training.check(100)
+    finally:
+        desk.cluster.cont("worker", 0)
+    # It wakes up, sends what it had, and is told to begin again.
+    becomes(
+        lambda: training.coordinator.status().workers[0].state in ("idle", "busy"),
+        "the worker comes back",
+    )
+    training.check(100)
+
+
+def test_T115_values_survive_the_death_of_all_workers(desk: Desk, tmp_path: Path) -> None:
+    coordinator = desk.coordinator()
+    first = coordinator.schedule(lambda: np.arange(5.0))
+    second = coordinator.schedule(lambda: {"a": jnp.ones(3)})
+    coordinator.join(timeout=60)
+    got = first.get()
+    for i in range(3):
+        desk.cluster.kill("worker", i)
+    np.testing.assert_array_equal(first.fetch(), np.arange(5.0))
+    np.testing.assert_array_equal(got, np.arange(5.0))
+    np.testing.assert_array_equal(second.get()["a"], np.ones(3))
+
+
+def test_S187_S190_iterators_are_made_again_on_a_worker_that_came_back(
+    desk: Desk, tmp_path: Path
+) -> None:
+    coordinator = desk.coordinator()
+    dataset = coordinator.create_per_worker_dataset(lambda: rx.data.Dataset.range(1000).repeat())
+    iterator = iter(dataset)
+
+    def step(iterator: Any) -> Any:
+        time.sleep(0.01)
+        return next(iterator)
+
+    values = [coordinator.schedule(step, args=(iterator,)) for _ in range(90)]
+    becomes(lambda: coordinator.status().workers[2].num_done > 3, "worker 2 works")
+    desk.cluster.kill("worker", 2)
+    desk.cluster.restart("worker", 2)
+    coordinator.join(timeout=90)
+    assert len(coordinator.fetch(values)) == 90
+    values = [coordinator.schedule(step, args=(iterator,)) for _ in range(60)]
+    coordinator.join(timeout=90)
+    assert coordinator.status().workers[2].num_restarts == 1
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_S191_T114_a_lost_server_ends_training_with_its_name(
+    desk: Desk, tmp_path: Path, moment: str
+) -> None:
+    training = Counting(desk, tmp_path)
+    coordinator = training.coordinator
+    training.schedule(20)
+    coordinator.join(timeout=60)
+    begun = time.monotonic()
+    if moment == "before":
+        desk.cluster.kill("ps", 1)
+        training.schedule(5)
+    else:
+        training.schedule(200, seconds=0.05)
+        becomes(lambda: training.num_begun() > 25, "it runs")
+        desk.cluster.kill("ps", 1)
+    with pytest.raises(errors.PSUnavailableError, match="ps") as caught:
+        coordinator.join(timeout=60)
+    assert "task:1" in str(caught.value) or "ps 1" in str(caught.value)
+    with pytest.raises(errors.UnavailableError, match="ps"):
+        for _ in range(3):
+            coordinator.schedule(training.step, args=(0, 0.0))
+            coordinator.join(timeout=60)
+    # A read of what is gone ends too, in bounded time.
+    with pytest.raises((errors.UnavailableError, errors.DeadlineExceededError), match="ps 1"):
+        training.w.numpy()
+    assert time.monotonic() - begun < 100
+    desk.leave()
+    desk.cluster.restart("ps", 1)
+    # The cluster takes the next job.
+    again = Counting(desk, tmp_path / "again")
+    again.schedule(20)
+    again.coordinator.join(timeout=60)
+    again.check(20)
+
+
+def test_T114_a_server_that_came_back_without_its_variables_is_told(
+    desk: Desk, tmp_path: Path
+) -> None:
+    training = Counting(desk, tmp_path)
+    training.schedule(20)
+    training.coordinator.join(timeout=60)
+    desk.cluster.kill("ps", 0)
+    desk.cluster.restart("ps", 0)
+    with pytest.raises(errors.UnavailableError, match="ps"):
+        training.schedule(5)
+        training.coordinator.join(timeout=60)
+
+
+def test_T114_a_server_lost_while_a_worker_recovers(desk: Desk, tmp_path: Path) -> None:
+    training = Counting(desk, tmp_path)
+    training.schedule(200, seconds=0.05)
+    becomes(lambda: training.num_begun() > 10, "it runs")
+    desk.cluster.kill("worker", 0)
+    desk.cluster.restart("worker", 0, wait=False)
+    desk.cluster.kill("ps", 0)
+    with pytest.raises(errors.UnavailableError, match="ps"):
+        training.coordinator.join(timeout=60)
+    desk.cluster.wait_until_ready()
+
+
+def test_S196_training_goes_on_from_a_checkpoint_in_a_new_cluster(
+    desk: Desk, tmp_path: Path
+) -> None:
+    steps_per_epoch = 20
+
+    def run(until: int, parts: int) -> tuple[int, float]:
+        strategy = desk.strategy(parts)
+        coordinator = desk.coordinator(strategy)
+        with strategy.scope():
+            w = rx.Variable(jnp.zeros((6, 2)), name="w")
+            optimizer = rx.optimizers.Optimizer(optax.sgd(0.5, momentum=0.5), [w])
+        checkpoint = rx.train.Checkpoint(w=w, optimizer=optimizer)
+        manager = rx.train.CheckpointManager(checkpoint, tmp_path / "saved", max_to_keep=2)
+        manager.restore_or_initialize()
+        first = int(optimizer.iterations) // steps_per_epoch
+
+        @rx.function
+        def step() -> None:
+            optimizer.apply_gradients([(jnp.ones((6, 2)), w)])
+
+        for _ in range(first, until):
+            for _ in range(steps_per_epoch):
+                coordinator.schedule(step)
+            coordinator.join(timeout=60)
+            manager.save()
+        manager.close()
+        assert int(optimizer.iterations) == until * steps_per_epoch
+        return first, float(w.numpy().sum())
+
+    assert run(2, parts=2)[0] == 0
+    desk.leave()
+    desk.cluster.kill("ps", 0)
+    desk.cluster.restart("ps", 0)
+    first, total = run(4, parts=3)
+    assert first == 2
+    alone = rx.Variable(jnp.zeros((6, 2)))
+    optimizer = rx.optimizers.Optimizer(optax.sgd(0.5, momentum=0.5), [alone])
+    for _ in range(4 * steps_per_epoch):
+        optimizer.apply_gradients([(jnp.ones((6, 2)), alone)])
+    np.testing.assert_allclose(total, alone.numpy().sum(), rtol=1e-5)
+
+
+def test_T119_dropping_coordinator_and_strategy_ends_their_threads(desk: Desk) -> None:
+    before = set(threading.enumerate())
+    strategy = rx.ParameterServerStrategy(desk.cluster.resolver)
+    coordinator = rx.coordinator.ClusterCoordinator(strategy, timing=Timing.fast())
+    assert coordinator.schedule(lambda: 3).fetch(60) == 3
+    assert set(threading.enumerate()) > before
+    del strategy, coordinator
+    gc.collect()
+    becomes(lambda: set(threading.enumerate()) <= before, "the threads have ended")
+    # And the servers are free for the next.
+    assert desk.coordinator().schedule(lambda: 4).fetch(60) == 4
