@@ -1,4 +1,4 @@
-"""The parameter-server example plays every role, by one command and by TF_CONFIG."""
+"""The parameter-server example plays every role; the snippets of the guide are a program."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "parameter_server.py"
+GUIDE = ROOT / "docs" / "guides" / "parameter-servers.md"
 STEPS_PER_EPOCH = 60
 
 
@@ -25,9 +26,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "JAX_PLATFORMS": "cpu", **more}
 
 
-def run(*arguments: str, **env: str) -> str:
+def run(*arguments: str, program: Path = EXAMPLE, **env: str) -> str:
     done = subprocess.run(
-        [sys.executable, EXAMPLE, *arguments],
+        [sys.executable, program, *arguments],
         env=environment(**env),
         check=False,
         timeout=100,
@@ -107,3 +108,14 @@ def test_S196_S201_S202_one_file_plays_every_role_and_a_second_chief_goes_on(
     assert accuracy > 0.93
     assert second.splitlines()[-1] == f"{3 * STEPS_PER_EPOCH} steps are in the model"
     assert not [name for name, text in logs.items() if "Traceback" in text], logs
+
+
+@pytest.mark.slow
+def test_the_snippets_of_the_guide_are_one_program(tmp_path: Path) -> None:
+    snippets = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    program = tmp_path / "guide.py"
+    # In a directory of this test, not in one that all runs share.
+    program.write_text("\n".join(snippets).replace("/tmp/", f"{tmp_path}/"))
+    output = run(program=program)
+    assert "no such luck This happened on /job:worker/task:" in output
+    assert (tmp_path / "parameter-servers" / "weight").exists()

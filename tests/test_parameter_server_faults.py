@@ -109,6 +109,7 @@ def test_S190_T111_300_steps_on_three_workers_count_300_though_one_is_killed(
     assert training.coordinator.status().workers[1].num_restarts == 1
 
 
+@pytest.mark.slow
 def test_T111_a_worker_killed_between_functions_comes_back(desk: Desk, tmp_path: Path) -> None:
     training = Counting(desk, tmp_path)
     coordinator = training.coordinator
@@ -124,6 +125,7 @@ def test_T111_a_worker_killed_between_functions_comes_back(desk: Desk, tmp_path:
     training.check(40)
 
 
+@pytest.mark.slow
 def test_T113_two_workers_down_at_once_and_one_again_and_again(desk: Desk, tmp_path: Path) -> None:
     training = Counting(desk, tmp_path)
     training.schedule(200, seconds=0.02)
@@ -141,6 +143,7 @@ def test_T113_two_workers_down_at_once_and_one_again_and_again(desk: Desk, tmp_p
     assert desk.cluster.alive("worker", 2)
 
 
+@pytest.mark.slow
 def test_S190_a_frozen_worker_is_replaced_and_its_late_updates_are_refused(
     desk: Desk, tmp_path: Path
 ) -> None:
@@ -174,6 +177,7 @@ def test_T115_values_survive_the_death_of_all_workers(desk: Desk, tmp_path: Path
     np.testing.assert_array_equal(second.get()["a"], np.ones(3))
 
 
+@pytest.mark.slow
 def test_S187_S190_iterators_are_made_again_on_a_worker_that_came_back(
     desk: Desk, tmp_path: Path
 ) -> None:
@@ -196,7 +200,7 @@ def test_S187_S190_iterators_are_made_again_on_a_worker_that_came_back(
     assert coordinator.status().workers[2].num_restarts == 1
 
 
-@pytest.mark.parametrize("moment", ["before", "during"])
+@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "during"])
 def test_S191_T114_a_lost_server_ends_training_with_its_name(
     desk: Desk, tmp_path: Path, moment: str
 ) -> None:
@@ -212,15 +216,12 @@ def test_S191_T114_a_lost_server_ends_training_with_its_name(
         training.schedule(200, seconds=0.05)
         becomes(lambda: training.num_begun() > 25, "it runs")
         desk.cluster.kill("ps", 1)
-    with pytest.raises(errors.PSUnavailableError, match="ps") as caught:
+    with pytest.raises(errors.PSUnavailableError, match="/job:ps/task:1"):
         coordinator.join(timeout=60)
-    assert "task:1" in str(caught.value) or "ps 1" in str(caught.value)
-    with pytest.raises(errors.UnavailableError, match="ps"):
-        for _ in range(3):
-            coordinator.schedule(training.step, args=(0, 0.0))
-            coordinator.join(timeout=60)
+    with pytest.raises(errors.UnavailableError, match="/job:ps/task:1"):
+        coordinator.schedule(training.step, args=(0, 0.0))
     # A read of what is gone ends too, in bounded time.
-    with pytest.raises((errors.UnavailableError, errors.DeadlineExceededError), match="ps 1"):
+    with pytest.raises(errors.UnavailableError, match="/job:ps/task:1"):
         training.w.numpy()
     assert time.monotonic() - begun < 100
     desk.leave()
@@ -232,6 +233,7 @@ def test_S191_T114_a_lost_server_ends_training_with_its_name(
     again.check(20)
 
 
+@pytest.mark.slow
 def test_T114_a_server_that_came_back_without_its_variables_is_told(
     desk: Desk, tmp_path: Path
 ) -> None:
@@ -240,11 +242,15 @@ def test_T114_a_server_that_came_back_without_its_variables_is_told(
     training.coordinator.join(timeout=60)
     desk.cluster.kill("ps", 0)
     desk.cluster.restart("ps", 0)
-    with pytest.raises(errors.UnavailableError, match="ps"):
+    coordinator = training.coordinator
+    becomes(lambda: coordinator.status().servers[0].state == "lost", "the loss is noticed")
+    with pytest.raises(errors.UnavailableError, match="/job:ps/task:0"):
         training.schedule(5)
-        training.coordinator.join(timeout=60)
+    desk.leave()
+    assert desk.coordinator().schedule(lambda: 1).fetch(60) == 1
 
 
+@pytest.mark.slow
 def test_T114_a_server_lost_while_a_worker_recovers(desk: Desk, tmp_path: Path) -> None:
     training = Counting(desk, tmp_path)
     training.schedule(200, seconds=0.05)
@@ -257,6 +263,7 @@ def test_T114_a_server_lost_while_a_worker_recovers(desk: Desk, tmp_path: Path) 
     desk.cluster.wait_until_ready()
 
 
+@pytest.mark.slow
 def test_S196_training_goes_on_from_a_checkpoint_in_a_new_cluster(
     desk: Desk, tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,10 @@ _JOINED: dict[str, Any] = {
     "scatter_max": np.maximum,
     "gradient": np.add,
 }
+
+
+# Up to so many rows of one number are joined one by one, all numbers at once.
+_MOST_RANKS = 32
 
 
 class RowPlan:
@@ -43,8 +47,10 @@ class RowPlan:
         if ids.size > 1 and not (ids[1:] > ids[:-1]).all():
             self._order = np.argsort(ids, kind="stable")
             ordered = ids[self._order]
-        # Where each row number occurs first; None if each occurs once.
+        # Where each row number occurs first, in order, and where all are; None if each
+        # occurs once.
         self._firsts: np.ndarray | None = None
+        self._groups: np.ndarray | None = None
         unique = ordered
         if self._order is not None:
             is_new = np.empty(ordered.size, bool)
@@ -52,6 +58,7 @@ class RowPlan:
             np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
             if not is_new.all():
                 self._firsts = np.flatnonzero(is_new)
+                self._groups = np.cumsum(is_new) - 1
                 unique = ordered[self._firsts]
         self._unique = unique
         self._cuts = np.searchsorted(unique, [*starts, num_rows]).tolist()
@@ -78,9 +85,9 @@ class RowPlan:
             for a, b, piece in zip(self._cuts[:-1], self._cuts[1:], rows, strict=True):
                 result[self._order[a:b]] = piece
             return result
-        counts = np.diff(self._firsts, append=self.ids.size)
+        assert self._groups is not None
         whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
-        result[self._order] = np.repeat(whole, counts, axis=0)
+        result[self._order] = _taken(whole, self._groups)
         return result
 
     def gather(self, kind: str, rows: np.ndarray) -> list[np.ndarray]:
@@ -89,13 +96,32 @@ class RowPlan:
         Rows of one number are joined as the kind of change wants it; where it wants one of
         them, it is the last.
         """
-        ordered = rows if self._order is None else rows[self._order]
-        if self._firsts is not None:
-            joined: Callable[..., np.ndarray] | None = None
-            if kind in _JOINED:
-                joined = _JOINED[kind].reduceat
-            if joined is not None:
-                ordered = joined(ordered, self._firsts, axis=0, dtype=rows.dtype)
-            else:
-                ordered = ordered[np.append(self._firsts[1:], self.ids.size) - 1]
+        if self._order is None:
+            ordered = rows
+        elif self._firsts is None or self._groups is None:
+            ordered = _taken(rows, self._order)
+        elif kind in _JOINED:
+            ordered = self._joined(_JOINED[kind], rows)
+        else:
+            lasts = np.append(self._firsts[1:], self.ids.size) - 1
+            ordered = _taken(rows, self._order[lasts])
         return [ordered[a:b] for a, b in zip(self._cuts[:-1], self._cuts[1:], strict=True)]
+
+    def _joined(self, rule: Any, rows: np.ndarray) -> np.ndarray:
+        """Joins the rows of each number."""
+        assert self._order is not None and self._firsts is not None and self._groups is not None
+        # Which of the rows of its number each row is; most are the first.
+        ranks = np.arange(self.ids.size) - self._firsts[self._groups]
+        if (highest := int(ranks.max())) > _MOST_RANKS:
+            return rule.reduceat(_taken(rows, self._order), self._firsts, axis=0, dtype=rows.dtype)
+        result = _taken(rows, self._order[self._firsts])
+        for rank in range(1, highest + 1):
+            places = np.flatnonzero(ranks == rank)
+            groups = self._groups[places]
+            result[groups] = rule(result[groups], _taken(rows, self._order[places]))
+        return result
+
+
+def _taken(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Returns rows by place; all places are known to be there."""
+    return np.take(rows, places, axis=0, mode="clip")
