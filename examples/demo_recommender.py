@@ -191,7 +191,7 @@ def draw(record: Record, error: float, baseline: float) -> None:
     lower.set_xlim(0, seconds[-1])
     lower.set_xticks(range(0, int(seconds[-1]) + 1, 2))
     lower.set_ylim(0, 1.3 * np.sum(rates, axis=0).max())
-    lower.legend(loc="upper left", ncols=3, frameon=False, fontsize="large")
+    lower.legend(loc="upper right", ncols=3, edgecolor="none", framealpha=1, fontsize="large")
     words = {"killed": f"worker {VICTIM} killed", "restarted": "started again", "back": "back"}
     for event, moment in record.events.items():
         for axes in (upper, lower):
