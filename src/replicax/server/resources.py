@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from replicax.foundation import errors
 from replicax.input.distributed import DistributedDataset
 from replicax.server import failures
+from replicax.strategies.unplaced_data import UnplacedDataset
 from replicax.tracing.function import Function
 from replicax.transport.messages import RemoteError
 from replicax.variables import creators
@@ -100,6 +101,8 @@ def make_dataset(source: Any, strategy: Any) -> Any:
             dataset = source.python_function()
         elif callable(source) and not hasattr(source, "__iter__"):
             dataset = source()
+        if isinstance(dataset, UnplacedDataset):
+            return dataset.distribute(strategy)
         if isinstance(dataset, DistributedDataset):
             return dataset
         return strategy.distribute_datasets_from_function(lambda _: dataset)

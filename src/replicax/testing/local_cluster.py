@@ -256,6 +256,8 @@ class LocalCluster:
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
         # Counts the threads that this process needs for its own devices.
         env.pop("NPROC", None)
+        if self._devices_per_worker == 1:
+            env |= _share_of_machine(child.job, self._counts["worker"])
         env |= {**self._extra_env, "TF_CONFIG": json.dumps(config)}
         self._launcher.submit(child.spawn, options, env).result(timeout=30.0)
 
@@ -282,6 +284,15 @@ class LocalCluster:
                 "Use it inside its `with` block.",
             )
         )
+
+
+def _share_of_machine(job: str, num_workers: int) -> dict[str, str]:
+    """Keeps tasks of one machine from waiting, awake, for cores that others compute on."""
+    num_threads = max(1, (os.cpu_count() or 1) // num_workers) if job == "worker" else 1
+    if num_threads > 1:
+        return {"NPROC": str(num_threads)}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {"NPROC": "1", "XLA_FLAGS": f"{flags} --xla_cpu_multi_thread_eigen=false".strip()}
 
 
 def _end(

@@ -24,11 +24,13 @@ class RowRead:
       variable: The variable.
       ids: The row numbers: known, or traced (and None after the trace).
       is_traced: Whether the program computes the row numbers.
+      shape: The shape of the rows.
     """
 
     variable: Any
     ids: Any
     is_traced: bool
+    shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,7 @@ class CapturingOverlay(Overlay):
             shape = (*jnp.shape(ids), *variable.shape[1:])
             stand_in = jnp.zeros(shape, variable.dtype)
         self._row_places[id(stand_in)] = (len(self.row_reads), stand_in)
-        self.row_reads.append(RowRead(variable, ids, is_traced))
+        self.row_reads.append(RowRead(variable, ids, is_traced, shape))
         return jnp.copy(stand_in)
 
     def row_place(self, constant: Any) -> int | None:

@@ -100,6 +100,8 @@ class Program:
         self._exchange: exchange.RemoteExchange | None = None
         if exchange.is_needed(captured):
             self._exchange = exchange.RemoteExchange(captured, self._run_part)
+        self._is_cold = self._exchange is not None
+        self._has_effects = bool(captured.jaxpr.effects)
         # What a program without inputs gives, which is the same each time.
         self._is_fixed = captured.is_fixed
         self._fixed: tuple[list[Any], list[Any]] | None = None
@@ -193,6 +195,8 @@ class Program:
         pulled: Any = ((), ())
         if self._exchange is not None:
             local = [v.stored for v in self._local] if self._local else []
+            if self._is_cold:
+                self._warm_up(arrays)
             pulled = self._exchange.pull(local, arrays)
             if self._mesh is not None:
                 pulled = tuple(map(self._on_devices, pulled))
@@ -203,6 +207,15 @@ class Program:
         if self._exchange is not None:
             self._exchange.push(changed)
         return self._results.rebuild(outs, self._mesh)
+
+    def _warm_up(self, arrays: list[Any]) -> None:
+        """Compiles before values are pulled: others would change them meanwhile."""
+        self._is_cold = False
+        if self._exchange is None or self._written or self._has_effects:
+            return
+        pulled: Any = self._exchange.placeholders()
+        with gate.state():
+            self._dispatch(arrays, pulled)
 
     def _dispatch(self, arrays: list[Any], pulled: Any) -> tuple[list[Any], list[Any]]:
         # The hot loop: no call per variable but getrefcount.

@@ -134,7 +134,8 @@ class RunningTotal:
     """A sum that does not stop growing: two variables that hold what one would round away.
 
     A float32 that has counted to 16,777,216 stays there when one is added. The second
-    variable keeps the part that does not fit into the first, which makes 48 bits.
+    variable keeps the part that does not fit into the first, which makes 48 bits. On a
+    parameter server others add at the same time, so the first one counts alone there.
     """
 
     def __init__(self, metric: Metric, name: str, shape: tuple[int, ...] = ()) -> None:
@@ -143,6 +144,9 @@ class RunningTotal:
 
     def add(self, value: Any) -> None:
         """Adds to the sum, on this replica."""
+        if self._total.is_remote:
+            self._total.assign_add(jnp.asarray(value, self._total.dtype))
+            return
         total, rest = _sum_with_rest(
             self._total.read_value(), self._rest.read_value(), jnp.asarray(value, self._total.dtype)
         )
