@@ -18,6 +18,7 @@ import numpy as np
 from replicax.contexts.overlay import Change
 from replicax.foundation import errors
 from replicax.parameter_server import outgoing
+from replicax.parameter_server.cluster import left
 from replicax.parameter_server.outgoing import Outgoing
 from replicax.parameter_server.rows import RowPlan
 from replicax.transport import messages, refusals
@@ -68,6 +69,7 @@ class ParameterClient:
         self._ahead: _Question | None = None
         # One question at a time; user code may have threads.
         self._lock = threading.RLock()
+        self._is_closed = False
         self._closure: int | None = None
         self._call = 0
         self._outgoing = [Outgoing() for _ in channels]
@@ -85,6 +87,7 @@ class ParameterClient:
 
     def pull(self, reads: Sequence[Read]) -> list[Any]:
         """Returns values; they show all that was pushed before."""
+        self._require_open()
         with self._lock:
             ahead, self._ahead = self._ahead, None
             question = ahead
@@ -168,6 +171,7 @@ class ParameterClient:
 
     def push(self, changes: Sequence[Change]) -> None:
         """Collects changes of the closure that runs; without one, makes them at once."""
+        self._require_open()
         with self._lock:
             if self._closure is not None:
                 self._collect(self._closure, changes)
@@ -311,8 +315,14 @@ class ParameterClient:
             self._ahead = None
             raise
 
+    def _require_open(self) -> None:
+        # A channel would connect again.
+        if self._is_closed:
+            raise left()
+
     def close(self) -> None:
         """Ends the connections."""
+        self._is_closed = True
         for channel in self._channels:
             channel.close()
 

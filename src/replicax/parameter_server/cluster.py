@@ -65,6 +65,7 @@ class Cluster:
         self.variable: Callable[[tuple[Any, ...]], Any]
         self._lock = threading.Lock()
         self._is_attached = False
+        self._is_closed = False
         # Parts that nobody can name any more, by server.
         self._forgotten: list[tuple[int, int]] = []
         self.channels = [
@@ -110,6 +111,8 @@ class Cluster:
     def attach(self) -> None:
         """Takes the parameter servers into the job; waits until they can be reached."""
         with self._lock:
+            if self._is_closed:
+                raise left()
             if self._is_attached:
                 return
             deadline = time.monotonic() + self._connect_timeout
@@ -141,6 +144,7 @@ class Cluster:
         """Leaves the servers, which drop the variables of the job."""
         with self._lock:
             was_attached, self._is_attached = self._is_attached, False
+            self._is_closed = True
         for channel in self.channels:
             if was_attached and channel.peer_incarnation is not None:
                 # One that is gone, or has another master, has nothing left to drop.
@@ -149,6 +153,17 @@ class Cluster:
                 ):
                     channel.request(messages.Detach(), timeout=limits.LINGER)
             channel.close()
+
+
+def left() -> errors.ContextError:
+    """Returns the error for what needs a cluster that this process has left."""
+    return errors.ContextError(
+        errors.message(
+            "Variables on parameter servers live as long as their strategy",
+            "it was closed",
+            "Make a new strategy, and restore the variables from a checkpoint.",
+        )
+    )
 
 
 def _attach(channel: Channel, attach: messages.Attach, deadline: float) -> None:

@@ -300,7 +300,7 @@ class ParameterServerStrategy(Strategy):
         layout = ReplicaLayout([devices.current()] * (replicas or 1))
         extended = ParameterServerExtended(self, layout, client, cluster, variable_partitioner)
         super().__init__(extended)
-        self._ending = weakref.finalize(self, cluster.close)
+        self._ending = weakref.finalize(self, _leave, cluster, client)
 
     @property
     @override
@@ -321,6 +321,11 @@ class ParameterServerStrategy(Strategy):
         Strategy.__init__(strategy, ParameterServerExtended(strategy, layout, client))
         strategy._ending = weakref.finalize(strategy, client.close)
         return strategy
+
+
+def _leave(cluster: Cluster, client: ParameterClient) -> None:
+    cluster.close()
+    client.close()
 
 
 def _keys(directory: str | os.PathLike[str] | None) -> Keys | None:

@@ -196,17 +196,23 @@ class Channel:
             )
         number = next(self._numbers)
         life = self.incarnation
-        message = codec.encode(self.job, self.epoch, life, number, body, buffers)
         connection = self._connection
         if connection is None:
             connection = self._open()
+        lane = connection.lane
+        writer = lane.writer if lane is not None and lane.is_open else None
+        message = codec.encode(
+            self.job, self.epoch, life, number, body, buffers, writer, is_kept=True
+        )
         self._unanswered[number] = message
         if connection.is_ready:
             connection.send(message)
         return number
 
     def _open(self) -> Connection:
-        connection = Connection(self.location, self.me, self.peer, self._keys, self.incarnation)
+        connection = Connection(
+            self.location, self.me, self.peer, self._keys, self.incarnation, uses_lane=True
+        )
         self._connection = connection
         try:
             connection.open(time.monotonic())
@@ -237,6 +243,8 @@ class Channel:
                 if type(envelope.body) is messages.Welcome:
                     self._welcomed(connection)
                 elif self._unanswered.pop(envelope.request, None) is not None:
+                    if connection.lane is not None:
+                        connection.lane.writer.release(envelope.request)
                     return envelope.request, envelope.body, buffers
             now = time.monotonic()
             connection.observe(now)

@@ -1,7 +1,8 @@
 """Messages as frames, and frames as messages.
 
-The first frame is the envelope. All buffers below 32 KiB follow joined in one frame, each at a
-multiple of 64 bytes; each larger buffer is a frame of its own. `Envelope.sizes` says which is
+The first frame is the envelope. Buffers may lie in shared memory (`lane.py`); of the others, all
+below 32 KiB follow joined in one frame, each at a multiple of 64 bytes; each larger buffer is a
+frame of its own. `Envelope.sizes` says which is
 which. Nothing is believed: counts and sizes are compared with what came before anything is used.
 """
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from replicax.foundation import errors
 from replicax.transport import limits, messages
+from replicax.transport.lane import LaneReader, LaneWriter
 
 # Anything with the buffer protocol and contiguous memory, and NumPy arrays of any type.
 Buffer = Any
@@ -33,6 +35,7 @@ class _Greeting(msgspec.Struct, array_like=True, frozen=True):
     request: int
     sizes: list[int]
     body: messages.Hello
+    places: list[int] = []
 
 
 _greeting_decoder = msgspec.msgpack.Decoder(_Greeting)
@@ -80,8 +83,20 @@ def encode(
     request: int,
     body: messages.Body,
     buffers: Sequence[Buffer] = (),
+    lane: LaneWriter | None = None,
+    is_kept: bool = False,
 ) -> list[Any]:
     """Turns a message into frames.
+
+    Args:
+      job: See `Envelope`.
+      epoch: See `Envelope`.
+      incarnation: See `Envelope`.
+      request: See `Envelope`.
+      body: What is said.
+      buffers: What goes with it.
+      lane: Shared memory for large buffers.
+      is_kept: Whether they must stay there until `lane.release(request)`.
 
     Raises:
       ResourceExhaustedError: The header or the buffers are larger than a message may be.
@@ -99,7 +114,12 @@ def encode(
         return frames
     memory = [as_bytes(b) for b in buffers]
     sizes = [len(m) for m in memory]
-    envelope = messages.Envelope(job, epoch, incarnation, request, sizes, body)  # type: ignore[arg-type]
+    places: list[int] = []
+    if lane is not None and max(sizes) >= limits.LANE:
+        kept = request if is_kept else 0
+        places = [lane.put(m, kept) if len(m) >= limits.LANE else -1 for m in memory]
+        memory = [m for m, place in zip(memory, places, strict=True) if place < 0]
+    envelope = messages.Envelope(job, epoch, incarnation, request, sizes, body, places)  # type: ignore[arg-type]
     header = _encoder.encode(envelope)
     _check_lengths(len(header), sum(sizes), body)
     frames: list[Any] = [header]
@@ -145,8 +165,10 @@ def _join(memory: list[memoryview | bytes]) -> bytearray | memoryview | bytes | 
     return joined
 
 
-def decode(frames: Sequence[Any]) -> tuple[messages.Envelope, list[memoryview]]:
-    """Turns frames into a message; the buffers are views of the frames.
+def decode(
+    frames: Sequence[Any], lane: LaneReader | None = None
+) -> tuple[messages.Envelope, list[memoryview]]:
+    """Turns frames into a message; the buffers are views of the frames, or of shared memory.
 
     Raises:
       ProtocolError: The frames are no message of this protocol.
@@ -161,7 +183,25 @@ def decode(frames: Sequence[Any]) -> tuple[messages.Envelope, list[memoryview]]:
         if len(frames) != 1:
             raise _broken("there are frames that the header does not name")
         return envelope, []
-    return envelope, _split(envelope.sizes, frames)
+    if not envelope.places:
+        return envelope, _split(envelope.sizes, frames)
+    return envelope, _split_with_lane(envelope, frames, lane)
+
+
+def _split_with_lane(
+    envelope: messages.Envelope, frames: Sequence[Any], lane: LaneReader | None
+) -> list[memoryview]:
+    sizes, places = envelope.sizes, envelope.places
+    if lane is None or len(places) != len(sizes) or sum(map(abs, sizes)) > limits.MESSAGE:
+        raise _broken("its buffers would lie in memory that is not shared")
+    rest = [size for size, place in zip(sizes, places, strict=True) if place < 0]
+    if not rest and len(frames) != 1:
+        raise _broken("there are frames that the header does not name")
+    others = iter(_split(rest, frames) if rest else [])
+    return [
+        next(others) if place < 0 else lane.view(place, size)
+        for size, place in zip(sizes, places, strict=True)
+    ]
 
 
 def _split(sizes: list[int], frames: Sequence[Any]) -> list[memoryview]:
@@ -215,7 +255,7 @@ def decode_greeting(frames: Sequence[Any]) -> tuple[int, messages.Hello] | None:
       ProtocolError: The frames are no message of this protocol.
     """
     header = memoryview(frames[0]) if frames else _EMPTY
-    # An envelope is an array of six; nothing else is looked at before the caller is known.
+    # An envelope is an array of seven; nothing else is looked at before the caller is known.
     if not len(header) or header[0] != 0x90 + len(messages.Envelope.__struct_fields__):
         raise _broken("it does not begin as one")
     if len(frames) != 1 or len(header) > limits.GREETING:

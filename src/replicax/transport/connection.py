@@ -24,6 +24,7 @@ from replicax.transport import (
 )
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
+from replicax.transport.lane import CallerLane
 from replicax.transport.tasks import Task, library_version, python_version
 
 if TYPE_CHECKING:
@@ -53,7 +54,13 @@ class Connection:
     """
 
     def __init__(
-        self, location: Location, me: Task, peer: Task, keys: Keys | None, incarnation: int
+        self,
+        location: Location,
+        me: Task,
+        peer: Task,
+        keys: Keys | None,
+        incarnation: int,
+        uses_lane: bool = False,
     ) -> None:
         self.location = location
         self.me = me
@@ -64,6 +71,8 @@ class Connection:
         self.down_since: float | None = None
         self.refusal: errors.DistributeError | None = None
         self.reason = "it cannot be reached"
+        # Memory that is shared with the peer; only on one machine.
+        self.lane = CallerLane() if uses_lane and location.scheme == "ipc" else None
         self._keys = keys
         self._context: zmq.Context | None = None
         self._opened_at = 0.0
@@ -141,12 +150,16 @@ class Connection:
             self.me.role,
             self.me.index,
             self.my_incarnation,
+            "" if self.lane is None else self.lane.offer(),
         )
         self.send(codec.encode("", 0, self.my_incarnation, 0, hello))
 
     def close(self, linger: float = 0.0) -> None:
         """Ends the connection; what was sent is given `linger` seconds to leave."""
         self._drop_socket(linger)
+        if self.lane is not None:
+            self.lane.close()
+            self.lane = None
         if self._context is not None:
             used, self._context = self._context, None
             context.release(used)
@@ -187,7 +200,9 @@ class Connection:
         """
         while self.socket is not None and frames.has_message(self.socket):
             try:
-                envelope, buffers = codec.decode(frames.receive(self.socket))
+                envelope, buffers = codec.decode(
+                    frames.receive(self.socket), None if self.lane is None else self.lane.reader
+                )
             except errors.ProtocolError as error:
                 _log.warning("%s sent something that is no message: %s", self.peer, error)
                 continue
@@ -224,6 +239,8 @@ class Connection:
             )
             return
         self.incarnation = welcome.incarnation
+        if self.lane is not None:
+            self.lane.is_open = welcome.has_lane
         self.is_ready = True
         self.down_since = None
         self.refusal = None

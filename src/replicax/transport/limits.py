@@ -35,3 +35,8 @@ IDLE = 0.1
 
 # Seconds until an answer must be there, unless the caller says otherwise.
 DEADLINE = 60.0
+
+# Shared memory of a connection on one machine, in each direction (only what is used takes memory),
+# and the buffers that go through it rather than through the socket.
+LANE_BYTES = 256 * MIB
+LANE = 8 * KIB

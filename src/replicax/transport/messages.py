@@ -60,6 +60,8 @@ class Hello(Body, frozen=True):
     role: Role
     task: int
     incarnation: int
+    # The name of the memory that the caller shares; empty if it shares none.
+    lane: str = ""
 
 
 class Welcome(Body, frozen=True):
@@ -69,6 +71,8 @@ class Welcome(Body, frozen=True):
     role: Role
     task: int
     incarnation: int
+    # Whether buffers may go through the memory that the caller shares.
+    has_lane: bool = False
 
 
 class Refused(Body, frozen=True):
@@ -160,6 +164,8 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
       request: The number of a question, and of its answer; 0 for a notice.
       sizes: The sizes of the buffers, in bytes.
       body: What is said.
+      places: Where each buffer lies in shared memory, -1 for those that travel as frames;
+        empty if all do.
     """
 
     job: str
@@ -168,6 +174,7 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     request: int
     sizes: list[int]
     body: AnyBody
+    places: list[int] = []
 
 
 # Who may say what to whom; everything else is refused.

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from replicax.foundation import errors, lazy
 from replicax.transport import (
     codec,
@@ -25,6 +27,8 @@ from replicax.transport import (
 )
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
+from replicax.transport.lane import LaneReader, LaneWriter
+from replicax.transport.lane import join as join_lane
 from replicax.transport.tasks import Task, library_version, new_incarnation, python_version
 from replicax.transport.wakeup import Wakeup
 
@@ -48,7 +52,7 @@ class Caller:
       epoch: The epoch of its last message.
     """
 
-    __slots__ = ("epoch", "identity", "incarnation", "job", "role", "task")
+    __slots__ = ("epoch", "identity", "incarnation", "job", "reader", "role", "task", "writer")
 
     def __init__(self, identity: bytes, role: messages.Role, task: int, incarnation: int) -> None:
         self.identity = identity
@@ -57,6 +61,9 @@ class Caller:
         self.incarnation = incarnation
         self.job = ""
         self.epoch = 0
+        # Memory that the caller shares: what it writes, and what it reads.
+        self.reader: LaneReader | None = None
+        self.writer: LaneWriter | None = None
 
     def __str__(self) -> str:
         return str(Task(self.role, self.task))
@@ -115,6 +122,7 @@ class Service:
         self._handler = handler
         self._on_idle = on_idle
         self._can_lend = location.scheme != "inproc"
+        self._can_share = location.scheme == "ipc"
         self._listener = listener.Listener(location, task, keys)
         self.url = self._listener.url
         self.address = self._listener.address
@@ -243,7 +251,7 @@ class Service:
             self._greet(identity.bytes, message)
             return
         self._callers.move_to_end(identity.bytes)
-        envelope, buffers = codec.decode(message)
+        envelope, buffers = codec.decode(message, caller.reader)
         body = envelope.body
         if type(body) is messages.Hello:
             self._greet(identity.bytes, message)
@@ -283,7 +291,9 @@ class Service:
     ) -> None:
         life, number = self.incarnation, envelope.request
         try:
-            message = codec.encode(envelope.job, envelope.epoch, life, number, body, buffers)
+            message = codec.encode(
+                envelope.job, envelope.epoch, life, number, body, buffers, caller.writer
+            )
         except errors.DistributeError as error:
             refused = refusals.from_error(error)
             message = codec.encode(envelope.job, envelope.epoch, life, number, refused)
@@ -320,6 +330,10 @@ class Service:
         if greeting is not None and type(answer) is messages.Welcome:
             hello = greeting[1]
             caller = Caller(identity, role, hello.task, hello.incarnation)
+            lane = join_lane(hello.lane) if hello.lane and self._can_share else None
+            if lane is not None:
+                caller.reader, caller.writer = lane
+                answer = msgspec.structs.replace(answer, has_lane=True)
             self._callers[identity] = caller
             self._callers.move_to_end(identity)
             while len(self._callers) > limits.CALLERS:

@@ -1,0 +1,193 @@
+"""Shared memory between two tasks on one machine: arrays that no socket has to carry.
+
+The caller makes two regions, one that it writes and one that the other side writes, and names
+them in its greeting. A sender copies a buffer into a free block of its region, and says in the
+envelope where it lies; the receiver uses it there, and frees the block when nothing refers to it
+any more. A buffer for which there is no room goes through the socket, as all do without a lane.
+
+A region is an anonymous file that cannot change its size, opened by the other side through
+/proc: the kernel checks that both processes belong to one user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import weakref
+from typing import Any
+
+import numpy as np
+
+from replicax.foundation import errors
+from replicax.transport import limits
+
+# Before the data of each block: whether it is in use, in the first byte.
+_HEAD = limits.ALIGNMENT
+_NAME = re.compile(r"(\d+):(\d+):(\d+):([0-9a-f]{16})")
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
+
+
+class _Region:
+    """A piece of memory that two processes see."""
+
+    def __init__(self, fd: int) -> None:
+        self.memory = mmap.mmap(fd, limits.LANE_BYTES)
+        self.bytes = np.frombuffer(self.memory, np.uint8)
+
+
+class LaneWriter:
+    """The sender's side of a region."""
+
+    def __init__(self, region: _Region) -> None:
+        self._bytes = region.bytes
+        # Blocks by their place: where each ends, and the question that may be asked again.
+        self._blocks: list[tuple[int, int, int]] = []
+
+    def put(self, data: Any, request: int = 0) -> int:
+        """Copies data into the region.
+
+        Args:
+          data: Bytes.
+          request: The question that the block belongs to, if it must stay until the answer
+            is there.
+
+        Returns:
+          Where it lies; -1 if there is no room.
+        """
+        size = len(data)
+        start = 0
+        place = None
+        blocks = self._blocks
+        kept = [b for b in blocks if b[2] or self._bytes[b[0]]]
+        if len(kept) != len(blocks):
+            blocks = self._blocks = kept
+        for i, (begin, end, _) in enumerate(blocks):
+            if begin - start >= _HEAD + size:
+                place = i
+                break
+            start = -(-end // _HEAD) * _HEAD
+        if place is None:
+            if start + _HEAD + size > limits.LANE_BYTES:
+                return -1
+            place = len(blocks)
+        first = start + _HEAD
+        blocks.insert(place, (start, first + size, request))
+        self._bytes[start] = 1
+        self._bytes[first : first + size] = np.frombuffer(data, np.uint8)
+        return first
+
+    def release(self, request: int) -> None:
+        """Lets go of the blocks of a question that was answered."""
+        self._blocks = [(b, e, 0 if r == request else r) for b, e, r in self._blocks]
+
+
+class LaneReader:
+    """The receiver's side of a region."""
+
+    def __init__(self, region: _Region) -> None:
+        self._region = region
+
+    def view(self, first: int, size: int) -> memoryview:
+        """Returns the data of a block, which is free again when the view is gone."""
+        start = first - _HEAD
+        is_inside = start >= 0 and first + size <= limits.LANE_BYTES
+        if not is_inside or start % _HEAD or size < 1:
+            raise errors.ProtocolError(
+                errors.message(
+                    "A buffer in shared memory must lie inside of it",
+                    f"one of {size} bytes is said to lie at {first}",
+                    "Check that all tasks have the same version of replicax.",
+                )
+            )
+        block = (ctypes.c_ubyte * size).from_buffer(self._region.memory, first)
+        weakref.finalize(block, _free, self._region.bytes, start).atexit = False
+        return memoryview(block).cast("B").toreadonly()
+
+
+def _free(region: np.ndarray, start: int) -> None:
+    region[start] = 0
+
+
+class CallerLane:
+    """The lane of a caller: it makes the regions."""
+
+    def __init__(self) -> None:
+        self._nonce = secrets.token_hex(8)
+        self._files = [self._make("up")]
+        self._up = _Region(self._files[0])
+        self.writer = LaneWriter(self._up)
+        self.reader: LaneReader | None = None
+        # Whether the other side has joined.
+        self.is_open = False
+
+    def _make(self, name: str) -> int:
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        fd = os.memfd_create(f"replicax-{name}-{self._nonce}", flags)
+        os.ftruncate(fd, limits.LANE_BYTES)
+        fcntl.fcntl(fd, getattr(fcntl, "F_ADD_SEALS", 1033), _SEALS)
+        return fd
+
+    def offer(self) -> str:
+        """Returns the name of the lane for a greeting.
+
+        The other side begins anew after each greeting, so it writes into a new region: what
+        it wrote before may still be in use here.
+        """
+        self.is_open = False
+        for fd in self._files[1:]:
+            os.close(fd)
+        down = self._make("down")
+        self._files[1:] = [down]
+        self.reader = LaneReader(_Region(down))
+        return f"{os.getpid()}:{self._files[0]}:{down}:{self._nonce}"
+
+    def close(self) -> None:
+        """Closes the files; memory stays for as long as it is in use."""
+        for fd in self._files:
+            os.close(fd)
+        self._files = []
+        self.is_open = False
+
+
+def join(name: str) -> tuple[LaneReader, LaneWriter] | None:
+    """Opens the lane of a caller: what it writes, and what is written for it.
+
+    Returns:
+      None if the regions are not what they are said to be, or cannot be reached: the caller
+      may live in another container.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    pid, up, down, nonce = found.groups()
+    regions = [
+        _opened(pid, fd, f"/memfd:replicax-{n}-{nonce}") for n, fd in (("up", up), ("down", down))
+    ]
+    if regions[0] is None or regions[1] is None:
+        return None
+    return LaneReader(regions[0]), LaneWriter(regions[1])
+
+
+def _opened(pid: str, fd: str, name: str) -> _Region | None:
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        if not os.readlink(path).startswith(name):
+            return None
+        own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(own)
+        seals = fcntl.fcntl(own, getattr(fcntl, "F_GET_SEALS", 1034))
+        is_right = status.st_uid == os.getuid() and status.st_size == limits.LANE_BYTES
+        if not is_right or seals & _SEALS != _SEALS:
+            return None
+        return _Region(own)
+    except OSError:
+        return None
+    finally:
+        os.close(own)
