@@ -16,7 +16,7 @@ from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.tasks import TaskName
 from replicax.cluster_resolver import TFConfigClusterResolver
 from replicax.foundation import devices, errors
-from replicax.server import endings, roles
+from replicax.server import allocation, endings, roles
 from replicax.server.server import Server
 
 # A closure that runs when the process is told to end may take this long.
@@ -58,6 +58,7 @@ def serve(
     with told_in_one_line():
         if parent is not None:
             endings.die_with_parent(parent)
+        allocation.keep_freed_memory()
         server = Server(
             spec, name.job, name.index, protocol=protocol or layer, start=False, keys=keys
         )
