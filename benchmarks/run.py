@@ -31,6 +31,8 @@ from benchmarks import (
     eager_all_reduce,
     input_epoch,
     input_wait,
+    parameter_server,
+    parameter_server_scale,
     sparse_step,
     tf_environment,
     virtual_replicas,
@@ -46,6 +48,8 @@ BENCHMARKS: tuple[ModuleType, ...] = (
     input_wait,
     sparse_step,
     checkpoints,
+    parameter_server,
+    parameter_server_scale,
 )
 PACKAGES = ("replicax", "jax", "jaxlib", "numpy")
 

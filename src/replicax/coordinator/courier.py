@@ -69,8 +69,9 @@ class Courier:
     The caller holds a lock, so what is said to one task arrives in the order of the calls.
     """
 
-    def __init__(self, cluster: Cluster, hub: Sender) -> None:
+    def __init__(self, cluster: Cluster, hub: Sender, orphan_s: float) -> None:
         self._cluster = cluster
+        self._orphan_s = orphan_s
         self._hub = hub
         self._requests = itertools.count(1)
         # Which worker is asked to join, or which life a server is asked to fence.
@@ -91,7 +92,8 @@ class Courier:
     def greet(self, worker: int) -> None:
         """Asks a worker to join the job."""
         servers = [location.url for location in self._cluster.servers]
-        self._ask(Task("worker", worker), messages.Attach(servers, dict(self._cluster.settings)))
+        settings = {"orphan": self._orphan_s, **self._cluster.settings}
+        self._ask(Task("worker", worker), messages.Attach(servers, settings))
 
     def release(self, worker: int) -> None:
         """Tells a worker to drop the job."""

@@ -48,7 +48,7 @@ class Dispatcher:
         self.crew = self.policy.crew
         self.has_news = False
         self.replaced: str | None = None
-        self._courier = Courier(cluster, hub)
+        self._courier = Courier(cluster, hub, timing.worker_orphan_s)
         self._resources = ResourceTable()
         self._meter = Meter(now)
         self._beat_s = now - timing.beat_s
@@ -241,6 +241,12 @@ class Dispatcher:
     def _take_resource(self, worker: int, body: messages.ResourceMade) -> None:
         resource = self._resources.get(body.resource)
         if resource is None or body.error is None:
+            return
+        if body.error.cause == "unknown_function" and resource.function is not None:
+            # The worker made room for others.
+            made_by = self.crew.workers[worker]
+            made_by.functions.pop(resource.function.sha, None)
+            self._courier.make(made_by, resource)
             return
         # Harmless unless a closure uses it: then the worker reports it with that closure.
         error = shipping.rebuild_error(body.error, worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from replicax.coordinator.policy import Policy
 from replicax.coordinator.queue import ClosureQueue
@@ -42,6 +43,7 @@ class ServerStatus:
       num_bytes: How much the values of variables take there.
       rate: How many requests it answered per second of late.
       reason: Why it is lost, if it is.
+      figures: All that it counted, as of its last beat, by name.
     """
 
     task: str
@@ -49,6 +51,7 @@ class ServerStatus:
     num_bytes: int
     rate: float
     reason: str
+    figures: Mapping[str, int | float] = dataclasses.field(default_factory=dict, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +127,7 @@ class Meter:
                     int(server.figures.get("bytes", 0)),
                     self._rates.get(str(server), 0.0),
                     server.loss or "",
+                    dict(server.figures),
                 )
             )
         workers = [

@@ -182,6 +182,8 @@ class Job:
         with self._changed:
             for result, buffers in sent:
                 self._known.discard(result.closure)
+                _, old = self._sent.pop(result.closure, (None, ()))
+                self._sent_bytes -= _size(old)
                 if result.error is None:
                     self._sent[result.closure] = (result, buffers)
                     self._sent_bytes += _size(buffers)

@@ -112,7 +112,7 @@ class ParameterServerTask:
     def _answer(
         self, caller: Caller, envelope: messages.Envelope, buffers: Sequence[memoryview]
     ) -> _Answer:
-        return self._store.handle(
+        body, found = self._store.handle(
             caller.role,
             caller.incarnation,
             envelope.body,
@@ -121,6 +121,13 @@ class ParameterServerTask:
             epoch=envelope.epoch,
             now=time.monotonic(),
         )
+        if isinstance(body, messages.Pong):
+            traffic = {
+                "bytes_received": self._service.num_bytes_received,
+                "bytes_sent": self._service.num_bytes_sent,
+            }
+            body = messages.Pong(body.progress, body.figures | traffic)
+        return body, found
 
     def _work(self) -> None:
         """The lane: one request after the other, in order of arrival."""

@@ -119,6 +119,9 @@ class Reports:
     def _send_batch(self, batch: list[Outcome]) -> None:
         sent = [(outcome.message(), outcome.buffers) for outcome in batch]
         buffers = [buffer for outcome in batch for buffer in outcome.buffers]
+        # First: the answer may be another order for the same closure, which must not meet the
+        # note that it still runs.
+        self._note_sent(sent)
         try:
             self._send(Finished([result for result, _ in sent]), buffers)
         except errors.DistributeError as error:
@@ -130,5 +133,3 @@ class Reports:
             if batch[0].error is not None:
                 raise
             self._send_batch([Outcome(batch[0].closure, error=failures.describe(error))])
-            return
-        self._note_sent(sent)

@@ -122,6 +122,8 @@ class Service:
         self._handler = handler
         self._on_idle = on_idle
         self._can_lend = location.scheme != "inproc"
+        # Of known callers: headers and buffers, whatever way they took.
+        self.num_bytes_received = self.num_bytes_sent = 0
         self._can_share = location.scheme == "ipc"
         self._listener = listener.Listener(location, task, keys)
         self.url = self._listener.url
@@ -252,6 +254,7 @@ class Service:
             return
         self._callers.move_to_end(identity.bytes)
         envelope, buffers = codec.decode(message, caller.reader)
+        self.num_bytes_received += len(message[0]) + sum(envelope.sizes)
         body = envelope.body
         if type(body) is messages.Hello:
             self._greet(identity.bytes, message)
@@ -297,6 +300,7 @@ class Service:
         except errors.DistributeError as error:
             refused = refusals.from_error(error)
             message = codec.encode(envelope.job, envelope.epoch, life, number, refused)
+        self.num_bytes_sent += len(message[0]) + sum(memoryview(b).nbytes for b in buffers)
         self._send(caller, message)
 
     def _send_outbox(self) -> None:
