@@ -167,11 +167,15 @@ def test_S186_S187_S188_datasets_of_all_kinds(desk: Desk, make: Callable[[], Any
         found = coordinator.schedule(three, args=(iterator,)).fetch(60)
         assert found == [[0, 1], [2, 3], [4, 5]]
     iterator = iter(dataset)
-    # Three elements on each of two workers: the seventh is one too many.
-    for _ in range(7):
-        coordinator.schedule(element, args=(iterator,))
-    with pytest.raises(errors.OutOfRangeError):
+
+    def read_too_much() -> None:
+        # Three elements on each of two workers: the seventh is one too many.
+        for _ in range(7):
+            coordinator.schedule(element, args=(iterator,))
         coordinator.join(timeout=60)
+
+    with pytest.raises(errors.OutOfRangeError):
+        read_too_much()
     assert coordinator.schedule(element, args=(iter(dataset),)).fetch(60) == [0, 1]
 
 

@@ -209,15 +209,19 @@ def test_S191_T114_a_lost_server_ends_training_with_its_name(
     training.schedule(20)
     coordinator.join(timeout=60)
     begun = time.monotonic()
-    if moment == "before":
-        desk.cluster.kill("ps", 1)
-        training.schedule(5)
-    else:
-        training.schedule(200, seconds=0.05)
-        becomes(lambda: training.num_begun() > 25, "it runs")
-        desk.cluster.kill("ps", 1)
-    with pytest.raises(errors.PSUnavailableError, match="/job:ps/task:1"):
+
+    def go_on() -> None:
+        if moment == "before":
+            desk.cluster.kill("ps", 1)
+            training.schedule(5)
+        else:
+            training.schedule(200, seconds=0.05)
+            becomes(lambda: training.num_begun() > 25, "it runs")
+            desk.cluster.kill("ps", 1)
         coordinator.join(timeout=60)
+
+    with pytest.raises(errors.PSUnavailableError, match="/job:ps/task:1"):
+        go_on()
     with pytest.raises(errors.UnavailableError, match="/job:ps/task:1"):
         coordinator.schedule(training.step, args=(0, 0.0))
     # A read of what is gone ends too, in bounded time.

@@ -533,6 +533,13 @@ class Lookup(rx.Module):
     def __call__(self, ids: Any) -> Any:
         return rx.nn.embedding_lookup(self.table, ids) * self.scale
 
+    @rx.function(input_signature=[])
+    def grow(self) -> Any:
+        self.scale.assign_add(1.0)
+        self.table.assign_add(jnp.ones((32, 2)))
+        self.table.scatter_add(rx.IndexedSlices(jnp.ones((1, 2)), jnp.array([31])))
+        return self.table[30:], self.scale.read_value()
+
     @rx.function(input_signature=[rx.TensorSpec((None, 32))])
     def project(self, x: Any) -> Any:
         return x @ self.table.read_value()
@@ -554,6 +561,11 @@ def test_limit_S170_X3_exported_models_hold_one_variable_and_load(
     assert loaded.table.shape == (32, 2)
     np.testing.assert_array_equal(loaded(ids), expected[ids] * 2)
     np.testing.assert_array_equal(loaded.project(x), expected[:5])
+    # What a function changes, it changes in the model that was loaded.
+    rows, scale = loaded.grow()
+    assert float(scale) == 3.0 == float(loaded.scale)
+    np.testing.assert_array_equal(rows, expected[30:] + [[1], [2]])
+    np.testing.assert_array_equal(loaded.table[30:], rows)
     with rx.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         again = rx.saved_model.load(tmp_path / "model")
         np.testing.assert_array_equal(again(ids), expected[ids] * 2)

@@ -1,0 +1,163 @@
+"""Shared memory between tasks of one machine: what goes through it, and when it is free again."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replicax.foundation import errors
+from replicax.transport import addresses, lane, limits, messages
+from replicax.transport.channel import Channel
+from replicax.transport.service import Service
+from replicax.transport.tasks import Task
+
+WORKER, PS = Task("worker", 0), Task("ps", 0)
+
+
+class Echo:
+    """A server that returns what it gets, and remembers where it lay."""
+
+    def __init__(self) -> None:
+        self.places: list[list[int]] = []
+        self.kept: list[memoryview] | None = None
+
+    def __call__(self, caller: Any, envelope: Any, buffers: list[memoryview]) -> Any:
+        self.places.append(envelope.places)
+        if self.kept is not None:
+            self.kept += buffers
+        copies = [np.frombuffer(buffer, np.uint8).copy() for buffer in buffers]
+        return messages.Exchanged([], []), copies
+
+
+@pytest.fixture
+def echo() -> Echo:
+    return Echo()
+
+
+@pytest.fixture
+def channel(echo: Echo, tmp_path: Path) -> Iterator[Channel]:
+    tmp_path.chmod(0o700)
+    place = addresses.resolve(f"ipc://{tmp_path}/s")
+    with Service(place, PS, echo) as service:
+        service.start()
+        with Channel(place, WORKER, peer=PS) as found:
+            # The first question finds out that the other side shares the lane.
+            found.request(messages.Exchange([], []))
+            yield found
+
+
+def ask(channel: Channel, *buffers: Any) -> list[memoryview]:
+    return channel.request(messages.Exchange([], []), list(buffers), timeout=10.0)[1]
+
+
+def data(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size).astype(np.uint8)
+
+
+@pytest.mark.parametrize("size", [0, 1, limits.LANE - 1, limits.LANE, limits.SMALL, 3 << 20])
+def test_buffers_arrive_as_they_were_and_only_large_ones_are_shared(
+    channel: Channel, echo: Echo, size: int
+) -> None:
+    sent = data(size)
+    found = ask(channel, sent, b"xy", sent)
+    assert [bytes(f) for f in found] == [sent.tobytes(), b"xy", sent.tobytes()]
+    is_shared = size >= limits.LANE
+    assert [place >= 0 for place in echo.places[-1]] == ([True, False, True] if is_shared else [])
+    assert all(place % limits.ALIGNMENT == 0 for place in echo.places[-1] if place >= 0)
+
+
+def test_blocks_are_used_again_once_nobody_holds_them(channel: Channel, echo: Echo) -> None:
+    for seed in range(50):
+        sent = data(1 << 20, seed)
+        assert bytes(ask(channel, sent)[0]) == sent.tobytes()
+    assert len({places[0] for places in echo.places[1:]}) <= 2
+
+
+def test_what_is_held_on_either_side_keeps_its_bytes(channel: Channel, echo: Echo) -> None:
+    echo.kept = []
+    answers = [ask(channel, data(100_000, seed))[0] for seed in range(20)]
+    assert len({places[0] for places in echo.places[1:]}) == 20
+    for seed, (answer, kept) in enumerate(zip(answers, echo.kept, strict=True)):
+        assert bytes(answer) == bytes(kept) == data(100_000, seed).tobytes()
+
+
+def test_without_room_buffers_take_the_socket(
+    channel: Channel, echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    echo.kept = []
+    half = limits.LANE_BYTES // 2
+    first = data(half)
+    for _ in range(3):
+        assert len(ask(channel, first)[0]) == half
+    assert [places[0] >= 0 for places in echo.places[1:]] == [True, False, False]
+    echo.kept = None
+    gc.collect()
+    ask(channel, first)
+    assert echo.places[-1][0] >= 0
+
+
+def test_posted_questions_keep_their_blocks_until_they_are_answered() -> None:
+    mine = lane.CallerLane()
+    try:
+        found = lane.join(mine.offer())
+        assert found is not None
+        reader = found[0]
+        first = mine.writer.put(b"a" * 10_000, request=7)
+        assert bytes(reader.view(first, 3)) == b"aaa"
+        # Read, and free; but it may have to be sent again.
+        assert mine.writer.put(b"b" * 10_000, request=8) != first
+        mine.writer.release(7)
+        assert mine.writer.put(b"c" * 10_000) == first
+    finally:
+        mine.close()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda name: "",
+        lambda name: "1:2:3",
+        lambda name: name.replace(name.split(":")[0], str(os.getppid()), 1),
+        lambda name: name[:-16] + "0" * 16,
+        lambda name: "../" + name,
+    ],
+)
+def test_bar42_only_regions_of_the_named_caller_are_opened(spoil: Any) -> None:
+    mine = lane.CallerLane()
+    try:
+        name = mine.offer()
+        assert lane.join(name) is not None
+        assert lane.join(spoil(name)) is None
+    finally:
+        mine.close()
+
+
+def test_bar45_a_region_cannot_be_made_smaller() -> None:
+    mine = lane.CallerLane()
+    try:
+        fd = int(mine.offer().split(":")[1])
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 4096)
+    finally:
+        mine.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "size"),
+    [(0, 10), (-64, 10), (65, 10), (64, limits.LANE_BYTES), (64, 0), (limits.LANE_BYTES, 1)],
+)
+def test_bar45_places_outside_of_a_region_are_refused(first: int, size: int) -> None:
+    mine = lane.CallerLane()
+    try:
+        found = lane.join(mine.offer())
+        assert found is not None
+        with pytest.raises(errors.ProtocolError):
+            found[0].view(first, size)
+    finally:
+        mine.close()
