@@ -17,8 +17,9 @@ import zmq
 
 from replicax.transport import addresses, codec, messages
 from replicax.transport import keys as key_files
+from replicax.transport.callers import Caller
 from replicax.transport.channel import Channel
-from replicax.transport.service import Caller, Service
+from replicax.transport.service import Service
 from replicax.transport.tasks import Task, library_version, python_version
 
 PS = Task("ps", 0)

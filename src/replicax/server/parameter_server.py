@@ -14,8 +14,9 @@ from replicax.foundation import errors
 from replicax.parameter_server.service import ParameterStore
 from replicax.transport import messages, refusals
 from replicax.transport.addresses import Location
+from replicax.transport.callers import Caller
 from replicax.transport.keys import Keys
-from replicax.transport.service import Caller, Service
+from replicax.transport.service import Service
 from replicax.transport.tasks import Task
 
 _log = logging.getLogger(__name__)

@@ -19,8 +19,9 @@ from replicax.server.job import Call, Drop, Job, Make
 from replicax.server.runner import Runner, WorkerSession
 from replicax.transport import messages, refusals
 from replicax.transport.addresses import Location
+from replicax.transport.callers import Caller
 from replicax.transport.keys import Keys
-from replicax.transport.service import Caller, Service
+from replicax.transport.service import Service
 from replicax.transport.tasks import Task, new_incarnation
 
 _log = logging.getLogger(__name__)
