@@ -5,7 +5,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 
 .PHONY: demo test test-all lint bench clean
 
-demo: .venv/.ready  ## train one program under every strategy
+demo: .venv/.ready  ## train one program under every strategy, then on parameter servers
 	$(BIN)/python examples/demo.py
 
 test: .venv/.ready  ## the default suite, doctests included

@@ -442,6 +442,10 @@ def test_T108_run_at_the_coordinator_warns(desk: Desk, caplog: pytest.LogCapture
 
 # Checkpoints and saved models.
 
+SLOW = pytest.mark.slow
+IMMEDIATE, DEFERRED = pytest.param(False, id="immediate"), pytest.param(True, id="deferred")
+IMMEDIATE_SLOW = pytest.param(False, id="immediate", marks=SLOW)
+DEFERRED_SLOW = pytest.param(True, id="deferred", marks=SLOW)
 LIMIT_CASES = [(4, None), (None, 4), (4, 2), (2, 4)]
 
 
@@ -482,7 +486,7 @@ def check_restored(saved: Any, path: str, deferred: bool) -> None:
     assert int(model.optimizer.iterations) == 3
 
 
-@pytest.mark.parametrize("deferred", [False, True], ids=["immediate", "deferred"])
+@pytest.mark.parametrize("deferred", [IMMEDIATE, DEFERRED_SLOW])
 def test_limit_T91_X2_checkpoints_restore_into_another_number_of_parts(
     desk: Desk, tmp_path: Path, deferred: bool
 ) -> None:
@@ -497,7 +501,7 @@ def test_limit_T91_X2_checkpoints_restore_into_another_number_of_parts(
             check_restored(saved, path, deferred)
 
 
-@pytest.mark.parametrize("deferred", [False, True], ids=["immediate", "deferred"])
+@pytest.mark.parametrize("deferred", [IMMEDIATE_SLOW, DEFERRED])
 def test_limit_T91_checkpoints_go_to_and_from_other_strategies(
     desk: Desk, tmp_path: Path, deferred: bool
 ) -> None:
