@@ -164,6 +164,7 @@ def test_S190_a_frozen_worker_is_replaced_and_its_late_updates_are_refused(
     training.check(100)
 
 
+@pytest.mark.slow
 def test_T115_values_survive_the_death_of_all_workers(desk: Desk, tmp_path: Path) -> None:
     coordinator = desk.coordinator()
     first = coordinator.schedule(lambda: np.arange(5.0))
@@ -200,7 +201,8 @@ def test_S187_S190_iterators_are_made_again_on_a_worker_that_came_back(
     assert coordinator.status().workers[2].num_restarts == 1
 
 
-@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "during"])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before", "during"])
 def test_S191_T114_a_lost_server_ends_training_with_its_name(
     desk: Desk, tmp_path: Path, moment: str
 ) -> None:

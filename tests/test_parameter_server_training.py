@@ -172,6 +172,7 @@ def test_S169_S182_tables_train_by_rows_like_without_a_cluster(
     assert found[0][4] < found[0][0]
 
 
+@pytest.mark.slow
 def test_S182_the_learning_rate_and_accumulation_work_on_servers(desk: Desk) -> None:
     strategy = desk.strategy(2)
     coordinator = desk.coordinator(strategy)
@@ -297,6 +298,7 @@ def replica_step(strategy: Any, model: Any, optimizer: Any) -> Any:
     return step
 
 
+@pytest.mark.slow
 def test_limit_S189_several_replicas_on_a_worker_step_as_mirrored_ones() -> None:
     def train(strategy: Any, run: Callable[..., Any]) -> Any:
         with strategy.scope():

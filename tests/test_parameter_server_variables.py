@@ -315,7 +315,7 @@ def test_limit_lookups_in_some_parts_leave_the_others_as_they_are(desk: Desk) ->
     np.testing.assert_array_equal(np.concatenate(gradients), 2 * WHOLE)
 
 
-@pytest.mark.parametrize("parts", [None, 3])
+@pytest.mark.parametrize("parts", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_limit_gradients_on_container_and_parts(desk: Desk, parts: Any) -> None:
     with desk.strategy(parts).scope():
         table = rx.Variable(WHOLE, name="table")
@@ -443,8 +443,7 @@ def test_T108_run_at_the_coordinator_warns(desk: Desk, caplog: pytest.LogCapture
 # Checkpoints and saved models.
 
 SLOW = pytest.mark.slow
-IMMEDIATE, DEFERRED = pytest.param(False, id="immediate"), pytest.param(True, id="deferred")
-IMMEDIATE_SLOW = pytest.param(False, id="immediate", marks=SLOW)
+IMMEDIATE = pytest.param(False, id="immediate")
 DEFERRED_SLOW = pytest.param(True, id="deferred", marks=SLOW)
 LIMIT_CASES = [(4, None), (None, 4), (4, 2), (2, 4)]
 
@@ -501,7 +500,8 @@ def test_limit_T91_X2_checkpoints_restore_into_another_number_of_parts(
             check_restored(saved, path, deferred)
 
 
-@pytest.mark.parametrize("deferred", [IMMEDIATE_SLOW, DEFERRED])
+@pytest.mark.slow
+@pytest.mark.parametrize("deferred", [IMMEDIATE, DEFERRED_SLOW])
 def test_limit_T91_checkpoints_go_to_and_from_other_strategies(
     desk: Desk, tmp_path: Path, deferred: bool
 ) -> None:

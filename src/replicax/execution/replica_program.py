@@ -80,6 +80,7 @@ def _emit(
     place = {v: i for i, v in enumerate([*own, *shared])}
     num_mapped = len(own) + len(own_rows) + len(inputs.mapped)
     counts = (len(shared), len(captured.constants), len(rows.arrays) - len(own_rows))
+    num_rows = 1 + max((i for k, i in captured.order if k is capturing.Kind.ROWS), default=-1)
 
     def on_replica(*local: Any) -> list[Any]:
         mapped, rest = list(local[:num_mapped]), list(local[num_mapped:])
@@ -87,6 +88,8 @@ def _emit(
         constants, rest = rest[counts[0] :][: counts[1]], rest[counts[0] + counts[1] :]
         mine, whole = iter(mapped[len(own) :][: len(own_rows)]), iter(rest[: counts[2]])
         found = [next(mine) if is_mapped else next(whole) for is_mapped in rows.is_mapped]
+        # What is not looked up yet is not needed yet.
+        found += [None] * (num_rows - len(found))
         args = inputs.in_order(mapped[len(own) + len(own_rows) :], rest[counts[2] :])
         values = [variables[place[v]] for v in captured.variables]
         outs = captured.run(values, constants, args, rows=found)

@@ -26,11 +26,13 @@ import numpy as np
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
-from replicax.contexts.overlay import View
+from replicax.contexts.overlay import Change, View
 from replicax.exporting import structures
 from replicax.foundation import errors, jax_compat
 from replicax.tracing import capture as capturing
 from replicax.tracing.function import Function, translated_errors
+from replicax.variables import updates
+from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
 
 _log = logging.getLogger(__name__)
@@ -93,7 +95,14 @@ class _OneReplicaOverlay(capturing.CapturingOverlay):
     def note_creation(self, variable: Any) -> None:
         self.creations.append(variable)
 
+    def holds(self, variable: Any) -> bool:
+        # One in parts is exported as a whole.
+        return isinstance(variable, ShardedVariable) or super().holds(variable)
+
     def first_read(self, variable: Any) -> Any:
+        whole = getattr(variable, "container", variable)
+        if whole is not variable:
+            return whole.piece_of(variable, self.read(whole))
         with jax_compat.eagerly():
             stand_in = self._logical(variable)
         self.stand_ins[id(stand_in)] = (variable, stand_in)
@@ -102,6 +111,27 @@ class _OneReplicaOverlay(capturing.CapturingOverlay):
     def read_rows(self, variable: Any, ids: Any) -> Any:
         # A model that is loaded has no servers to ask for rows.
         return jnp.take(variable.read_in(frames.current()), jnp.asarray(ids), axis=0)
+
+    def record(self, change: Change) -> None:
+        """Makes a change of what lives on servers here, where the model will run."""
+        target = change.target
+        if not isinstance(target, Variable):
+            raise errors.UnsupportedError(
+                errors.message(
+                    "An exported function can change variables",
+                    f"it changes {target.name}, which lives on parameter servers",
+                    "Export the part of the model that does not train.",
+                )
+            )
+        whole = getattr(target, "container", target)
+        value = updates.apply(change.kind, self.read(target), change.payload)
+        if whole is not target:
+            start = whole.starts[next(i for i, v in enumerate(whole.variables) if v is target)]
+            value = self.read(whole).at[start : start + target.shape[0]].set(value)
+            # Other parts of it are cut out of the new value.
+            parts = set(map(id, whole.variables))
+            self.values = {v: a for v, a in self.values.items() if id(v) not in parts}
+        self.write(whole, value)
 
     def _logical(self, variable: Any) -> jax.Array:
         if variable.is_per_replica or variable.stored is None:

@@ -124,7 +124,19 @@ class Optimizer:
         runs = [_Run([g], self._rows(g.trained, g.gradient.shape[0])) for g in rows]
         if whole:
             runs.append(_Run(whole, self._whole([g.trained for g in whole])))
+        if not runs:
+            runs += self._counting()
         return Step(runs, self._shared)
+
+    def _counting(self) -> list[_Run]:
+        """Returns what changes the shared state only, for steps with gradients elsewhere."""
+        full = (trained for trained in self._trained.values() if trained.part.num_bytes)
+        some = next(full, None)
+        if some is None:
+            return []
+        zeros = np.zeros(some.part.shape, some.program.arguments[0].dtype)
+        gradient = _Gradient(some, zeros, is_kept=False)
+        return [_Run([gradient], self._whole([some]))]
 
     def _whole(self, trained: Sequence[_Trained]) -> programs.Compiled:
         """Returns the program that changes some parts as a whole."""
@@ -214,12 +226,14 @@ class _Gradient:
       gradient: The gradient.
       numbers: The rows that it changes; None for all.
       taken: The rows to read for it: the same, filled up.
+      is_kept: Whether what its program returns for the part is kept.
     """
 
     trained: _Trained
     gradient: np.ndarray
     numbers: np.ndarray | None = None
     taken: np.ndarray | None = None
+    is_kept: bool = True
 
     def arguments(self) -> list[np.ndarray]:
         """Returns what its program takes, but for the shared state."""
@@ -229,6 +243,8 @@ class _Gradient:
 
     def store(self, results: Sequence[np.ndarray]) -> None:
         """Keeps what its program returned."""
+        if not self.is_kept:
+            return
         for part, value in zip(self.trained.state, results, strict=True):
             if self.numbers is None:
                 part.adopt(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -105,7 +106,19 @@ def make_dataset(source: Any, strategy: Any) -> Any:
             return dataset.distribute(strategy)
         if isinstance(dataset, DistributedDataset):
             return dataset
+        if isinstance(dataset, types.GeneratorType):
+            dataset = _FromStart(source)
         return strategy.distribute_datasets_from_function(lambda _: dataset)
+
+
+class _FromStart:
+    """What a generator function gives, from the start whenever it is read."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
+    def __iter__(self) -> Any:
+        return self._function()
 
 
 def _refuse_variable(next_creator: Any, **kwargs: Any) -> NoReturn:
