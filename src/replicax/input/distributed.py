@@ -118,12 +118,8 @@ class DistributedDataset:
     def open_pipeline(self, state: Any = None) -> pipelines.Pipeline:
         """Starts to read, at the first element or at a saved position."""
         options, layout = self._options, self._layout
-        copies = not all(source.is_fresh for source in self._sources)
-        share = self._share
-        splitter = splitting.Splitter(
-            layout, share or Share(layout.num_replicas), options.fetches_to_device, copies
-        )
-        if share is not None:
+        splitter = self.splitter(options.fetches_to_device and not self.places_late)
+        if self._share is not None:
             pipeline: Any = pipelines.GlobalBatches(self._sources[0], splitter)
         else:
             pipeline = pipelines.ReplicaBatches(self._sources, layout, splitter)
@@ -134,6 +130,23 @@ class DistributedDataset:
         buffer_size = options.experimental_per_replica_buffer_size
         depth = max(layout.num_replicas, buffer_size, _LEAST_AHEAD)
         return pipelines.ReadAhead(pipeline, depth)
+
+    @property
+    def places_late(self) -> bool:
+        """Whether elements stay on the host until other code than a program wants them.
+
+        A program on one CPU device takes arrays of the host as they are.
+        """
+        layout = self._layout
+        is_one_cpu = layout.num_replicas == 1 and layout.devices[0].platform == "cpu"
+        is_quick = all(source.is_quick and source.is_fresh for source in self._sources)
+        return is_one_cpu and is_quick and self._options.fetches_to_device
+
+    def splitter(self, to_device: bool) -> splitting.Splitter:
+        """Returns what cuts batches, and puts the parts on devices or leaves them on the host."""
+        copies = not all(source.is_fresh for source in self._sources)
+        share = self._share or Share(self._layout.num_replicas)
+        return splitting.Splitter(self._layout, share, to_device, copies)
 
     def __repr__(self) -> str:
         return f"<rx.DistributedDataset over {self._layout.num_replicas} replicas>"
@@ -203,6 +216,12 @@ class DistributedIterator(Feed):
                 return next(self._open())
             except StopIteration:
                 raise EndOfData from None
+
+    @override
+    def placed(self, element: Any) -> Any:
+        if not self._dataset.places_late:
+            return element
+        return self._dataset.splitter(to_device=True).place(element, 0)
 
     @override
     def put_back(self, elements: list[tuple[Any, Any]]) -> None:

@@ -171,7 +171,7 @@ def next_element(overlay: Any, feed: Feed) -> Any:
     """Returns the next element of an iterator where `overlay` is in force."""
     inputs = _inputs_of(overlay)
     if inputs is None:
-        return feed.pull()
+        return feed.placed(feed.pull())
     if not overlay.is_current_trace():
         raise errors.TracingError(
             errors.message(

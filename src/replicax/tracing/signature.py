@@ -102,6 +102,10 @@ class Feed(abc.ABC):
     def pull(self) -> Any:
         """Returns the next element, or raises EndOfData."""
 
+    def placed(self, element: Any) -> Any:
+        """Returns what `pull` gave as code outside of compiled functions gets it."""
+        return element
+
     @abc.abstractmethod
     def get_state(self) -> Any:
         """Returns the position, such that an iterator there gives the same elements."""

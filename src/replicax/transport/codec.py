@@ -116,9 +116,12 @@ def encode(
     sizes = [len(m) for m in memory]
     places: list[int] = []
     if lane is not None and max(sizes) >= limits.LANE:
-        kept = request if is_kept else 0
-        places = [lane.put(m, kept) if len(m) >= limits.LANE else -1 for m in memory]
-        memory = [m for m, place in zip(memory, places, strict=True) if place < 0]
+        large = [m for m in memory if len(m) >= limits.LANE]
+        found = lane.put(large, request if is_kept else 0)
+        if found:
+            where = iter(found)
+            places = [next(where) if len(m) >= limits.LANE else -1 for m in memory]
+            memory = [m for m in memory if len(m) < limits.LANE]
     envelope = messages.Envelope(job, epoch, incarnation, request, sizes, body, places)  # type: ignore[arg-type]
     header = _encoder.encode(envelope)
     _check_lengths(len(header), sum(sizes), body)
@@ -198,10 +201,9 @@ def _split_with_lane(
     if not rest and len(frames) != 1:
         raise _broken("there are frames that the header does not name")
     others = iter(_split(rest, frames) if rest else [])
-    return [
-        next(others) if place < 0 else lane.view(place, size)
-        for size, place in zip(sizes, places, strict=True)
-    ]
+    shared = [(place, size) for size, place in zip(sizes, places, strict=True) if place >= 0]
+    found = iter(lane.views(*zip(*shared, strict=True)) if shared else [])
+    return [next(others) if place < 0 else next(found) for place in places]
 
 
 def _split(sizes: list[int], frames: Sequence[Any]) -> list[memoryview]:

@@ -1,9 +1,10 @@
 """Shared memory between two tasks on one machine: arrays that no socket has to carry.
 
 The caller makes two regions, one that it writes and one that the other side writes, and names
-them in its greeting. A sender copies a buffer into a free block of its region, and says in the
-envelope where it lies; the receiver uses it there, and frees the block when nothing refers to it
-any more. A buffer for which there is no room goes through the socket, as all do without a lane.
+them in its greeting. A sender copies the large buffers of a message into a free block of its
+region, and says in the envelope where they lie; the receiver uses them there, and frees the block
+when nothing refers to it any more. Buffers for which there is no room go through the socket, as
+all do without a lane.
 
 A region is an anonymous file that cannot change its size, opened by the other side through
 /proc: the kernel checks that both processes belong to one user.
@@ -18,6 +19,7 @@ import os
 import re
 import secrets
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,38 +49,42 @@ class LaneWriter:
         # Blocks by their place: where each ends, and the question that may be asked again.
         self._blocks: list[tuple[int, int, int]] = []
 
-    def put(self, data: Any, request: int = 0) -> int:
-        """Copies data into the region.
+    def put(self, buffers: Sequence[Any], request: int = 0) -> list[int]:
+        """Copies buffers into one block of the region.
 
         Args:
-          data: Bytes.
+          buffers: Bytes.
           request: The question that the block belongs to, if it must stay until the answer
             is there.
 
         Returns:
-          Where it lies; -1 if there is no room.
+          Where each of them lies; nothing if there is no room.
         """
-        size = len(data)
+        sizes = [len(data) for data in buffers]
+        start, index = self._room(_HEAD + sum(-(-size // _HEAD) * _HEAD for size in sizes))
+        if start < 0:
+            return []
+        places: list[int] = []
+        end = start + _HEAD
+        region = self._bytes
+        for data, size in zip(buffers, sizes, strict=True):
+            places.append(end)
+            region[end : end + size] = np.frombuffer(data, np.uint8)
+            end += -(-size // _HEAD) * _HEAD
+        region[start] = 1
+        self._blocks.insert(index, (start, end, request))
+        return places
+
+    def _room(self, size: int) -> tuple[int, int]:
+        """Finds the first gap of a size, and its place among the blocks."""
+        region = self._bytes
+        blocks = self._blocks = [b for b in self._blocks if b[2] or region[b[0]]]
         start = 0
-        place = None
-        blocks = self._blocks
-        kept = [b for b in blocks if b[2] or self._bytes[b[0]]]
-        if len(kept) != len(blocks):
-            blocks = self._blocks = kept
         for i, (begin, end, _) in enumerate(blocks):
-            if begin - start >= _HEAD + size:
-                place = i
-                break
-            start = -(-end // _HEAD) * _HEAD
-        if place is None:
-            if start + _HEAD + size > limits.LANE_BYTES:
-                return -1
-            place = len(blocks)
-        first = start + _HEAD
-        blocks.insert(place, (start, first + size, request))
-        self._bytes[start] = 1
-        self._bytes[first : first + size] = np.frombuffer(data, np.uint8)
-        return first
+            if begin - start >= size:
+                return start, i
+            start = end
+        return (start if start + size <= limits.LANE_BYTES else -1), len(blocks)
 
     def release(self, request: int) -> None:
         """Lets go of the blocks of a question that was answered."""
@@ -91,21 +97,25 @@ class LaneReader:
     def __init__(self, region: _Region) -> None:
         self._region = region
 
-    def view(self, first: int, size: int) -> memoryview:
-        """Returns the data of a block, which is free again when the view is gone."""
-        start = first - _HEAD
-        is_inside = start >= 0 and first + size <= limits.LANE_BYTES
-        if not is_inside or start % _HEAD or size < 1:
+    def views(self, places: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        """Returns the buffers of a block, which is free again when all of them are gone."""
+        start = places[0] - _HEAD
+        end = places[-1] + sizes[-1]
+        is_ordered = all(a + n <= b for a, n, b in zip(places, sizes, places[1:], strict=False))
+        is_inside = start >= 0 and end <= limits.LANE_BYTES and min(sizes) > 0
+        if not is_inside or not is_ordered or start % _HEAD:
             raise errors.ProtocolError(
                 errors.message(
-                    "A buffer in shared memory must lie inside of it",
-                    f"one of {size} bytes is said to lie at {first}",
+                    "Buffers in shared memory must lie inside of it, in order",
+                    f"some of {list(sizes)} bytes are said to lie at {list(places)}",
                     "Check that all tasks have the same version of replicax.",
                 )
             )
-        block = (ctypes.c_ubyte * size).from_buffer(self._region.memory, first)
+        first = start + _HEAD
+        block = (ctypes.c_ubyte * (end - first)).from_buffer(self._region.memory, first)
         weakref.finalize(block, _free, self._region.bytes, start).atexit = False
-        return memoryview(block).cast("B").toreadonly()
+        whole = memoryview(block).cast("B").toreadonly()
+        return [whole[a - first : a - first + n] for a, n in zip(places, sizes, strict=True)]
 
 
 def _free(region: np.ndarray, start: int) -> None:
