@@ -7,8 +7,11 @@ from collections import deque
 
 from replicax.coordinator.closures import Closure
 
-# A window this large hides the way to a worker and back behind quick closures.
+# A window this large hides the way to a worker and back behind quick closures. For very quick
+# ones it holds more: as many as take about this long.
 WINDOW = 8
+_LARGEST_WINDOW = 64
+_WINDOW_S = 0.01
 # Longer closures are handed out one by one, with one waiting, so that work spreads.
 _LONG_S = 0.05
 _VERY_LONG_S = 1.0
@@ -80,7 +83,10 @@ class Worker:
             return _FIRST_WINDOW
         if self.estimate_s > _VERY_LONG_S:
             return 1
-        return _FIRST_WINDOW if self.estimate_s > _LONG_S else WINDOW
+        if self.estimate_s > _LONG_S:
+            return _FIRST_WINDOW
+        quick = _WINDOW_S / max(self.estimate_s, 1e-6)
+        return int(min(max(quick, WINDOW), _LARGEST_WINDOW))
 
     @property
     def is_hungry(self) -> bool:
