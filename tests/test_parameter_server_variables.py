@@ -577,3 +577,24 @@ def test_limit_S170_X3_exported_models_hold_one_variable_and_load(
         there = rx.saved_model.load(tmp_path / "model")
     assert isinstance(there.table, rx.ShardedVariable)
     np.testing.assert_array_equal(there(ids), expected[ids] * 2)
+
+
+def test_T109_reads_inside_a_cache_scope_keep_the_first_value(desk: Desk) -> None:
+    with desk.strategy().scope():
+        v = rx.Variable(1.0, name="v")
+    with rx.experimental.cache_variable_reads():
+        assert v.numpy() == 1.0
+        v.assign(5.0)
+        assert v.numpy() == 1.0
+        with pytest.raises(ValueError, match="nested"), rx.experimental.cache_variable_reads():
+            pass
+    assert v.numpy() == 5.0
+
+
+def test_functions_of_two_variables_of_one_shape_are_told_apart(desk: Desk) -> None:
+    with desk.strategy().scope():
+        a, b = rx.Variable([1.0, 2.0]), rx.Variable([3.0, 4.0])
+    double = rx.function(lambda v: v.read_value() * 2)
+    assert double(a).tolist() == [2.0, 4.0]
+    assert double(b).tolist() == [6.0, 8.0]
+    assert double.experimental_get_tracing_count() == 2

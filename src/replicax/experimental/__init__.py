@@ -16,6 +16,7 @@ from replicax.strategies.parameter_server import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
 from replicax.variables import partitioners as partitioners
+from replicax.variables.read_cache import cache_variable_reads as cache_variable_reads
 
 CollectiveCommunication = CommunicationImplementation
 
@@ -51,6 +52,7 @@ __all__ = [
     "ParameterServerStrategy",
     "TPUStrategy",
     "ValueContext",
+    "cache_variable_reads",
     "coordinator",
     "partitioners",
 ]

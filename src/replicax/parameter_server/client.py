@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -29,6 +30,8 @@ from replicax.variables.sharded import ShardedVariable
 # Changes of closures that read nothing are sent off when there are so many, or so long.
 _MOST_CLOSURES = 16
 _MOST_BYTES = 1 << 20
+# Larger values are not kept for the case that they stay the same.
+_MOST_KNOWN_BYTES = 64 << 20
 # How long an answer may take: so long, and this much more per byte.
 _DEADLINE = 60.0
 _SECONDS_PER_BYTE = 1 / (10 << 20)
@@ -79,8 +82,10 @@ class ParameterClient:
         self._waits: collections.Counter[int] = collections.Counter()
         self._ended: dict[int, None] = {}
         self._failed: dict[int, Exception] = {}
-        # Values as they were last read, with their versions, by part.
-        self._known: dict[int, tuple[int, Any]] = {}
+        # Values as they were last read, with their versions.
+        self._known: weakref.WeakKeyDictionary[RemoteVariable, tuple[int, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._last_plan: dict[int, RowPlan] = {}
 
     # Reading.
@@ -112,7 +117,7 @@ class ParameterClient:
     def _wait_for(self, question: _Question) -> None:
         for server, post in question.posts.items():
             while post.answer is None:
-                self._take(server, self._deadline)
+                self._take(server, self._deadline + question.num_bytes * _SECONDS_PER_BYTE)
             body, found = post.answer
             question.answers[server] = _Answers(body.reads, found)
 
@@ -122,7 +127,7 @@ class ParameterClient:
         parts = parts_of(read.variable)
         if read.ids is None:
             for part in parts:
-                known = self._known.get(part.number)
+                known = self._known.get(part)
                 version = -1 if known is None else known[0]
                 questions[part.server].append(messages.Read(part.number, version))
             return None
@@ -152,9 +157,10 @@ class ParameterClient:
     def _whole(self, part: RemoteVariable, dtype: np.dtype, answers: _Answers) -> Any:
         result, buffer = answers.next()
         if result.is_known:
-            return self._known[part.number][1]
+            return self._known[part][1]
         value = np.frombuffer(buffer, dtype).reshape(part.shape)
-        self._known[part.number] = (result.version, value)
+        if part.num_bytes <= _MOST_KNOWN_BYTES:
+            self._known[part] = (result.version, value)
         return value
 
     def _plan(self, variable: Any, ids: np.ndarray) -> RowPlan:
@@ -341,6 +347,8 @@ class _Question:
 
     def __init__(self, asked: list[tuple[Read, RowPlan | None]]) -> None:
         self.asked = asked
+        whole = [part for read, plan in asked if plan is None for part in parts_of(read.variable)]
+        self.num_bytes = sum(part.num_bytes for part in whole)
         self.posts: dict[int, _Post] = {}
         self.answers: dict[int, _Answers] = {}
 

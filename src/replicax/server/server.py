@@ -134,7 +134,10 @@ class Server:
             if self._task is not None:
                 return
             where = self._cluster.task_address(self._name.job, self._name.index)
-            task = roles.make_task(self._name, where, self._protocol, self._keys)
+            try:
+                task = roles.make_task(self._name, where, self._protocol, self._keys)
+            except errors.AddressInUseError as error:
+                raise errors.AddressInUseError(f"{self._name.label}: {error}") from error
             task.start()
             self._task = task
             self._standby = threading.Thread(

@@ -16,6 +16,7 @@ import numpy as np
 
 from replicax.foundation import errors
 from replicax.tracing.capture import Capture, Kind
+from replicax.variables import read_cache
 from replicax.variables.remote import Home, Read, RemoteVariable
 from replicax.variables.sharded import ShardedVariable
 
@@ -44,14 +45,14 @@ class RemoteExchange:
         if not self._stages:
             if not self._reads:
                 return [], []
-            return self._home.pull(self._reads), []
+            return read_cache.pull(self._home, self._reads), []
         values: list[Any] = []
         rows: list[Any] = [None] * len(self._row_reads)
         for stage in self._stages:
             ids = stage.ids(local, values, rows, arrays)
             reads = [Read(self._row_reads[i].variable, ids[i]) for i in stage.places]
             dense = self._reads if stage.includes_values else []
-            found = self._home.pull([*dense, *reads])
+            found = read_cache.pull(self._home, [*dense, *reads])
             if stage.includes_values:
                 values = found[: len(dense)]
             for i, value in zip(stage.places, found[len(dense) :], strict=True):
@@ -84,7 +85,8 @@ class _Stage:
         self.places = places
         self.includes_values = False
         self._known = {
-            i: np.asarray(captured.row_reads[i].ids)
+            # A copy: the caller may change its array.
+            i: np.array(captured.row_reads[i].ids)
             for i in places
             if not captured.row_reads[i].is_traced
         }

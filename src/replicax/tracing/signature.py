@@ -290,11 +290,20 @@ def difference(old: Any, new: Any) -> str:
     changed = [
         f"argument {i}: {_show(a)} became {_show(b)}"
         for i, (a, b) in enumerate(zip(old[0], new[0], strict=False))
-        if a != b
+        if _differ(a, b)
     ]
     if len(old[0]) != len(new[0]):
         return "the number of arguments changed"
     return "; ".join(changed) or "settings of JAX or the strategy in scope changed"
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Compares two entries of keys; variables in them are compared by identity."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) != len(b) or any(map(_differ, a, b))
+    if isinstance(a, ArraySurface) or isinstance(b, ArraySurface):
+        return a is not b
+    return a != b
 
 
 def _show(key: Any) -> str:

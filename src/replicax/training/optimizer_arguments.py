@@ -174,7 +174,9 @@ def _require_trainable(leaf: Any) -> None:
             )
         )
     found = None
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    if isinstance(leaf, ShardedVariable) and not leaf.is_whole_remote:
+        found = f"{leaf.name!r} has parts in this process; pass its `variables` instead"
+    elif not jnp.issubdtype(leaf.dtype, jnp.inexact):
         found = f"{leaf.name!r} has type {leaf.dtype}"
     elif leaf.is_per_replica:
         found = f"{leaf.name!r} is synchronized ON_READ, so that its copies differ"

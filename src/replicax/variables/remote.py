@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, final
 
@@ -15,7 +16,7 @@ from replicax.contexts.overlay import Change
 from replicax.foundation import devices, errors, jax_compat
 from replicax.foundation.jax_compat import Device
 from replicax.values.distributed_values import Mirrored
-from replicax.variables import aggregation, creators, updates
+from replicax.variables import aggregation, creators, read_cache, updates
 from replicax.variables.trace_guards import require_outside_traces
 from replicax.variables.variable import Variable
 
@@ -86,11 +87,12 @@ class RemoteVariable(ElsewhereVariable):
     Attributes:
       number: The number of the part there.
       server: The index of the parameter server.
+      num_bytes: The size of its value.
       home: How it is reached.
       container: The sharded variable that it is a part of, if any.
     """
 
-    __slots__ = ("container", "home", "number", "server")
+    __slots__ = ("container", "home", "num_bytes", "number", "server")
 
     def __init__(
         self,
@@ -104,6 +106,7 @@ class RemoteVariable(ElsewhereVariable):
         super().__init__(attributes, None, owner=owner)
         self.number = number
         self.server = server
+        self.num_bytes = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
         self.home = home
         self.container: Any = self
 
@@ -128,7 +131,7 @@ class RemoteVariable(ElsewhereVariable):
 
     def _fetched(self, frame: Frame, ids: Any) -> Any:
         with jax_compat.eagerly(), jax_compat.any_dtype(self.dtype):
-            value = jnp.asarray(self.home.pull([Read(self, ids)])[0])
+            value = jnp.asarray(read_cache.pull(self.home, [Read(self, ids)])[0])
             if frame.replica_id is not None and frame.layout is not None:
                 return jax.device_put(value, frame.layout.devices[frame.replica_id])
             return value
