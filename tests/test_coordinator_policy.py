@@ -127,6 +127,21 @@ def test_quick_closures_fill_a_window_that_is_refilled_at_half() -> None:
     assert len(desk.dispatch()[0]) == WINDOW // 2
 
 
+@pytest.mark.parametrize(("seconds", "limit"), [(1e-5, 64), (0.0005, 19), (0.01, WINDOW)])
+def test_a_worker_with_quick_closures_gets_as_many_as_take_a_while(
+    seconds: float, limit: int
+) -> None:
+    desk = Desk(1)
+    desk.ready(0, 1)
+    desk.put(1000)
+    desk.dispatch()
+    for closure in range(100):
+        desk.now += seconds
+        desk.finish(0, closure)
+        desk.dispatch()
+    assert desk.policy.crew.workers[0].limit == pytest.approx(limit, abs=1)
+
+
 @pytest.mark.parametrize(("seconds", "limit"), [(0.01, WINDOW), (0.2, 2), (3.0, 1)])
 def test_bar10_long_closures_are_not_hoarded(seconds: float, limit: int) -> None:
     desk = Desk(1)

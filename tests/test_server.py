@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Iterator
@@ -37,10 +38,11 @@ CLUSTER = {"chief": ["localhost:0"], "ps": ["localhost:0"] * 2, "worker": ["loca
 
 
 @pytest.fixture(autouse=True)
-def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers of this test meet no others."""
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def own_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Servers of this test meet no others; the name is short, as those of sockets must be."""
+    with tempfile.TemporaryDirectory(prefix="rx-") as directory:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
+        yield
     monkeypatch.delenv("REPLICAX_KEYS", raising=False)
     monkeypatch.delenv("TF_CONFIG", raising=False)
 

@@ -20,6 +20,7 @@ _FIRST_WINDOW = 2
 # The coordinator remembers which functions a worker has; the worker itself keeps more.
 _NUM_FUNCTIONS = 900
 _SMOOTHING = 0.5
+_SLOW_SMOOTHING = 0.1
 
 
 class WorkerState(enum.Enum):
@@ -46,6 +47,7 @@ class Worker:
       asked_s: When it was last given an errand.
       since_s: Since when the first closure of the window may be running.
       estimate_s: How long its closures take; None if that is not known.
+      pace_s: The same on a long average, which one odd report does not change much.
       benched_s: Until when it gets nothing, because it cannot reach a server that others can.
       is_refused: Whether it has refused to join, and is to be asked again.
       seen_idle: Its window when it last said that it has nothing to do.
@@ -66,6 +68,7 @@ class Worker:
         self.ready_s = now
         self.asked_s = now
         self.estimate_s: float | None = None
+        self.pace_s = _WINDOW_S
         self.benched_s = 0.0
         self.is_refused = False
         self.seen_idle: tuple[int, ...] = ()
@@ -85,8 +88,7 @@ class Worker:
             return 1
         if self.estimate_s > _LONG_S:
             return _FIRST_WINDOW
-        quick = _WINDOW_S / max(self.estimate_s, 1e-6)
-        return int(min(max(quick, WINDOW), _LARGEST_WINDOW))
+        return int(min(max(_WINDOW_S / max(self.pace_s, 1e-6), WINDOW), _LARGEST_WINDOW))
 
     @property
     def is_hungry(self) -> bool:
@@ -106,6 +108,7 @@ class Worker:
         self.since_s = now
         self.num_done += count
         old = self.estimate_s
+        self.pace_s += _SLOW_SMOOTHING * (spent_s - self.pace_s)
         # Down at once: the first closure may have compiled. Up in steps: one may be odd.
         if old is None or spent_s < old:
             self.estimate_s = spent_s
@@ -131,5 +134,6 @@ class Worker:
         self.functions.clear()
         self.is_refused = False
         self.estimate_s = None
+        self.pace_s = _WINDOW_S
         self.heard_s = now
         self.reason = "it has not joined the job yet"

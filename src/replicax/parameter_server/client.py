@@ -21,6 +21,7 @@ from replicax.foundation import errors
 from replicax.parameter_server import outgoing
 from replicax.parameter_server.cluster import left
 from replicax.parameter_server.outgoing import Outgoing
+from replicax.parameter_server.questions import Answers, Post, Question, parts_of
 from replicax.parameter_server.rows import RowPlan
 from replicax.transport import messages, refusals
 from replicax.transport.channel import Channel
@@ -69,7 +70,7 @@ class ParameterClient:
         self._writes = writes
         self._deadline = deadline
         self._pulls_ahead = pulls_ahead
-        self._ahead: _Question | None = None
+        self._ahead: Question | None = None
         # One question at a time; user code may have threads.
         self._lock = threading.RLock()
         self._is_closed = False
@@ -77,15 +78,13 @@ class ParameterClient:
         self._call = 0
         self._outgoing = [Outgoing() for _ in channels]
         # Per server: what is under way, in order.
-        self._under_way: list[collections.deque[_Post]] = [collections.deque() for _ in channels]
+        self._under_way: list[collections.deque[Post]] = [collections.deque() for _ in channels]
         # Per closure: how many questions with its changes have no answer yet.
         self._waits: collections.Counter[int] = collections.Counter()
         self._ended: dict[int, None] = {}
         self._failed: dict[int, Exception] = {}
-        # Values as they were last read, with their versions.
-        self._known: weakref.WeakKeyDictionary[RemoteVariable, tuple[int, Any]] = (
-            weakref.WeakKeyDictionary()
-        )
+        # Values as they were last read, with their versions, by part.
+        self._known: dict[int, tuple[int, Any]] = {}
         self._last_plan: dict[int, RowPlan] = {}
 
     # Reading.
@@ -104,22 +103,22 @@ class ParameterClient:
                 self._ahead = self._post_question(reads)
             return [self._value(read, plan, question) for read, plan in question.asked]
 
-    def _post_question(self, reads: Sequence[Read]) -> _Question:
+    def _post_question(self, reads: Sequence[Read]) -> Question:
         questions: list[list[messages.Read]] = [[] for _ in self._channels]
         buffers: list[list[Any]] = [[] for _ in self._channels]
         asked = [(read, self._ask(read, questions, buffers)) for read in reads]
-        question = _Question(asked)
+        question = Question(asked)
         for server, wanted in enumerate(questions):
             if wanted:
                 question.posts[server] = self._post(server, wanted, buffers[server])
         return question
 
-    def _wait_for(self, question: _Question) -> None:
+    def _wait_for(self, question: Question) -> None:
         for server, post in question.posts.items():
             while post.answer is None:
                 self._take(server, self._deadline + question.num_bytes * _SECONDS_PER_BYTE)
             body, found = post.answer
-            question.answers[server] = _Answers(body.reads, found)
+            question.answers[server] = Answers(body.reads, found)
 
     def _ask(
         self, read: Read, questions: list[list[messages.Read]], buffers: list[list[Any]]
@@ -127,7 +126,7 @@ class ParameterClient:
         parts = parts_of(read.variable)
         if read.ids is None:
             for part in parts:
-                known = self._known.get(part)
+                known = self._known.get(part.number)
                 version = -1 if known is None else known[0]
                 questions[part.server].append(messages.Read(part.number, version))
             return None
@@ -140,7 +139,7 @@ class ParameterClient:
                 buffers[part.server].append(ids.astype(np.int64, copy=False))
         return plan
 
-    def _value(self, read: Read, plan: RowPlan | None, question: _Question) -> Any:
+    def _value(self, read: Read, plan: RowPlan | None, question: Question) -> Any:
         variable, answers = read.variable, question.answers
         parts = parts_of(variable)
         dtype = np.dtype(variable.dtype)
@@ -154,13 +153,16 @@ class ParameterClient:
             pieces.append(np.frombuffer(buffer, dtype).reshape(shape))
         return plan.spread(pieces).reshape((*np.shape(read.ids), *variable.shape[1:]))
 
-    def _whole(self, part: RemoteVariable, dtype: np.dtype, answers: _Answers) -> Any:
+    def _whole(self, part: RemoteVariable, dtype: np.dtype, answers: Answers) -> Any:
         result, buffer = answers.next()
         if result.is_known:
-            return self._known[part][1]
+            return self._known[part.number][1]
         value = np.frombuffer(buffer, dtype).reshape(part.shape)
         if part.num_bytes <= _MOST_KNOWN_BYTES:
-            self._known[part] = (result.version, value)
+            if part.number not in self._known:
+                # Kept for as long as somebody can ask for it.
+                weakref.finalize(part, self._known.pop, part.number, None).atexit = False
+            self._known[part.number] = (result.version, value)
         return value
 
     def _plan(self, variable: Any, ids: np.ndarray) -> RowPlan:
@@ -271,9 +273,9 @@ class ParameterClient:
         if self._outgoing[server].closures:
             self._post(server, [], [])
 
-    def _post(self, server: int, reads: list[messages.Read], buffers: list[Any]) -> _Post:
+    def _post(self, server: int, reads: list[messages.Read], buffers: list[Any]) -> Post:
         pushes, payloads, closures = self._outgoing[server].take()
-        post = _Post(closures)
+        post = Post(closures)
         self._under_way[server].append(post)
         with self._losing(server):
             post.number = self._channels[server].post(
@@ -281,7 +283,7 @@ class ParameterClient:
             )
         return post
 
-    def _take(self, server: int, timeout: float) -> _Post | None:
+    def _take(self, server: int, timeout: float) -> Post | None:
         """Takes the next answer of a server; None if there is none yet."""
         post = self._under_way[server][0]
         with self._losing(server):
@@ -331,51 +333,6 @@ class ParameterClient:
         self._is_closed = True
         for channel in self._channels:
             channel.close()
-
-
-class _Post:
-    """A question to one server, and the closures whose changes it carries."""
-
-    def __init__(self, closures: list[int]) -> None:
-        self.number = 0
-        self.closures = closures
-        self.answer: tuple[messages.Exchanged, list[memoryview]] | None = None
-
-
-class _Question:
-    """What was asked of several servers at once."""
-
-    def __init__(self, asked: list[tuple[Read, RowPlan | None]]) -> None:
-        self.asked = asked
-        whole = [part for read, plan in asked if plan is None for part in parts_of(read.variable)]
-        self.num_bytes = sum(part.num_bytes for part in whole)
-        self.posts: dict[int, _Post] = {}
-        self.answers: dict[int, _Answers] = {}
-
-    def is_for(self, reads: Sequence[Read]) -> bool:
-        """Tells whether the same was asked."""
-        return len(reads) == len(self.asked) and all(
-            old.variable is new.variable and old.ids is new.ids
-            for (old, _), new in zip(self.asked, reads, strict=True)
-        )
-
-
-class _Answers:
-    """What one server answered to the reads of a question, in order."""
-
-    def __init__(self, results: list[messages.ReadResult], buffers: list[memoryview]) -> None:
-        self._results = iter(results)
-        self._buffers = iter(buffers)
-
-    def next(self) -> tuple[messages.ReadResult, Any]:
-        """Returns the next result, and its buffer if it has one."""
-        result = next(self._results)
-        return result, (b"" if result.is_known else next(self._buffers))
-
-
-def parts_of(variable: Any) -> list[RemoteVariable]:
-    """Returns the parts of a remote or sharded variable."""
-    return list(variable.components)  # type: ignore[arg-type]
 
 
 def _error_of(body: messages.Body) -> Exception:

@@ -342,7 +342,7 @@ class Optimizer:
                 errors.message(
                     'sparse="rows" needs a transformation whose slots have a row per row of '
                     f"{variable.name!r}",
-                    f"a slot has shape {misfit.shape}",
+                    f"slot {getattr(misfit, 'name', '')!r} has shape {misfit.shape}",
                     'Use sparse="auto" or "dense".',
                 )
             )
