@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ _JOINED: dict[str, Any] = {
 }
 
 
+_ALIGNMENT = 64
 # Up to so many rows of one number are joined one by one, all numbers at once.
 _MOST_RANKS = 32
 
@@ -61,6 +63,8 @@ class RowPlan:
                 self._groups = np.cumsum(is_new) - 1
                 unique = ordered[self._firsts]
         self._unique = unique
+        # Where the row of each id lies among the rows of all parts; made when first needed.
+        self._places: np.ndarray | None = None
         self._cuts = np.searchsorted(unique, [*starts, num_rows]).tolist()
         self.pieces = [
             unique[a:b] - start
@@ -78,17 +82,21 @@ class RowPlan:
 
     def spread(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the rows of all parts in the order in which they were asked for."""
+        if len(rows) == 1 and self._order is None:
+            return rows[0]
+        count = self._unique.size if self._order is not None else self.ids.size
+        whole = rows[0]
+        if len(rows) > 1:
+            whole = _aligned((count, *rows[0].shape[1:]), rows[0].dtype)
+            np.concatenate(rows, out=whole)
         if self._order is None:
-            return rows[0] if len(rows) == 1 else np.concatenate(rows)
-        result = np.empty((self.ids.size, *rows[0].shape[1:]), rows[0].dtype)
-        if self._firsts is None:
-            for a, b, piece in zip(self._cuts[:-1], self._cuts[1:], rows, strict=True):
-                result[self._order[a:b]] = piece
-            return result
-        assert self._groups is not None
-        whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
-        result[self._order] = _taken(whole, self._groups)
-        return result
+            return whole
+        if self._places is None:
+            self._places = np.empty(self.ids.size, np.intp)
+            groups = np.arange(self.ids.size) if self._groups is None else self._groups
+            self._places[self._order] = groups
+        result = _aligned((self.ids.size, *whole.shape[1:]), whole.dtype)
+        return np.take(whole, self._places, axis=0, out=result, mode="clip")
 
     def gather(self, kind: str, rows: np.ndarray) -> list[np.ndarray]:
         """Returns, per part, the rows that belong to its row numbers.
@@ -120,6 +128,14 @@ class RowPlan:
             groups = self._groups[places]
             result[groups] = rule(result[groups], _taken(rows, self._order[places]))
         return result
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns memory that JAX takes as it is."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _taken(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
