@@ -87,9 +87,8 @@ def test_what_is_held_on_either_side_keeps_its_bytes(channel: Channel, echo: Ech
         assert bytes(answer) == bytes(kept) == data(100_000, seed).tobytes()
 
 
-def test_without_room_buffers_take_the_socket(
-    channel: Channel, echo: Echo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_without_room_buffers_take_the_socket(channel: Channel, echo: Echo) -> None:
     echo.kept = []
     half = limits.LANE_BYTES // 2
     first = data(half)
