@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from rich.table import Table
 from replicax.checkpointing import manifest, reading
 from replicax.checkpointing.directory import steps_in
 from replicax.checkpointing.manifest import ArrayEntry, Manifest, PlainEntry
+from replicax.cli.failures import told_in_one_line
 from replicax.foundation import errors
 
 app = typer.Typer(no_args_is_help=True, help="Look into checkpoints, without their program.")
@@ -31,7 +31,7 @@ Step = Annotated[
 @app.command()
 def show(directory: Directory, step: Step = None) -> None:
     """Print what a checkpoint holds; fail if it is damaged."""
-    with _errors_as_one_line():
+    with told_in_one_line():
         found = _checkpoints(directory)
         if step is not None and step not in found:
             raise errors.NotFoundError(
@@ -58,21 +58,12 @@ def show(directory: Directory, step: Step = None) -> None:
 @app.command()
 def verify(directory: Directory) -> None:
     """Read every checkpoint whole and compare all checksums; fail if one is damaged."""
-    with _errors_as_one_line():
+    with told_in_one_line():
         problems = {path: _problem(path) for path in _checkpoints(directory).values()}
         for path, problem in problems.items():
             typer.echo(f"{path}: {problem or 'valid'}")
         if any(problems.values()):
             raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def _errors_as_one_line() -> Iterator[None]:
-    try:
-        yield
-    except errors.DistributeError as error:
-        typer.echo(f"replicax: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _checkpoints(directory: Path) -> dict[int, Path]:
