@@ -378,3 +378,21 @@ def test_S185_metrics_count_what_all_workers_count(desk: Desk) -> None:
         for metric in (*metrics.values(), *alone.values()):
             metric.reset_state()
             assert float(metric.result()) == 0.0
+
+
+def test_S182_pulling_ahead_never_hides_what_a_closure_changed_itself(desk: Desk) -> None:
+    strategy = desk.strategy(pull_ahead=True)
+    coordinator = desk.coordinator(strategy)
+    with strategy.scope():
+        v = rx.Variable(0.0)
+
+    def change_and_read() -> list[float]:
+        before = float(v.read_value())
+        v.assign_add(1.0)
+        return [float(v.read_value()) - before for _ in range(2)]
+
+    found = [coordinator.schedule(change_and_read) for _ in range(20)]
+    coordinator.join()
+    assert float(v.read_value()) == 20.0
+    # Other workers may have added more.
+    assert all(min(f.fetch()) >= 1.0 for f in found)

@@ -95,7 +95,9 @@ class ParameterClient:
         with self._lock:
             ahead, self._ahead = self._ahead, None
             question = ahead
-            if ahead is None or not ahead.is_for(reads):
+            # What this closure has changed itself, it must see.
+            is_old = ahead is not None and ahead.closure != self._closure and not self._call
+            if not is_old or ahead is None or not ahead.is_for(reads):
                 question = self._post_question(reads)
             assert question is not None
             self._wait_for(question)
@@ -107,7 +109,7 @@ class ParameterClient:
         questions: list[list[messages.Read]] = [[] for _ in self._channels]
         buffers: list[list[Any]] = [[] for _ in self._channels]
         asked = [(read, self._ask(read, questions, buffers)) for read in reads]
-        question = Question(asked)
+        question = Question(asked, self._closure)
         for server, wanted in enumerate(questions):
             if wanted:
                 question.posts[server] = self._post(server, wanted, buffers[server])

@@ -22,8 +22,10 @@ class Post:
 class Question:
     """What was asked of several servers at once."""
 
-    def __init__(self, asked: list[tuple[Read, RowPlan | None]]) -> None:
+    def __init__(self, asked: list[tuple[Read, RowPlan | None]], closure: int | None) -> None:
         self.asked = asked
+        # The closure that was running when it was asked.
+        self.closure = closure
         whole = [part for read, plan in asked if plan is None for part in parts_of(read.variable)]
         self.num_bytes = sum(part.num_bytes for part in whole)
         self.posts: dict[int, Post] = {}
