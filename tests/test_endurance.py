@@ -118,7 +118,7 @@ def run_alone(code: str, *args: object, timeout: float = 100) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_thousand_unawaited_steps(devices: int, threads: int) -> None:
     run_alone(STEPS, devices, threads, 1000)
 

@@ -102,6 +102,7 @@ def test_example_prints_what_it_promises(name: str) -> None:
     CHECKS[name](run(name))
 
 
+@pytest.mark.slow
 def test_checkpoint_resume_ends_like_a_run_that_was_not_stopped(tmp_path: Path) -> None:
     stopped, whole = str(tmp_path / "stopped"), str(tmp_path / "whole")
     assert "started from the beginning" in run("checkpoint_resume", stopped, "--stop-after", "30")

@@ -169,6 +169,7 @@ def test_scope_changes_retrace() -> None:
     assert replicas.experimental_get_tracing_count() == 3
 
 
+@pytest.mark.slow
 def test_a_new_strategy_is_not_taken_for_a_dead_one() -> None:
     @rx.function
     def replicas() -> Any:

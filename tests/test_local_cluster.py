@@ -137,7 +137,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("protocol", ["ipc", "tcp"])
+@pytest.mark.parametrize("protocol", ["ipc", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_killed_task_starts_again_at_the_same_address(protocol: Any) -> None:
     with LocalCluster(workers=0, ps=1, protocol=protocol) as cluster:
         before, spec = cluster.pid("ps", 0), cluster.cluster_spec

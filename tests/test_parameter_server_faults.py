@@ -95,8 +95,9 @@ def test_S190_T111_300_steps_on_three_workers_count_300_though_one_is_killed(
     desk: Desk, tmp_path: Path
 ) -> None:
     training = Counting(desk, tmp_path)
-    values = training.schedule(300, seconds=0.01)
-    becomes(lambda: training.num_begun() > 60, "a third of the way")
+    values = training.schedule(300, seconds=0.03)
+    workers = training.coordinator.status
+    becomes(lambda: workers().workers[1].num_done > 0, "worker 1 has compiled the step")
     becomes(lambda: training.running_on(1) > 0, "closures in flight on worker 1")
     desk.cluster.kill("worker", 1)
     assert not training.coordinator.done()

@@ -222,6 +222,7 @@ def check_kills(
     assert int(found["iterations"]) == stop_at
 
 
+@pytest.mark.slow
 def test_a_run_killed_three_times_ends_bit_equal(shop: Shop, tmp_path: Path) -> None:
     check_kills(shop, tmp_path, "mirrored_2", ["step", "save"], epochs=2, seed=0)
 
@@ -242,6 +243,7 @@ def test_other_strategies_survive_kills_too(name: str, shop: Shop, tmp_path: Pat
     check_kills(shop, tmp_path, name, kills, epochs=4, seed=3)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy(shop: Shop, tmp_path: Path) -> None:
     """Two strategies, each stopped in the middle of an epoch and continued by the other."""
     names = ("mirrored_2", "one_device")

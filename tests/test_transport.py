@@ -169,6 +169,7 @@ def test_arrays_of_all_sizes_travel(place: Place, size: int) -> None:
     _check_echo(place, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 def test_large_arrays_travel(tmp_path: Path, scheme: str) -> None:
     _check_echo(Place(scheme, tmp_path), 40_000_000)
