@@ -92,7 +92,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "sparse_embedding": check_sparse_embedding,
     "demo": check_demo,
 }
-SLOW = {"flax_model", "equinox_model", "sparse_embedding", "demo"}
+SLOW = {"custom_loop", "export_serve", "flax_model", "equinox_model", "sparse_embedding", "demo"}
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,11 @@ class Counting:
         def step(number: int, seconds: float) -> Any:
             with (log / str(number)).open("a") as file:
                 file.write("begun\n")
+            index = rx.coordinator.experimental_get_current_worker_index()
+            sleeping = log.parent / f"sleeping-{index}"
+            sleeping.touch()
             time.sleep(seconds)
+            sleeping.unlink()
             return compiled(jnp.asarray(number % 20))
 
         return step
@@ -80,6 +84,10 @@ class Counting:
 
     def running_on(self, worker: int) -> int:
         return self.coordinator.status().workers[worker].num_closures
+
+    def is_sleeping(self, worker: int) -> bool:
+        """Tells whether a worker is in the first half of a step."""
+        return (self.log.parent / f"sleeping-{worker}").exists()
 
     def num_begun(self) -> int:
         return sum(path.read_text().count("begun") for path in self.log.iterdir())
@@ -95,10 +103,11 @@ def test_S190_T111_300_steps_on_three_workers_count_300_though_one_is_killed(
     desk: Desk, tmp_path: Path
 ) -> None:
     training = Counting(desk, tmp_path)
-    values = training.schedule(300, seconds=0.03)
+    values = training.schedule(300, seconds=0.05)
     workers = training.coordinator.status
     becomes(lambda: workers().workers[1].num_done > 0, "worker 1 has compiled the step")
-    becomes(lambda: training.running_on(1) > 0, "closures in flight on worker 1")
+    becomes(lambda: not training.is_sleeping(1), "the end of a step")
+    becomes(lambda: training.is_sleeping(1), "the begin of a step")
     desk.cluster.kill("worker", 1)
     assert not training.coordinator.done()
     desk.cluster.restart("worker", 1)
