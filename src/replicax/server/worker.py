@@ -135,6 +135,7 @@ class WorkerTask:
         try:
             runner.close()
         except Exception:
+            # The user's iterators are closed here too; the worker is free for the next job anyway.
             _log.exception("%s could not close what it had for %s", self._task, job)
         _log.info("%s has dropped %s", self._task, job)
 

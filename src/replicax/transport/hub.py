@@ -251,6 +251,7 @@ class Hub:
         try:
             callback(*args)
         except Exception:
+            # The hub serves all peers: what fails for one must not end it for the others.
             _log.exception("%s: %s failed in the hub", self.me, callback)
 
     def _arrange(self) -> None:

@@ -191,6 +191,7 @@ class Service:
                     self._idle_at = now
                     self._look_around(now)
         except Exception:
+            # A bug of ours. Nobody answers any more, so the beats of others condemn this task.
             _log.exception("The service of %s ends", self.task)
         finally:
             self._send_outbox()
@@ -202,6 +203,7 @@ class Service:
         try:
             self._on_idle(now)
         except Exception:
+            # The listener must outlive whatever its owner does now and then.
             _log.exception("%s: the regular work failed", self.task)
 
     def _receive(self) -> None:
@@ -213,6 +215,7 @@ class Service:
             except errors.ProtocolError as error:
                 self._drop(error)
             except Exception:
+                # No message, whatever it holds, may end the listener.
                 _log.exception("%s: a message could not be handled", self.task)
 
     def _handle(self, message: list[zmq.Frame]) -> None:
