@@ -47,7 +47,7 @@ class Caller:
         )
 
     def attach(self, **settings: Any) -> Caller:
-        assert self.ask(messages.Attach([], settings)) == (messages.Done(), ())
+        assert isinstance(self.ask(messages.Attach([], settings))[0], messages.Attached)
         return self
 
     def create(self, part: int, value: Any, name: str = "v") -> None:

@@ -140,7 +140,7 @@ class ParameterStore:
                 if epoch > held.epoch:
                     self._storage.forget_closures()
             held.take(epoch, incarnation, lease_s, now)
-        return messages.Done(), ()
+        return messages.Attached(), ()
 
     def _detach(self, _: messages.Detach, __: Sequence[Any]) -> Answer:
         with self._changing:

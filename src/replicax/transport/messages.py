@@ -14,6 +14,8 @@ import msgspec
 
 from replicax.transport.body import Body as Body
 from replicax.transport.server_messages import Apply as Apply
+from replicax.transport.server_messages import ApplyRest as ApplyRest
+from replicax.transport.server_messages import Attached as Attached
 from replicax.transport.server_messages import Computed as Computed
 from replicax.transport.server_messages import CreatePart as CreatePart
 from replicax.transport.server_messages import DropParts as DropParts
@@ -21,8 +23,10 @@ from replicax.transport.server_messages import Exchange as Exchange
 from replicax.transport.server_messages import Exchanged as Exchanged
 from replicax.transport.server_messages import Fence as Fence
 from replicax.transport.server_messages import Fill as Fill
+from replicax.transport.server_messages import Found as Found
 from replicax.transport.server_messages import Given as Given
 from replicax.transport.server_messages import Gradient as Gradient
+from replicax.transport.server_messages import Look as Look
 from replicax.transport.server_messages import Push as Push
 from replicax.transport.server_messages import PushFailure as PushFailure
 from replicax.transport.server_messages import Read as Read
@@ -43,7 +47,7 @@ from replicax.transport.worker_messages import Run as Run
 from replicax.transport.worker_messages import Ship as Ship
 
 # Raised whenever a message changes its meaning; both sides must have the same.
-VERSION = 1
+VERSION = 2
 
 Role = Literal["coordinator", "worker", "ps"]
 
@@ -97,14 +101,23 @@ class Attach(Body, frozen=True):
     Attributes:
       servers: Where the parameter servers listen, for workers.
       settings: Plain options of the job, by name.
+      parts: For a parameter server that was attached before: the parts that it must hold. One
+        that lacks any of them refuses. None at the beginning.
     """
 
     servers: list[str]
     settings: dict[str, int | float | str | bool | None]
+    parts: list[int] | None = None
 
 
 class Detach(Body, frozen=True):
-    """The coordinator lets a task go; what it held for the job is dropped."""
+    """The coordinator lets a task go; what it held for the job is dropped.
+
+    Attributes:
+      is_dead: Whether the task was declared dead: its process is to end.
+    """
+
+    is_dead: bool = False
 
 
 class Ping(Body, frozen=True):
@@ -129,6 +142,20 @@ class Pong(Body, frozen=True):
     figures: dict[str, int | float]
 
 
+class AskStacks(Body, frozen=True):
+    """Asks a task what its threads are doing, for people."""
+
+
+class Stacks(Body, frozen=True):
+    """What the threads of a task are doing.
+
+    Attributes:
+      text: The stack of each, the newest call last.
+    """
+
+    text: str
+
+
 AnyBody = (
     Hello
     | Welcome
@@ -138,12 +165,18 @@ AnyBody = (
     | Detach
     | Ping
     | Pong
+    | AskStacks
+    | Stacks
+    | Look
+    | Found
+    | Attached
     | CreatePart
     | DropParts
     | RegisterOptimizer
     | Fence
     | Exchange
     | Exchanged
+    | ApplyRest
     | Ship
     | Run
     | MakeResource
@@ -184,11 +217,14 @@ ALLOWED: dict[tuple[Role, Role], tuple[type[Body], ...]] = {
         Attach,
         Detach,
         Ping,
+        AskStacks,
+        Look,
         CreatePart,
         DropParts,
         RegisterOptimizer,
         Fence,
         Exchange,
+        ApplyRest,
     ),
     ("worker", "ps"): (Hello, Exchange),
     ("coordinator", "worker"): (
@@ -196,6 +232,7 @@ ALLOWED: dict[tuple[Role, Role], tuple[type[Body], ...]] = {
         Attach,
         Detach,
         Ping,
+        AskStacks,
         Ship,
         Run,
         MakeResource,

@@ -5,6 +5,40 @@ from __future__ import annotations
 from replicax.transport.body import Body
 
 
+class Look(Body, frozen=True):
+    """A coordinator asks who holds a server, before it joins or takes over a job."""
+
+
+class Found(Body, frozen=True):
+    """The answer to `Look`.
+
+    Attributes:
+      job: The job that holds the server, or that it has restored; empty if there is none.
+      epoch: The epoch of that job; -1 if there is none.
+      newest: The largest number of a closure that changed something; -1 if there is none.
+      settled: Closures with smaller numbers are settled.
+      num_parts: How many parts there are.
+    """
+
+    job: str
+    epoch: int
+    newest: int
+    settled: int
+    num_parts: int
+
+
+class Attached(Body, frozen=True):
+    """The answer of a parameter server to `Attach`.
+
+    Attributes:
+      is_saved: Whether what it holds outlives its process.
+      is_restored: Whether it holds what another process has left.
+    """
+
+    is_saved: bool = False
+    is_restored: bool = False
+
+
 class Fill(Body, frozen=True):
     """A part starts with one number everywhere: the bytes of one element."""
 
@@ -132,10 +166,17 @@ class Apply(Body, frozen=True):
 
 
 class Push(Body, frozen=True):
-    """What one closure changes on one server."""
+    """What one closure changes on one server.
+
+    Attributes:
+      closure: The closure.
+      changes: What it changes.
+      clock: The clock of the server when the closure read from it; -1 if it has read nothing.
+    """
 
     closure: int
     changes: list[Update | Apply]
+    clock: int = -1
 
 
 class Read(Body, frozen=True):
@@ -180,8 +221,18 @@ class PushFailure(Body, frozen=True):
 class Exchanged(Body, frozen=True):
     """The answer to `Exchange`.
 
+    Attributes:
+      reads: What was read.
+      failures: The closures whose changes could not be made.
+      clock: How many steps of training the values have seen.
+
     Buffers: one per read that is not known, in order.
     """
 
     reads: list[ReadResult]
     failures: list[PushFailure]
+    clock: int = 0
+
+
+class ApplyRest(Body, frozen=True):
+    """The coordinator lets optimizers apply gradients that still wait for others."""
