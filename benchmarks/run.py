@@ -33,6 +33,7 @@ from benchmarks import (
     input_wait,
     parameter_server,
     parameter_server_scale,
+    secure_transport,
     sparse_step,
     tf_environment,
     virtual_replicas,
@@ -50,6 +51,7 @@ BENCHMARKS: tuple[ModuleType, ...] = (
     checkpoints,
     parameter_server,
     parameter_server_scale,
+    secure_transport,
 )
 PACKAGES = ("replicax", "jax", "jaxlib", "numpy")
 

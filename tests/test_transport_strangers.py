@@ -224,6 +224,11 @@ _FORBIDDEN = [
     (WORKER, PS, messages.Attach([], {})),
     (WORKER, PS, messages.Fence([1])),
     (WORKER, PS, messages.Ship("0" * 64)),
+    (WORKER, PS, messages.Replicate(0, 0)),
+    (WORKER, PS, messages.FetchReplica(0)),
+    (COORDINATOR, PS, messages.FetchReplica(0)),
+    (Task("ps", 1), PS, messages.Fence([1])),
+    (Task("ps", 1), PS, messages.Exchange([], [])),
     (COORDINATOR, PS, messages.Ship("0" * 64)),
     (COORDINATOR, PS, messages.Finished([])),
     (COORDINATOR, WORKER, messages.Exchange([], [])),
@@ -243,7 +248,7 @@ def test_bar42_a_role_may_ask_only_what_is_its_own(
 
 
 @pytest.mark.parametrize(
-    ("me", "peer"), [(WORKER, Task("worker", 1)), (PS, WORKER), (PS, Task("ps", 1))]
+    ("me", "peer"), [(WORKER, Task("worker", 1)), (PS, WORKER), (Task("ps", 1), WORKER)]
 )
 def test_bar42_some_roles_may_not_call_at_all(
     ipc: Place, reached: Reached, me: Task, peer: Task

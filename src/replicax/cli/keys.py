@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -34,3 +34,25 @@ def show(directory: Directory) -> None:
         found = keys.load(directory, own[0] if own else ROLES[0])
         for role in ROLES:
             typer.echo(f"{role}\t{found.public_keys[role].decode()}")
+
+
+@app.command()
+def renew(
+    directory: Directory,
+    role: Annotated[str, typer.Argument(help="coordinator, worker or ps.")],
+) -> None:
+    """Make a new key for a role; the older one stays good until `retire`."""
+    with told_in_one_line():
+        keys.renew(directory, cast("Role", role))
+        typer.echo(
+            f"copy {role}.public to all hosts, then {role}.secret to those of the {role}, and "
+            "start its tasks again; then run `replicax keys retire`"
+        )
+
+
+@app.command()
+def retire(directory: Directory) -> None:
+    """Forget all keys but the newest of each role."""
+    with told_in_one_line():
+        keys.retire(directory)
+        typer.echo("copy the public files to all hosts: they refuse older keys from then on")

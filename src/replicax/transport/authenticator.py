@@ -24,13 +24,18 @@ class Authenticator:
     """The one authenticator of a context. Its owner polls `socket` and calls `answer`."""
 
     def __init__(self, context: zmq.Context, keys: Keys) -> None:
-        self._roles = {z85.decode(k): role.encode() for role, k in keys.public_keys.items()}
+        self._keys = keys
+        self._stamp = keys.stamp()
+        self._roles = _roles(keys)
         self.socket: zmq.Socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(_URL)
 
     def answer(self) -> None:
         """Answers the questions that wait."""
+        if (stamp := self._keys.stamp()) != self._stamp:
+            self._stamp, self._keys = stamp, self._keys.latest()
+            self._roles = _roles(self._keys)
         while frames.has_message(self.socket):
             question = self.socket.recv_multipart()
             # version, number, domain, address, identity, mechanism, credentials
@@ -43,6 +48,10 @@ class Authenticator:
     def close(self) -> None:
         """Answers no more."""
         self.socket.close()
+
+
+def _roles(keys: Keys) -> dict[bytes, bytes]:
+    return {z85.decode(k): r.encode() for r in keys.public_keys for k in keys.good(r)}
 
 
 def guard_server(socket: zmq.Socket, keys: Keys) -> None:

@@ -17,9 +17,20 @@ class Caller:
       incarnation: Which life of the caller it is.
       job: The job of its last message.
       epoch: The epoch of its last message.
+      expected: The number of its next question; 0 if it does not count them.
     """
 
-    __slots__ = ("epoch", "identity", "incarnation", "job", "reader", "role", "task", "writer")
+    __slots__ = (
+        "epoch",
+        "expected",
+        "identity",
+        "incarnation",
+        "job",
+        "reader",
+        "role",
+        "task",
+        "writer",
+    )
 
     def __init__(self, identity: bytes, role: messages.Role, task: int, incarnation: int) -> None:
         self.identity = identity
@@ -28,9 +39,23 @@ class Caller:
         self.incarnation = incarnation
         self.job = ""
         self.epoch = 0
+        self.expected = 0
         # Memory that the caller shares: what it writes, and what it reads.
         self.reader: LaneReader | None = None
         self.writer: LaneWriter | None = None
+
+    def misses(self, number: int) -> bool:
+        """Tells whether a question before this one has not arrived; else takes note of it.
+
+        Example:
+          >>> caller = Caller(b"", "worker", 0, 1)
+          >>> caller.expected = 7
+          >>> [caller.misses(number) for number in (7, 8, 7, 10, 9)]
+          [False, False, False, True, False]
+        """
+        if self.expected and number == self.expected:
+            self.expected += 1
+        return 0 < self.expected < number
 
     def __str__(self) -> str:
         return str(Task(self.role, self.task))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
-import itertools
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from replicax.foundation import errors, lazy
@@ -23,14 +23,21 @@ else:
 
 Answer = tuple[int, messages.Body, list[memoryview]]
 
+# How often who waits asks whether the peer was given up.
+_LOOK_S = 0.25
+
 
 class Channel:
     """Asks one task. Any thread may use it; one at a time does.
 
     Questions are either asked and waited for (`request`), or posted, so that several are under
     way, and collected. A question whose connection broke is asked again when the same life of
-    the peer is back within half a second, so it may arrive twice; the memory of its buffers must
+    the peer is back within half a second, and one without an answer is repeated now and then: the
+    question or its answer may be lost. So it may arrive twice; the memory of its buffers must
     stay as it is until the answer is there.
+
+    Questions have consecutive numbers, and the peer takes none before it has taken the ones before;
+    answers are taken in the same order. What overtakes something that was lost is repeated with it.
 
     Args:
       location: Where the peer listens.
@@ -43,6 +50,8 @@ class Channel:
       job: The job that questions belong to; may be set.
       epoch: Its epoch; may be set.
       incarnation: May be set, when the asking task begins a new life.
+      given_up: May be set: asked now and then by who waits, returns the error to raise if no
+        answer will come, and None if one may.
 
     Example:
       >>> from replicax.transport import addresses
@@ -72,12 +81,20 @@ class Channel:
         self.job = ""
         self.epoch = 0
         self.incarnation = incarnation or new_incarnation()
+        self.given_up: Callable[[], Exception | None] | None = None
         self._keys = keys
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        self._numbers = itertools.count(1)
+        self._next = 1
         # What was asked and not answered, in order: it is sent again on a new connection.
         self._unanswered: dict[int, list[Any]] = {}
+        # When the oldest of them was asked, how often it was repeated since, the time that their
+        # bytes may take, and which was the last one to be repeated because an answer to a later
+        # one came.
+        self._asked_s = 0.0
+        self._num_repeats = 0
+        self._grace_s = 0.0
+        self._overtaken = 0
         # Answers that came while another one was waited for.
         self._ready: collections.deque[Answer] = collections.deque()
         # The life of the peer that was met first; later ones are errors until `reset`.
@@ -95,7 +112,7 @@ class Channel:
         """Asks, and waits for the answer.
 
         Raises:
-          DeadlineExceededError: There was no answer in time.
+          DeadlineExceededError: There was no answer in time; all questions under way are given up.
           PSUnavailableError: The peer, a parameter server, is gone.
           PSIncarnationError: It came back, without what it held.
           UnavailableError: The peer, another task, is gone or came back.
@@ -108,14 +125,16 @@ class Channel:
         try:
             number = self._post(body, buffers)
             while True:
-                answer = self._take(deadline)
+                answer = self._take(deadline, timeout)
                 if answer is None:
                     raise failures.deadline(self.peer, body, timeout)
                 if answer[0] == number:
                     break
                 self._ready.append(answer)
         finally:
-            self._unanswered.pop(number, None)
+            if number in self._unanswered:
+                # The questions after this one would wait for it.
+                self._give_up()
             self._lock.release()
         if type(answer[1]) is messages.Refused:
             raise refusals.to_error(answer[1])
@@ -130,11 +149,15 @@ class Channel:
         with self._lock:
             return self._post(body, buffers)
 
-    def collect(self, timeout: float = limits.DEADLINE) -> Answer | None:
+    def collect(self, timeout: float = limits.DEADLINE, wakeup: int | None = None) -> Answer | None:
         """Waits for the next answer to a posted question.
 
         Answers come in the order in which the peer gives them. One that says `Refused` is
         returned like all others; `refusals.to_error` makes the error of it.
+
+        Args:
+          timeout: How long to wait.
+          wakeup: A file that ends the wait when there is something to read in it.
 
         Returns:
           The number of the question, the answer and its buffers; None if there was none in
@@ -149,7 +172,7 @@ class Channel:
         try:
             if self._ready:
                 return self._ready.popleft()
-            return self._take(deadline) if self._unanswered else None
+            return self._take(deadline, timeout, wakeup) if self._unanswered else None
         finally:
             self._lock.release()
 
@@ -161,6 +184,17 @@ class Channel:
     def peer_incarnation(self) -> int | None:
         """The life of the peer that this channel talks to; None before it was reached."""
         return self._peer_life
+
+    @property
+    def met_new_life(self) -> bool:
+        """Whether another life of the peer has answered; every question fails until `reset`."""
+        return self._new_life is not None
+
+    def forget(self) -> None:
+        """Gives up what is under way; later questions go to the same life of the peer."""
+        with self._lock:
+            self._give_up()
+            self._ready.clear()
 
     def reset(self) -> None:
         """Forgets what is under way, and accepts whoever answers next as the peer."""
@@ -194,8 +228,7 @@ class Channel:
                     "Collect some answers first.",
                 )
             )
-        number = next(self._numbers)
-        life = self.incarnation
+        number, life = self._next, self.incarnation
         connection = self._connection
         if connection is None:
             connection = self._open()
@@ -204,7 +237,10 @@ class Channel:
         message = codec.encode(
             self.job, self.epoch, life, number, body, buffers, writer, is_kept=True
         )
+        if not self._unanswered:
+            self._wait_anew(time.monotonic())
         self._unanswered[number] = message
+        self._next += 1
         if connection.is_ready:
             connection.send(message)
         return number
@@ -213,6 +249,7 @@ class Channel:
         connection = Connection(
             self.location, self.me, self.peer, self._keys, self.incarnation, uses_lane=True
         )
+        connection.first = self._next
         self._connection = connection
         try:
             connection.open(time.monotonic())
@@ -227,30 +264,86 @@ class Channel:
         if connection is not None:
             connection.close(linger)
 
-    def _take(self, deadline: float) -> Answer | None:
-        """Waits for the next answer; None at the deadline."""
+    def _take(self, deadline: float, timeout: float, wakeup: int | None = None) -> Answer | None:
+        """Waits for the answer to the oldest question; None at the deadline, or if woken."""
         connection = self._connection
         if connection is None:
             raise failures.unavailable(self.peer, self.location, "the channel was closed")
         connection.my_incarnation = self.incarnation
         while True:
             now = time.monotonic()
-            wait = min(deadline - now, connection.next_check(now))
+            wait = min(deadline - now, connection.next_check(now), self._repeat_s(timeout) - now)
+            if self.given_up is not None:
+                wait = min(wait, _LOOK_S)
+            polled = connection.pollables
+            if wakeup is not None:
+                polled = [*polled, (wakeup, 1)]
             # Rounded up: a wait of less than a millisecond would not wait.
-            ready = zmq.zmq_poll(connection.pollables, int(wait * 1e3) + 1 if wait > 0 else 0)
+            ready = zmq.zmq_poll(polled, int(wait * 1e3) + 1 if wait > 0 else 0)
             for received in iter(connection.receive, None):
                 envelope, buffers = received
                 if type(envelope.body) is messages.Welcome:
                     self._welcomed(connection)
-                elif self._unanswered.pop(envelope.request, None) is not None:
-                    if connection.lane is not None:
-                        connection.lane.writer.release(envelope.request)
+                elif self._is_next(connection, envelope.request):
                     return envelope.request, envelope.body, buffers
             now = time.monotonic()
+            if now >= self._repeat_s(timeout):
+                self._repeat(connection, now)
             connection.observe(now)
             self._check(connection, now)
-            if now >= deadline and not ready:
+            is_woken = any(source == wakeup for source, _ in ready)
+            if is_woken or (now >= deadline and not ready):
                 return None
+
+    def _is_next(self, connection: Connection, number: int) -> bool:
+        """Takes note of an answer; tells whether it is the one that is due."""
+        if number not in self._unanswered:
+            return False
+        oldest = connection.first = next(iter(self._unanswered))
+        if number != oldest:
+            if self._overtaken != oldest:
+                self._overtaken = oldest
+                self._send_all(connection)
+            return False
+        del self._unanswered[number]
+        connection.first = number + 1
+        if connection.lane is not None:
+            connection.lane.writer.release(number)
+        self._wait_anew(time.monotonic())
+        return True
+
+    # What may be lost.
+
+    def _wait_anew(self, now: float) -> None:
+        self._asked_s = now
+        self._num_repeats = 0
+        self._grace_s = 0.0
+
+    def _repeat_s(self, timeout: float) -> float:
+        """Returns when to ask again; whoever does not wait does not repeat."""
+        if timeout <= 0:
+            return math.inf
+        pause = max(limits.PATIENCE, timeout * limits.REPEAT) * 2 ** min(self._num_repeats, 8)
+        longest = max(limits.PATIENCE, timeout * limits.LONGEST_REPEAT)
+        return self._asked_s + min(pause, longest) + self._grace_s
+
+    def _repeat(self, connection: Connection, now: float) -> None:
+        grace_s = sum(map(codec.num_bytes, self._unanswered.values())) / limits.SLOWEST
+        if grace_s > self._grace_s:
+            # Looked at only now: most questions are answered long before.
+            self._grace_s = grace_s
+            return
+        self._asked_s = now
+        self._num_repeats += 1
+        if connection.is_ready and self._num_repeats < 3:
+            self._send_all(connection)
+        elif connection.down_since is None:
+            # Nothing passes any more, in whatever state it is.
+            connection.distrust()
+
+    def _send_all(self, connection: Connection) -> None:
+        for message in self._unanswered.values():
+            connection.send(message)
 
     def _welcomed(self, connection: Connection) -> None:
         if connection.refusal is not None:
@@ -261,10 +354,12 @@ class Channel:
             self._new_life = connection.incarnation
             self._give_up()
             raise failures.new_life(self.peer, self.location)
-        for message in self._unanswered.values():
-            connection.send(message)
+        self._send_all(connection)
 
     def _check(self, connection: Connection, now: float) -> None:
+        if self.given_up is not None and (error := self.given_up()) is not None:
+            self._give_up()
+            raise error
         if connection.refusal is not None:
             refusal = connection.refusal
             self._give_up()

@@ -133,6 +133,16 @@ def encode(
     return frames
 
 
+def num_bytes(frames: Sequence[Any]) -> int:
+    """Returns how large the buffers of a message are, wherever they lie.
+
+    Example:
+      >>> num_bytes(encode("job", 1, 7, 3, messages.Done(), [b"abc", b"d"]))
+      4
+    """
+    return sum(_decoder.decode(frames[0]).sizes)
+
+
 def _check_lengths(header: int, total: int, body: messages.Body) -> None:
     for what, found, limit in (
         ("header", header, limits.HEADER),

@@ -51,6 +51,8 @@ class Connection:
       incarnation: Which life of the peer answered last; None before the first answer.
       down_since: Since when the peer cannot be reached; None while it can, or may.
       refusal: Why the peer, or this side, refuses to talk; None while it does not.
+      first: The number of the next question, or of the oldest that has no answer, if each has
+        the number after the last one; 0 if not.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Connection:
         self.down_since: float | None = None
         self.refusal: errors.DistributeError | None = None
         self.reason = "it cannot be reached"
+        self.first = 0
         # Memory that is shared with the peer; only on one machine.
         self.lane = CallerLane() if uses_lane and location.scheme == "ipc" else None
         self._keys = keys
@@ -78,6 +81,9 @@ class Connection:
         self._opened_at = 0.0
         self._reopen_at: float | None = None
         self._has_handshake = False
+        # How often there was no handshake, and whether there is another key to try.
+        self._num_failures = 0
+        self._has_other_key = False
         # Which listener at an in-process name this connection belongs to.
         self._generation: int | None = None
         self.socket: Any = None
@@ -124,7 +130,10 @@ class Connection:
         socket.tcp_keepalive = 1
         socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = 1
         socket.tcp_keepalive_cnt = 3
-        authenticator.guard_client(socket, self._keys, self._keys.public_keys[self.peer.role])
+        # A peer may have an older key, or a newer one, when keys are being renewed.
+        good = self._keys.latest().good(self.peer.role)
+        self._has_other_key = self._num_failures % len(good) < len(good) - 1
+        authenticator.guard_client(socket, self._keys, good[self._num_failures % len(good)])
 
     def _watch(self, socket: zmq.Socket) -> None:
         events = (
@@ -151,6 +160,7 @@ class Connection:
             self.me.index,
             self.my_incarnation,
             "" if self.lane is None else self.lane.offer(),
+            self.first,
         )
         self.send(codec.encode("", 0, self.my_incarnation, 0, hello))
 
@@ -183,13 +193,14 @@ class Connection:
         try:
             frames.send(self.socket, message, self.location.scheme != "inproc")
         except zmq.Again:
-            self._distrust()
+            self.distrust()
         except BaseException:
             # Half a message may be in the socket: nothing sensible can follow it.
-            self._distrust()
+            self.distrust()
             raise
 
-    def _distrust(self) -> None:
+    def distrust(self) -> None:
+        """Takes the connection as broken: `observe` opens a new one."""
         self.is_ready = False
         self._reopen_at = 0.0
 
@@ -207,7 +218,7 @@ class Connection:
                 _log.warning("%s sent something that is no message: %s", self.peer, error)
                 continue
             except BaseException:
-                self._distrust()
+                self.distrust()
                 raise
             body = envelope.body
             if type(body) is messages.Welcome:
@@ -267,9 +278,10 @@ class Connection:
             return
         if event == zmq.EVENT_DISCONNECTED:
             self.reason = "the connection was closed"
+            self._num_failures += not self._has_handshake
             # What waits in the socket was for the old connection. Without a handshake ZeroMQ may
             # have given up on the peer for good, which it does not say.
-            pause = _REOPEN if self._has_handshake else limits.RESET
+            pause = _REOPEN if self._has_handshake or self._has_other_key else limits.RESET
             self._reopen_at = max(now, self._opened_at + pause)
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self.reason = "nobody listens there"
@@ -284,7 +296,9 @@ class Connection:
         else:
             self.reason = "the handshake failed; its keys may be others than ours"
         if event not in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED):
-            self._reopen_at = max(now, self._opened_at + limits.RESET)
+            # What cannot be deciphered breaks a connection that was good.
+            pause = _REOPEN if self._has_handshake or self._has_other_key else limits.RESET
+            self._reopen_at = max(now, self._opened_at + pause)
         self.is_ready = False
         if self.down_since is None:
             self.down_since = now

@@ -2,16 +2,19 @@
 
 There is one CURVE key pair per role. A task holds the secret of its own role and the public
 keys of all: it knows whom it calls and who calls it, and everything in between is encrypted.
+A file of public keys has a line per key: while keys are renewed, the older ones are good, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from replicax.foundation import errors, lazy
 from replicax.transport import messages
@@ -22,7 +25,12 @@ if TYPE_CHECKING:
 else:
     zmq = lazy.module("zmq")
 
+_log = logging.getLogger(__name__)
+
 VARIABLE = "REPLICAX_KEYS"
+
+# Keys of one role that are good at the same time.
+_MOST_GOOD = 8
 
 _KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
@@ -35,13 +43,53 @@ class Keys:
       role: Whose secret it is.
       public: The public key of the role.
       secret: The secret key of the role; never shown.
-      public_keys: The public keys of all roles.
+      public_keys: The public keys of all roles, the newest of each.
+      older: Those that are still good, from before keys were renewed.
+      directory: Where they were read; None if they were not.
     """
 
     role: messages.Role
     public: bytes
     secret: bytes = dataclasses.field(repr=False)
     public_keys: dict[messages.Role, bytes] = dataclasses.field(repr=False)
+    older: dict[messages.Role, tuple[bytes, ...]] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
+    directory: Path | None = None
+
+    def good(self, role: messages.Role) -> tuple[bytes, ...]:
+        """Returns the public keys of a role that were good when these were read."""
+        return (self.public_keys[role], *self.older.get(role, ()))
+
+    def latest(self) -> Keys:
+        """Returns the same with the public keys that are good by now.
+
+        What cannot be read, or is not safe, changes nothing.
+        """
+        if self.directory is None:
+            return self
+        try:
+            found = _read_public(self.directory)
+        except (errors.DistributeError, OSError) as error:
+            _log.warning("The keys stay as they were: %s", error)
+            return self
+        return _with_public(self, found)
+
+    def stamp(self) -> tuple[object, ...]:
+        """Returns something that changes when the files of public keys do."""
+        if self.directory is None:
+            return ()
+        return tuple(_stamp(self.directory / f"{role}.public") for role in ROLES)
+
+    def __reduce__(self) -> NoReturn:
+        # A closure that captured them would carry the coordinator's secret to the workers.
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "Keys stay in the process that has read them",
+                f"those of a {self.role} were to be pickled or copied",
+                "Pass the directory of the keys, and read them where they are needed.",
+            )
+        )
 
 
 def make(directory: str | os.PathLike[str]) -> Path:
@@ -69,15 +117,42 @@ def make(directory: str | os.PathLike[str]) -> Path:
         )
     for role in ROLES:
         public, secret = zmq.curve_keypair()
-        _write(path / f"{role}.public", public)
-        _write(path / f"{role}.secret", secret)
+        _write(path / f"{role}.public", [public])
+        _write(path / f"{role}.secret", [secret])
     return path
 
 
-def _write(path: Path, key: bytes) -> None:
+def renew(directory: str | os.PathLike[str], role: messages.Role) -> None:
+    """Makes a new key for a role; the older ones stay good until `retire`.
+
+    Tasks that run take note of the files of public keys. First those go to all hosts; then the
+    secret goes to the hosts of the role, whose tasks are started again, one after the other.
+    """
+    path = Path(directory)
+    good = load(path, role).good(role)
+    public, secret = zmq.curve_keypair()
+    # In this order: a secret whose public key is not there could not be used.
+    _replace(path / f"{role}.public", [public, *good])
+    _replace(path / f"{role}.secret", [secret])
+
+
+def retire(directory: str | os.PathLike[str]) -> None:
+    """Leaves only the newest key of each role; connections with others are refused."""
+    path = Path(directory)
+    for role, good in _read_public(path).items():
+        _replace(path / f"{role}.public", good[:1])
+
+
+def _replace(path: Path, keys: Sequence[bytes]) -> None:
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    _write(new, keys)
+    os.replace(new, path)
+
+
+def _write(path: Path, keys: Sequence[bytes]) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "wb") as file:
-        file.write(key + b"\n")
+        file.write(b"".join(key + b"\n" for key in keys))
         file.flush()
         os.fsync(file.fileno())
 
@@ -100,9 +175,10 @@ def load(directory: str | os.PathLike[str], role: messages.Role) -> Keys:
             )
         )
     _check_private(path)
-    public_keys: dict[messages.Role, bytes] = {r: _read(path / f"{r}.public") for r in ROLES}
-    secret = _read(path / f"{role}.secret")
-    if zmq.curve_public(secret) != public_keys[role]:
+    found = _read_public(path)
+    (secret,) = _read(path / f"{role}.secret", most=1)
+    public = zmq.curve_public(secret)
+    if public not in found[role]:
         raise errors.InvalidArgumentError(
             errors.message(
                 "The two keys of a role belong together",
@@ -110,7 +186,28 @@ def load(directory: str | os.PathLike[str], role: messages.Role) -> Keys:
                 "Copy both from the same `replicax keys make`.",
             )
         )
-    return Keys(role, public_keys[role], secret, public_keys)
+    return _with_public(Keys(role, public, secret, {}, directory=path), found)
+
+
+def _with_public(keys: Keys, found: Mapping[messages.Role, Sequence[bytes]]) -> Keys:
+    return dataclasses.replace(
+        keys,
+        public_keys={role: good[0] for role, good in found.items()},
+        older={role: tuple(good[1:]) for role, good in found.items()},
+    )
+
+
+def _read_public(directory: Path) -> dict[messages.Role, list[bytes]]:
+    _check_private(directory)
+    return {role: _read(directory / f"{role}.public", most=_MOST_GOOD) for role in ROLES}
+
+
+def _stamp(path: Path) -> object:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
 
 
 def from_environment(role: messages.Role) -> Keys | None:
@@ -119,18 +216,20 @@ def from_environment(role: messages.Role) -> Keys | None:
     return load(directory, role) if directory else None
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, most: int) -> list[bytes]:
     _check_private(path)
-    content = path.read_bytes().strip()
-    if not _KEY.fullmatch(content):
+    lines = path.read_bytes().split()
+    if not 1 <= len(lines) <= most or not all(map(_KEY.fullmatch, lines)):
         raise errors.InvalidArgumentError(
             errors.message(
-                "A key has 40 characters",
+                f"A file of keys has a line of 40 characters, or up to {most}"
+                if most > 1
+                else "A file with a secret has one line of 40 characters",
                 f"{str(path)!r} holds something else",
                 "Make new ones with `replicax keys make DIR`.",
             )
         )
-    return content
+    return lines
 
 
 def _check_private(path: Path) -> None:

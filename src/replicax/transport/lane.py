@@ -27,10 +27,19 @@ import numpy as np
 from replicax.foundation import errors
 from replicax.transport import limits
 
-# Before the data of each block: whether it is in use, in the first byte.
+# Before the data of each block: whether it is in use, in the first byte, and a number that no other
+# block at this place had. It is part of each place that a message names (the upper bits), so that a
+# message that was repeated, and comes when the block is gone, does no harm to the next one.
 _HEAD = limits.ALIGNMENT
+_NUMBER = slice(8, 16)
+_SHIFT = 32
+_NUMBERS = 1 << 30
 _NAME = re.compile(r"(\d+):(\d+):(\d+):([0-9a-f]{16})")
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
+
+
+class OutdatedError(errors.ProtocolError):
+    """A message names a block that is gone: it was repeated, and answered before."""
 
 
 class _Region:
@@ -39,6 +48,8 @@ class _Region:
     def __init__(self, fd: int) -> None:
         self.memory = mmap.mmap(fd, limits.LANE_BYTES)
         self.bytes = np.frombuffer(self.memory, np.uint8)
+        # The file, however often it was opened.
+        self.file = os.fstat(fd).st_ino
 
 
 class LaneWriter:
@@ -48,6 +59,7 @@ class LaneWriter:
         self._bytes = region.bytes
         # Blocks by their place: where each ends, and the question that may be asked again.
         self._blocks: list[tuple[int, int, int]] = []
+        self._number = 0
 
     def put(self, buffers: Sequence[Any], request: int = 0) -> list[int]:
         """Copies buffers into one block of the region.
@@ -67,8 +79,10 @@ class LaneWriter:
         places: list[int] = []
         end = start + _HEAD
         region = self._bytes
+        number = self._number = (self._number + 1) % _NUMBERS
+        region[start + _NUMBER.start : start + _NUMBER.stop].view(np.uint64)[0] = number
         for data, size in zip(buffers, sizes, strict=True):
-            places.append(end)
+            places.append(number << _SHIFT | end)
             region[end : end + size] = np.frombuffer(data, np.uint8)
             end += -(-size // _HEAD) * _HEAD
         region[start] = 1
@@ -91,6 +105,11 @@ class LaneWriter:
         self._blocks = [(b, e, 0 if r == request else r) for b, e, r in self._blocks]
 
 
+# The blocks that are in use in this process. A question that was repeated, on this connection or a
+# new one, names a block again: it is one block, and free when all who use it are done.
+_in_use: weakref.WeakValueDictionary[tuple[int, int, int, int], Any] = weakref.WeakValueDictionary()
+
+
 class LaneReader:
     """The receiver's side of a region."""
 
@@ -99,6 +118,8 @@ class LaneReader:
 
     def views(self, places: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
         """Returns the buffers of a block, which is free again when all of them are gone."""
+        number = places[0] >> _SHIFT
+        places = [place - (number << _SHIFT) for place in places]
         start = places[0] - _HEAD
         end = places[-1] + sizes[-1]
         is_ordered = all(a + n <= b for a, n, b in zip(places, sizes, places[1:], strict=False))
@@ -111,15 +132,34 @@ class LaneReader:
                     "Check that all tasks have the same version of replicax.",
                 )
             )
+        if _number_at(self._region.bytes, start) != number:
+            raise OutdatedError(
+                errors.message(
+                    "A block of shared memory must be there until its question is answered",
+                    "it belongs to a later question",
+                    "Nothing is to be done: this one was repeated, and answered before.",
+                )
+            )
         first = start + _HEAD
-        block = (ctypes.c_ubyte * (end - first)).from_buffer(self._region.memory, first)
-        weakref.finalize(block, _free, self._region.bytes, start).atexit = False
+        key = (self._region.file, number, first, end)
+        block = _in_use.get(key)
+        if block is None:
+            # Also if it was free already: of a question that came twice the first may be refused.
+            self._region.bytes[start] = 1
+            block = (ctypes.c_ubyte * (end - first)).from_buffer(self._region.memory, first)
+            weakref.finalize(block, _free, self._region.bytes, start, number).atexit = False
+            _in_use[key] = block
         whole = memoryview(block).cast("B").toreadonly()
         return [whole[a - first : a - first + n] for a, n in zip(places, sizes, strict=True)]
 
 
-def _free(region: np.ndarray, start: int) -> None:
-    region[start] = 0
+def _number_at(region: np.ndarray, start: int) -> int:
+    return int(region[start + _NUMBER.start : start + _NUMBER.stop].view(np.uint64)[0])
+
+
+def _free(region: np.ndarray, start: int, number: int) -> None:
+    if _number_at(region, start) == number:
+        region[start] = 0
 
 
 class CallerLane:

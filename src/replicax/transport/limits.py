@@ -26,6 +26,16 @@ UNANSWERED = 500
 # Connections whose callers a service remembers. Forgotten ones are asked to say hello again.
 CALLERS = 4_096
 
+# Connections of callers that have not said who they are; the oldest are closed for new ones.
+VISITORS = 256
+# Connections that the kernel holds until they are accepted; who finds no place there tries again
+# only after a second.
+BACKLOG = 1_024
+# What a caller may send before it has said who it is, in bytes; how many seconds one that is
+# refused has to read why.
+VISITOR_BYTES = 64 * KIB
+FAREWELL = 0.3
+
 # Seconds. A closed connection is a lost task after `RESET`; a silent stranger is cut off after
 # `HANDSHAKE`; messages not sent when a socket is closed get `LINGER`.
 RESET = 0.5
@@ -33,8 +43,21 @@ HANDSHAKE = 5.0
 LINGER = 0.5
 IDLE = 0.1
 
-# Seconds until an answer must be there, unless the caller says otherwise.
+# File descriptors that a process keeps for itself, as a part of all and at most: when only these
+# are left, it listens no more for `PAUSE` seconds, and until there are others. Over `ipc` ZeroMQ
+# aborts the process when there is none, so callers in a burst need more room.
+RESERVED = {"tcp": 1 / 8, "ipc": 1 / 2}
+RESERVED_MOST = 4_096
+PAUSE = 0.2
+
+# Seconds until an answer must be there, unless the caller says otherwise. A question is repeated
+# after this part of it, but not before `PATIENCE`, and then each time after twice as long, up to
+# the larger part. Large ones get as much more as they take at `SLOWEST` bytes a second.
 DEADLINE = 60.0
+REPEAT = 1 / 50
+LONGEST_REPEAT = 1 / 10
+PATIENCE = 0.02
+SLOWEST = 50 * MIB
 
 # Shared memory of a connection on one machine, in each direction (only what is used takes memory),
 # and the buffers that go through it rather than through the socket.

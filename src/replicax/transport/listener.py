@@ -11,6 +11,7 @@ from replicax.foundation import errors, lazy
 from replicax.transport import addresses, context, limits
 from replicax.transport.addresses import Location
 from replicax.transport.authenticator import Authenticator, guard_server
+from replicax.transport.doorway import Doorway
 from replicax.transport.keys import Keys
 from replicax.transport.tasks import Task
 
@@ -26,6 +27,7 @@ class Listener:
     Attributes:
       socket: The socket.
       authenticator: Who decides about keys; None where the place itself keeps strangers out.
+      doorway: Who watches connections; None inside a process, where there are none.
       url: Where it is bound.
       address: The same for clusters; with the real port if the one asked for was 0.
     """
@@ -35,6 +37,7 @@ class Listener:
         self._path_lock: addresses.PathLock | None = None
         self._has_name = False
         self.authenticator: Authenticator | None = None
+        self.doorway: Doorway | None = None
         self.url = location.url
         self.address = location.address
         is_tcp = location.scheme == "tcp"
@@ -57,7 +60,11 @@ class Listener:
                 self.authenticator = Authenticator(self._context, keys)
                 guard_server(self.socket, keys)
                 self.socket.ipv6 = "[" in target
+            if location.scheme != "inproc":
+                self.doorway = Doorway(self.socket, task)
             self._bind(target)
+            if self.doorway is not None:
+                self.doorway.opened()
         except BaseException:
             self.close()
             raise
@@ -69,6 +76,8 @@ class Listener:
         self.socket.sndhwm = self.socket.rcvhwm = limits.QUEUE
         self.socket.maxmsgsize = limits.MESSAGE
         self.socket.handshake_ivl = int(limits.HANDSHAKE * 1e3)
+        if self._location.scheme == "tcp":
+            self.socket.backlog = limits.BACKLOG
         # Sending to somebody who is gone, or reads nothing, is an error and not forgotten.
         self.socket.router_mandatory = True
 
@@ -107,6 +116,8 @@ class Listener:
             with contextlib.suppress(zmq.ZMQError):
                 self.socket.unbind(self.url)
             context.free_name(self.url)
+        if self.doorway is not None:
+            self.doorway.close()
         self.socket.close()
         if self.authenticator is not None:
             self.authenticator.close()

@@ -66,6 +66,8 @@ class Hello(Body, frozen=True):
     incarnation: int
     # The name of the memory that the caller shares; empty if it shares none.
     lane: str = ""
+    # The number of the first question that follows, if each has the number after the last one.
+    first: int = 0
 
 
 class Welcome(Body, frozen=True):
@@ -156,6 +158,76 @@ class Stacks(Body, frozen=True):
     text: str
 
 
+# What parameter servers say to each other: each keeps a copy of another.
+
+
+class Replicate(Body, frozen=True):
+    """A server tells its mirror what was changed, or asks how far it is.
+
+    Attributes:
+      position: The place of the first change among all that the server has told.
+      count: How many there are; with none, it is only asked.
+      is_slow: Whether one of them may take long.
+
+    Buffers: if there are changes, their descriptions (see `parameter_server/journal.py`), then
+    the buffers of each.
+    """
+
+    position: int
+    count: int
+    is_slow: bool = False
+
+
+class Replicated(Body, frozen=True):
+    """The answer to `Replicate`: the place of the change that the mirror expects next."""
+
+    position: int
+
+
+class Seed(Body, frozen=True):
+    """A server gives its mirror all that it holds: a snapshot, piece by piece.
+
+    Attributes:
+      position: The place of the first change that is not in it.
+      offset: Where the piece begins.
+      total: How long the snapshot is.
+      is_first: Whether the server has never reached its mirror before.
+      attach: What the coordinator said to the server.
+
+    Buffers: the piece.
+    """
+
+    position: int
+    offset: int
+    total: int
+    is_first: bool
+    attach: Attach
+
+
+class FetchReplica(Body, frozen=True):
+    """A server that came back empty asks its mirror for a piece of what it held.
+
+    Attributes:
+      offset: Where the piece begins. At 0, no process before this one is listened to any more.
+    """
+
+    offset: int
+
+
+class ReplicaPiece(Body, frozen=True):
+    """The answer to `FetchReplica`.
+
+    Attributes:
+      position: The place of the first change that is not in the snapshot.
+      total: How long the snapshot is.
+
+    Buffers: the piece.
+    """
+
+    position: int
+    total: int
+
+
 AnyBody = (
     Hello
     | Welcome
@@ -177,6 +249,11 @@ AnyBody = (
     | Exchange
     | Exchanged
     | ApplyRest
+    | Replicate
+    | Replicated
+    | Seed
+    | FetchReplica
+    | ReplicaPiece
     | Ship
     | Run
     | MakeResource
@@ -227,6 +304,7 @@ ALLOWED: dict[tuple[Role, Role], tuple[type[Body], ...]] = {
         ApplyRest,
     ),
     ("worker", "ps"): (Hello, Exchange),
+    ("ps", "ps"): (Hello, Replicate, Seed, FetchReplica),
     ("coordinator", "worker"): (
         Hello,
         Attach,

@@ -17,14 +17,14 @@ class Found(Body, frozen=True):
       epoch: The epoch of that job; -1 if there is none.
       newest: The largest number of a closure that changed something; -1 if there is none.
       settled: Closures with smaller numbers are settled.
-      num_parts: How many parts there are.
+      parts: The parts that there are.
     """
 
     job: str
     epoch: int
     newest: int
     settled: int
-    num_parts: int
+    parts: list[int]
 
 
 class Attached(Body, frozen=True):

@@ -8,6 +8,7 @@ never reaches the handler.
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import threading
 import time
@@ -18,18 +19,21 @@ import msgspec
 
 from replicax.foundation import errors, lazy
 from replicax.transport import (
+    admission,
     codec,
     frames,
     limits,
     listener,
     messages,
     refusals,
+    stacks,
 )
 from replicax.transport.addresses import Location
 from replicax.transport.callers import Caller
 from replicax.transport.keys import Keys
+from replicax.transport.lane import OutdatedError
 from replicax.transport.lane import join as join_lane
-from replicax.transport.tasks import Task, library_version, new_incarnation, python_version
+from replicax.transport.tasks import Task, library_version, new_incarnation
 from replicax.transport.wakeup import Wakeup
 
 if TYPE_CHECKING:
@@ -103,7 +107,8 @@ class Service:
         }
         # The callers that are known, the longest silent first.
         self._callers: collections.OrderedDict[bytes, Caller] = collections.OrderedDict()
-        self._outbox: collections.deque[tuple[Caller, list[Any]]] = collections.deque()
+        # What other threads want to be said, in order.
+        self._outbox: collections.deque[Callable[[], None]] = collections.deque()
         self._wakeup = Wakeup()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -137,8 +142,25 @@ class Service:
         if self._thread is threading.current_thread():
             self._send(caller, message)
             return
+        self._say(functools.partial(self._send, caller, message))
+
+    def answer(
+        self,
+        caller: Caller,
+        envelope: messages.Envelope,
+        body: messages.Body,
+        buffers: Sequence[codec.Buffer] = (),
+    ) -> None:
+        """Answers a question late, from any thread, as the handler would have.
+
+        Answers leave in the order of the calls, before those of requests that come later. Who
+        has said hello again meanwhile gets none: it has asked again, too.
+        """
+        self._say(functools.partial(self._answer_late, caller, envelope, body, buffers))
+
+    def _say(self, saying: Callable[[], None]) -> None:
         if not self._is_closing:
-            self._outbox.append((caller, message))
+            self._outbox.append(saying)
             self._wakeup.set()
 
     def wake(self) -> None:
@@ -176,6 +198,9 @@ class Service:
         authenticator = self._listener.authenticator
         if authenticator is not None:
             poll.append((authenticator.socket, 1))
+        doorway = self._listener.doorway
+        if doorway is not None:
+            poll.append((doorway.monitor, 1))
         timeout = int(limits.IDLE * 1e3)
         try:
             while not self._is_closing:
@@ -183,6 +208,8 @@ class Service:
                 if len(ready) > 1 or (ready and ready[0][0] is not self._listener.socket):
                     if authenticator is not None:
                         authenticator.answer()
+                    if doorway is not None and frames.has_message(doorway.monitor):
+                        doorway.observe(time.monotonic())
                     self._wakeup.clear()
                 self._receive()
                 self._send_outbox()
@@ -198,6 +225,8 @@ class Service:
             self._release()
 
     def _look_around(self, now: float) -> None:
+        if self._listener.doorway is not None:
+            self._listener.doorway.observe(now)
         if self._on_idle is None:
             return
         try:
@@ -210,16 +239,21 @@ class Service:
         end = time.monotonic() + limits.IDLE / 2
         socket = self._listener.socket
         while frames.has_message(socket) and time.monotonic() < end:
+            message: list[zmq.Frame] = []
             try:
-                self._handle(frames.receive(socket))
+                message = frames.receive(socket)
+                self._handle(message[0], message[1:])
+            except OutdatedError as error:
+                _log.debug("%s: %s", self.task, error)
             except errors.ProtocolError as error:
                 self._drop(error)
+                if message:
+                    self._dismiss(message[0])
             except Exception:
                 # No message, whatever it holds, may end the listener.
                 _log.exception("%s: a message could not be handled", self.task)
 
-    def _handle(self, message: list[zmq.Frame]) -> None:
-        identity = message.pop(0)
+    def _handle(self, identity: zmq.Frame, message: list[zmq.Frame]) -> None:
         caller = self._callers.get(identity.bytes)
         if caller is None:
             self._greet(identity.bytes, message)
@@ -231,22 +265,28 @@ class Service:
         if type(body) is messages.Hello:
             self._greet(identity.bytes, message)
             return
-        if envelope.incarnation != caller.incarnation:
+        if envelope.incarnation != caller.incarnation or caller.misses(envelope.request):
+            # Nothing may overtake what was lost: the caller begins anew, with the oldest.
             self._answer(caller, envelope, refusals.hello_first())
             return
         caller.job, caller.epoch = envelope.job, envelope.epoch
         try:
             if type(body) not in self._allowed.get(caller.role, ()):
+                self._dismiss(identity, limits.FAREWELL)
                 raise self._forbidden(caller, body)
-            answer = self._handler(caller, envelope, buffers)
+            if type(body) is messages.AskStacks:
+                # Here, where it is answered whatever the rest of the process waits for.
+                answer = messages.Stacks(stacks.text()), ()
+            else:
+                answer = self._handler(caller, envelope, buffers)
         except errors.DistributeError as error:
-            self._answer(caller, envelope, refusals.from_error(error))
+            answer = refusals.from_error(error), ()
         except Exception as error:
             _log.exception("%s: %s of %s failed", self.task, type(body).__name__, caller)
-            self._answer(caller, envelope, refusals.from_error(error))
-        else:
-            if answer is not None:
-                self._answer(caller, envelope, *answer)
+            answer = refusals.from_error(error), ()
+        if answer is not None:
+            self._send_outbox()
+            self._answer(caller, envelope, *answer)
 
     def _forbidden(self, caller: Caller, body: messages.Body) -> errors.PermissionDeniedError:
         return errors.PermissionDeniedError(
@@ -277,7 +317,11 @@ class Service:
 
     def _send_outbox(self) -> None:
         while self._outbox:
-            self._send(*self._outbox.popleft())
+            self._outbox.popleft()()
+
+    def _answer_late(self, caller: Caller, *answer: Any) -> None:
+        if self._callers.get(caller.identity) is caller:
+            self._answer(caller, *answer)
 
     def _send(self, caller: Caller, message: list[Any]) -> None:
         try:
@@ -302,14 +346,19 @@ class Service:
             hello = greeting[1]
             role = self._proven_role(message[0]) or hello.role
             answer = self._judge(hello, role)
+            if type(answer) is not messages.Welcome:
+                self._dismiss(message[0], limits.FAREWELL)
         caller = Caller(identity, role, 0, 0)
         if greeting is not None and type(answer) is messages.Welcome:
             hello = greeting[1]
             caller = Caller(identity, role, hello.task, hello.incarnation)
+            caller.expected = hello.first
             lane = join_lane(hello.lane) if hello.lane and self._can_share else None
             if lane is not None:
                 caller.reader, caller.writer = lane
                 answer = msgspec.structs.replace(answer, has_lane=True)
+            if self._listener.doorway is not None:
+                self._listener.doorway.admit(message[0])
             self._callers[identity] = caller
             self._callers.move_to_end(identity)
             while len(self._callers) > limits.CALLERS:
@@ -327,35 +376,18 @@ class Service:
 
     def _judge(self, hello: messages.Hello, role: messages.Role) -> messages.Body:
         """Decides whether a caller is let in."""
-        mine = (messages.VERSION, python_version(), _minor(library_version()))
-        theirs = (hello.version, hello.python, _minor(hello.library))
-        if mine != theirs:
-            return refusals.from_error(
-                errors.ProtocolError(
-                    errors.message(
-                        f"All tasks must have the same versions; {self.task} has protocol "
-                        f"{mine[0]}, Python {mine[1]}, replicax {library_version()}",
-                        f"/job:{role}/task:{hello.task} has protocol {theirs[0]}, Python "
-                        f"{theirs[1]}, replicax {hello.library}"[:200],
-                        "Install the same versions everywhere.",
-                    )
-                )
-            )
-        if hello.role != role or role not in self._allowed:
-            return refusals.from_error(
-                errors.PermissionDeniedError(
-                    errors.message(
-                        f"{self.task} is called by {' and '.join(sorted(self._allowed))}",
-                        f"a {hello.role} with the key of a {role} called"
-                        if hello.role != role
-                        else f"a {role} called",
-                        "Check the role of that task and its keys.",
-                    )
-                )
-            )
+        try:
+            admission.check(hello, role, self.task, self._allowed, library_version())
+        except errors.DistributeError as error:
+            return refusals.from_error(error)
         return messages.Welcome(
             library_version(), self.task.role, self.task.index, self.incarnation
         )
+
+    def _dismiss(self, frame: zmq.Frame, delay: float = 0.0) -> None:
+        """Closes the connection that a frame came from."""
+        if self._listener.doorway is not None:
+            self._listener.doorway.dismiss(frame, time.monotonic() + delay)
 
     def _drop(self, error: errors.ProtocolError) -> None:
         """Counts a message that is none; says so at most once a second."""
@@ -365,8 +397,3 @@ class Service:
             self._logged_at = now
             _log.warning("%s dropped %d messages: %s", self.task, self._num_dropped, error)
             self._num_dropped = 0
-
-
-def _minor(version: str) -> str:
-    """Returns the part of a version that decides about compatibility."""
-    return ".".join(version.split(".")[:2])

@@ -103,14 +103,15 @@ class RemoteError(Body, frozen=True):
 
     Attributes:
       cause: "closure" for an error of the user's code; "input" for a resource that could
-        not be made; "server" for a parameter server that did not answer; "fenced".
+        not be made; "server" for a parameter server that did not answer; "fenced";
+        "cancelled" for a closure that was taken back before it was started.
       kind: The qualified name of its type.
       text: Its text.
       traceback: Where it happened.
       task: The index of the parameter server, with cause "server".
     """
 
-    cause: Literal["closure", "input", "server", "fenced", "unknown_function"]
+    cause: Literal["closure", "input", "server", "fenced", "unknown_function", "cancelled"]
     kind: str
     text: str
     traceback: str
@@ -118,12 +119,23 @@ class RemoteError(Body, frozen=True):
 
 
 class Result(Body, frozen=True):
-    """How a closure ended. Its buffers are the arrays of `value`, in order."""
+    """How a closure ended. Its buffers are the arrays of `value`, in order.
+
+    Attributes:
+      closure: The closure.
+      value: What it returned.
+      error: Why it returned nothing.
+      num_buffers: How many buffers it takes.
+      has_stepped: Whether an optimizer made a step in it.
+      attempt: Which attempt was taken back, if it was; the coordinator may have made another.
+    """
 
     closure: int
     value: Node | None
     error: RemoteError | None
     num_buffers: int
+    has_stepped: bool = False
+    attempt: int = -1
 
 
 class Finished(Body, frozen=True):

@@ -1,0 +1,246 @@
+"""What hostile tests need: a real task that is watched, raw connections, a proxy of bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transport_partners import Stranger
+
+from replicax.transport import addresses, messages
+from replicax.transport import keys as key_files
+from replicax.transport.authenticator import guard_client
+from replicax.transport.channel import Channel
+from replicax.transport.tasks import Task
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+# The first bytes of ZMTP 3: signature, version, mechanism, as-server, filler.
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+NULL = _GREETING + b"NULL".ljust(20, b"\0") + bytes(32)
+CURVE = _GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
+_READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
+# What a caller without keys says before its first message.
+READY = b"\x04" + bytes([len(_READY)]) + _READY
+
+
+class WatchedTask:
+    """A task in a process of its own, whose every unpickling is written down."""
+
+    def __init__(self, directory: Path, job: Any, protocol: str, **env: str) -> None:
+        directory.chmod(0o700)
+        self.task = Task(job, 0)
+        self.keys: Path | None = None
+        options = ["--protocol", protocol]
+        where = f"ipc://{directory}/task"
+        if protocol == "tcp":
+            where = "127.0.0.1:0"
+            self.keys = key_files.make(directory / "keys")
+            options += ["--keys", str(self.keys)]
+        self._audit = directory / "audit"
+        self._log = directory / "log"
+        reading, writing = os.pipe()
+        cluster = {"cluster": {job: [where]}, "task": {"type": job, "index": 0}}
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(PROGRAMS / "audited_serve.py"), "serve", *options]
+                + ["--ready-fd", str(writing), "--die-with-parent", str(os.getpid())],
+                env={
+                    **os.environ,
+                    "TF_CONFIG": json.dumps(cluster),
+                    "AUDIT_FILE": str(self._audit),
+                    "JAX_PLATFORMS": "cpu",
+                    **env,
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[writing],
+            )
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            said = pipe.readline()
+        assert said, self.log()
+        self.address: str = json.loads(said)["address"]
+        self.watched = psutil.Process(self.process.pid)
+        self.forget()
+
+    def __enter__(self) -> WatchedTask:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(15)
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def unpickled(self) -> list[str]:
+        """What pickle has looked up since the task listens."""
+        return self._audit.read_text().split()
+
+    def forget(self) -> None:
+        """Counts from now on."""
+        os.truncate(self._audit, 0)
+
+    def figures(self) -> dict[str, Any]:
+        """What must not grow: bytes of memory, file descriptors, threads."""
+        return {
+            "rss": self.watched.memory_info().rss,
+            "fds": self.watched.num_fds(),
+            "threads": self.watched.num_threads(),
+        }
+
+    def key(self, role: messages.Role) -> key_files.Keys | None:
+        return None if self.keys is None else key_files.load(self.keys, role)
+
+    def channel(self, role: messages.Role = "coordinator", address: str = "") -> Channel:
+        keys = self.key(role)
+        where = addresses.resolve(address or self.address, None, keys)
+        return Channel(where, Task(role, 0), keys, peer=self.task)
+
+    def dial(self) -> socket.socket:
+        """A raw connection to where the task listens."""
+        return dial(self.address)
+
+    @contextlib.contextmanager
+    def stranger(self, keys: key_files.Keys | None = None) -> Iterator[Stranger]:
+        """A ZeroMQ socket that is not connected yet; with keys, one that knows the task's."""
+        keys = keys or self.key("worker")
+        is_tcp = self.keys is not None
+        with Stranger(f"tcp://{self.address}" if is_tcp else self.address) as stranger:
+            if is_tcp and keys is not None:
+                guard_client(stranger.socket, keys, keys.public_keys[self.task.role])
+            yield stranger
+
+
+def dial(address: str) -> socket.socket:
+    """A raw connection to an address as a cluster names it."""
+    if address.startswith("ipc://"):
+        raw = socket.socket(socket.AF_UNIX)
+        try:
+            # Waits while the listener has many to accept; with a timeout it would fail at once.
+            raw.connect(address.removeprefix("ipc://"))
+        except OSError:
+            raw.close()
+            raise
+        raw.settimeout(20)
+        return raw
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def seconds_until_closed(raw: socket.socket, most: float = 20.0) -> float:
+    """Reads until the other side closes; fails if it does not in time."""
+    begin = time.monotonic()
+    raw.settimeout(most)
+    try:
+        while raw.recv(65_536):
+            assert time.monotonic() - begin < most
+    except (ConnectionResetError, BrokenPipeError):
+        pass
+    return time.monotonic() - begin
+
+
+class ByteProxy:
+    """Passes bytes between callers and a task, records what callers say, and may change it.
+
+    Args:
+      target: Where the task listens, `host:port`.
+      change: Gets each piece that a caller sent, and returns what is passed on.
+    """
+
+    def __init__(self, target: str, change: Callable[[bytes], bytes] = lambda data: data) -> None:
+        self._target = target
+        self._change = change
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        # Per connection: what the caller sent, piece by piece.
+        self.sessions: list[list[bytes]] = []
+        # The last connection to the task, to say more there than the caller did.
+        self.upstream: socket.socket | None = None
+        self._stop, self._stopped = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="byte-proxy", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> ByteProxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.close()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        partners: dict[socket.socket, socket.socket] = {}
+        records: dict[socket.socket, list[bytes]] = {}
+        try:
+            while True:
+                ready, _, _ = select.select([self._listener, self._stopped, *partners], [], [])
+                if self._stopped in ready:
+                    return
+                for one in ready:
+                    if one is self._listener:
+                        caller, _ = self._listener.accept()
+                        task = dial(self._target)
+                        partners |= {caller: task, task: caller}
+                        records[caller] = []
+                        self.sessions.append(records[caller])
+                        self.upstream = task
+                    elif one in partners:
+                        self._pass(one, partners, records)
+        finally:
+            for one in [*partners, self._listener, self._stopped]:
+                one.close()
+
+    def _pass(self, one: socket.socket, partners: dict[Any, Any], records: dict[Any, Any]) -> None:
+        try:
+            data = one.recv(1 << 20)
+            if data and one in records:
+                records[one].append(data)
+                data = self._change(data)
+            if data:
+                partners[one].sendall(data)
+                return
+        except OSError:
+            pass
+        other = partners.pop(one)
+        partners.pop(other, None)
+        one.close()
+        other.close()
+
+
+@pytest.fixture(scope="session")
+def watched_ps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedTask]:
+    """A parameter server over TCP, which hostile tests share; none may harm it."""
+    with WatchedTask(tmp_path_factory.mktemp("ps"), "ps", "tcp") as task:
+        yield task
+
+
+@pytest.fixture(scope="session")
+def watched_ipc_ps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedTask]:
+    """The same in a private directory."""
+    with WatchedTask(tmp_path_factory.mktemp("ipc"), "ps", "ipc") as task:
+        yield task
+
+
+@pytest.fixture(scope="session")
+def watched_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedTask]:
+    """A worker over TCP."""
+    with WatchedTask(tmp_path_factory.mktemp("worker"), "worker", "tcp") as task:
+        yield task

@@ -1,0 +1,162 @@
+"""Keys that are renewed while tasks run, and keys that are good no more."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import replicax as rx
+from replicax import errors
+from replicax.cli.main import app
+from replicax.coordinator.timing import Timing
+from replicax.transport import addresses, messages
+from replicax.transport import keys as key_files
+from replicax.transport.channel import Channel
+from replicax.transport.service import Service
+from replicax.transport.tasks import Task
+
+PS = Task("ps", 0)
+PING = messages.Ping(0)
+
+
+class Server:
+    """A parameter server that answers, at one port, with the keys of a directory."""
+
+    def __init__(self, directory: Path, address: str = "127.0.0.1:0") -> None:
+        keys = key_files.load(directory, "ps")
+        where = addresses.resolve(address, "tcp", keys)
+        self.service = Service(where, PS, lambda *_: (messages.Done(), ()), keys, incarnation=5)
+        self.service.start()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.service.close()
+
+
+def channel(directory: Path, server: Server) -> Channel:
+    keys = key_files.load(directory, "coordinator")
+    where = addresses.resolve(server.service.address, "tcp", keys)
+    return Channel(where, Task("coordinator", 0), keys, peer=PS)
+
+
+def is_answered(one: Channel) -> bool:
+    return one.request(PING, timeout=20)[0] == messages.Done()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return key_files.make(tmp_path / "keys")
+
+
+def test_bar50_callers_with_a_new_key_are_let_in_by_servers_that_run(directory: Path) -> None:
+    with Server(directory) as server, channel(directory, server) as old:
+        assert is_answered(old)
+        before = key_files.load(directory, "coordinator")
+        key_files.renew(directory, "coordinator")
+        after = key_files.load(directory, "coordinator")
+        assert before.public != after.public
+        assert after.good("coordinator") == (after.public, before.public)
+        with channel(directory, server) as new:
+            assert is_answered(new) and is_answered(old)
+        key_files.retire(directory)
+        old.close()  # it opens a new connection when it is used again
+        with pytest.raises(errors.PermissionDeniedError, match="it does not know that of"):
+            is_answered(old)
+        with channel(directory, server) as new:
+            assert is_answered(new)
+
+
+def test_bar50_callers_follow_a_server_to_its_new_key(directory: Path) -> None:
+    with Server(directory) as server, channel(directory, server) as running:
+        assert is_answered(running)
+        key_files.renew(directory, "ps")
+        # The server has the old key still; who starts now knows both.
+        with channel(directory, server) as new:
+            assert is_answered(new)
+        address = server.service.address
+        server.service.close()
+        with Server(directory, address) as again:
+            assert is_answered(running)
+            key_files.retire(directory)
+            with channel(directory, again) as newest:
+                assert is_answered(newest)
+
+
+def test_bar50_files_that_are_unsafe_or_torn_change_nothing(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Server(directory) as server:
+        public = directory / "coordinator.public"
+        content = public.read_bytes()
+        keys = key_files.load(directory, "coordinator")
+        where = addresses.resolve(server.service.address, "tcp", keys)
+        for damage in (b"", content[:20], content * 9, None):
+            if damage is None:
+                public.unlink()
+            else:
+                public.write_bytes(damage)
+            with Channel(where, Task("coordinator", 0), keys, peer=PS) as one:
+                assert is_answered(one)
+        public.write_bytes(content)
+        public.chmod(0o644)
+        with Channel(where, Task("coordinator", 0), keys, peer=PS) as one:
+            assert is_answered(one)
+    assert "The keys stay as they were" in caplog.text
+    assert keys.secret.decode() not in caplog.text
+
+
+def test_bar50_keys_are_renewed_and_retired_by_command(directory: Path) -> None:
+    runner = CliRunner()
+    old = (directory / "worker.secret").read_text().strip()
+    result = runner.invoke(app, ["keys", "renew", str(directory), "worker"])
+    assert result.exit_code == 0 and "worker.public" in result.output
+    assert len((directory / "worker.public").read_text().split()) == 2
+    assert (directory / "worker.secret").stat().st_mode & 0o777 == 0o600
+    assert runner.invoke(app, ["keys", "retire", str(directory)]).exit_code == 0
+    new = (directory / "worker.secret").read_text().strip()
+    assert len((directory / "worker.public").read_text().split()) == 1
+    assert new != old and new not in result.output
+    assert runner.invoke(app, ["keys", "renew", str(directory), "nobody"]).exit_code == 1
+    assert sorted(p.name for p in directory.iterdir()) == sorted(
+        f"{role}.{kind}"
+        for role in ("coordinator", "worker", "ps")
+        for kind in ("public", "secret")
+    )
+
+
+@pytest.mark.slow
+def test_bar50_no_closure_is_dropped_while_keys_are_renewed() -> None:
+    with rx.testing.LocalCluster(workers=2, ps=1, protocol="tcp", timing="fast") as cluster:
+        assert cluster.keys_directory is not None
+        strategy = rx.ParameterServerStrategy(cluster.resolver, keys=cluster.keys_directory)
+        coordinator = rx.coordinator.ClusterCoordinator(strategy, timing=Timing.fast())
+        with strategy.scope():
+            count = rx.Variable(0, dtype="int32")
+        done = threading.Event()
+        scheduled = 0
+
+        def renew() -> None:
+            key_files.renew(cluster.keys_directory, "worker")  # type: ignore[arg-type]
+            for index in range(2):
+                cluster.restart("worker", index)
+            key_files.retire(cluster.keys_directory)  # type: ignore[arg-type]
+            done.set()
+
+        thread = threading.Thread(target=renew)
+        thread.start()
+        while not done.is_set() or scheduled < 500:
+            coordinator.schedule(lambda: count.assign_add(1))
+            scheduled += 1
+            if scheduled % 100 == 0:
+                coordinator.join(timeout=60)
+        coordinator.join(timeout=60)
+        thread.join()
+        assert int(count.read_value()) == scheduled
+        assert cluster.alive("worker", 0) and cluster.alive("worker", 1)
+        coordinator.close()
+        strategy.close()

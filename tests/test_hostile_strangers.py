@@ -1,0 +1,329 @@
+"""Callers without a key, with the wrong one, or with the wrong role, at real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+from hostile_partners import CURVE, NULL, READY, WatchedTask, seconds_until_closed
+from parameter_servers import Desk, becomes, own_cluster, tasks_of
+from transport_partners import Stranger
+
+import replicax as rx
+from replicax.transport import addresses, codec, fingerprint, messages
+from replicax.transport import keys as key_files
+from replicax.transport.authenticator import guard_client
+from replicax.transport.channel import Channel
+from replicax.transport.tasks import Task
+
+
+class Bomb:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._mark),)
+
+
+# Bar 40: what listens.
+
+
+def _tcp_listeners(pids: set[int]) -> dict[int, set[str]]:
+    """What `ss -ltnp` shows: the addresses at which processes listen, from /proc alone."""
+    inodes: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":  # LISTEN
+                inodes[f"socket:[{words[9]}]"] = words[1].rpartition(":")[0]
+    found: dict[int, set[str]] = {}
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if (link := os.readlink(fd)) in inodes:
+                    found.setdefault(pid, set()).add(inodes[link])
+    return found
+
+
+def _pids(cluster: Any) -> set[int]:
+    own = {cluster.pid(job, index) for job, index in tasks_of(cluster)}
+    return own | {c.pid for pid in own for c in psutil.Process(pid).children(recursive=True)}
+
+
+def _compute(desk: Desk) -> None:
+    """Has JAX compute in every process."""
+    strategy = desk.strategy(keys=desk.cluster.keys_directory)
+    coordinator = desk.coordinator(strategy)
+    with strategy.scope():
+        variable = rx.Variable(1.0)
+    values = [coordinator.schedule(lambda: variable.read_value() * 2) for _ in range(20)]
+    assert coordinator.fetch(values) == [2] * 20
+
+
+def test_bar40_no_process_of_a_cluster_listens_on_the_network(desk: Desk) -> None:
+    _compute(desk)
+    assert _tcp_listeners(_pids(desk.cluster) | {os.getpid()}) == {}
+
+
+@pytest.mark.slow
+def test_bar40_with_tcp_only_the_loopback_is_listened_on() -> None:
+    with own_cluster(workers=1, ps=1, protocol="tcp") as desk:
+        _compute(desk)
+        expected = {desk.cluster.pid(job, i): {"0100007F"} for job, i in tasks_of(desk.cluster)}
+        assert _tcp_listeners(_pids(desk.cluster) | {os.getpid()}) == expected
+
+
+# Bar 41: a routable address without keys.
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "10.255.255.1:0",
+        pytest.param("example.org:2222", marks=pytest.mark.slow),
+        pytest.param("0.0.0.0:0", marks=pytest.mark.slow),
+    ],
+)
+def test_bar41_no_routable_address_without_keys(address: str, tmp_path: Path) -> None:
+    config = {"cluster": {"ps": [address]}, "task": {"type": "ps", "index": 0}}
+    trace = """
+import sys, time
+begin = time.monotonic()
+events = []
+sys.addaudithook(lambda e, a: events.append(e) if e in ("socket.bind", "socket.listen") else None)
+from replicax.cli.main import app
+imported = time.monotonic()
+try:
+    app(["serve"])
+except SystemExit as error:
+    import psutil
+    listens = [c for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+    print(time.monotonic() - imported, len(listens) + len(events))
+    raise
+"""
+    env = {k: v for k, v in os.environ.items() if k != key_files.VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-c", trace],
+        env={**env, "TF_CONFIG": json.dumps(config), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode in (1, 2), done.stderr
+    seconds, num_listening = done.stdout.split()
+    assert num_listening == "0"
+    assert float(seconds) < 3.0, "1 s, on a machine with nothing else to do"
+    assert re.fullmatch(r"replicax: .*, but .*\n", done.stderr)
+
+
+# Bar 42: strangers.
+
+
+def _quiet(task: WatchedTask, before: str) -> None:
+    """Nothing was unpickled, and at most a line per second was said."""
+    assert task.unpickled() == []
+    assert "Traceback" not in task.log()[len(before) :]
+
+
+@pytest.mark.parametrize("kind", ["no key", "new key", "another cluster's"])
+def test_bar42_a_stranger_is_closed_and_nothing_is_unpickled(
+    watched_worker: WatchedTask, tmp_path: Path, kind: str
+) -> None:
+    before = watched_worker.log()
+    bomb = pickle.dumps(Bomb(tmp_path / "mark"))
+    with Stranger(f"tcp://{watched_worker.address}") as stranger:
+        if kind != "no key":
+            other = key_files.load(key_files.make(tmp_path / "other"), "coordinator")
+            ours = watched_worker.key("worker")
+            assert ours is not None
+            known = ours.public_keys if kind == "new key" else other.public_keys
+            guard_client(stranger.socket, other, known["worker"])
+        monitor = stranger.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        )
+        stranger.connect()
+        begin = time.monotonic()
+        with contextlib.suppress(zmq.Again):
+            stranger.socket.sndtimeo = 100
+            stranger.hello()
+            stranger.say(messages.Ship(fingerprint.of_buffers([bomb])), [bomb])
+        assert monitor.poll(10_000)
+        event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+        seconds = time.monotonic() - begin
+        stranger.socket.disable_monitor()
+        monitor.close()
+        assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        assert seconds < 3.0, "1 s, on a machine with nothing else to do"
+    assert not (tmp_path / "mark").exists()
+    _quiet(watched_worker, before)
+
+
+_WRONG_ROLE = [
+    messages.Attach([], {}),
+    messages.Fence([7]),
+    messages.CreatePart(1, "v", (1,), "float32", messages.Given()),
+    messages.Look(),
+    messages.Detach(),
+    messages.Ship("0" * 64),
+    messages.AskStacks(),
+]
+
+
+@pytest.mark.parametrize("body", _WRONG_ROLE, ids=lambda body: type(body).__name__)
+def test_bar42_a_worker_that_orders_a_server_about_is_closed(
+    watched_ps: WatchedTask, body: messages.Body
+) -> None:
+    before = watched_ps.log()
+    with watched_ps.stranger() as stranger:
+        monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.connect()
+        stranger.hello("worker")
+        assert type(stranger.hear()) is messages.Welcome
+        begin = time.monotonic()
+        stranger.say(body, [pickle.dumps(print)])
+        assert stranger.hear().code == "PermissionDeniedError"
+        assert monitor.poll(10_000)
+        assert time.monotonic() - begin < 3.0, "1 s, on a machine with nothing else to do"
+        stranger.socket.disable_monitor()
+        monitor.close()
+    _quiet(watched_ps, before)
+
+
+@pytest.mark.parametrize("role", ["worker", "ps"])
+def test_bar42_only_the_coordinator_ships_code_to_a_worker(
+    watched_worker: WatchedTask, tmp_path: Path, role: Any
+) -> None:
+    """The worker's own role, and that of a server, with their right keys."""
+    before = watched_worker.log()
+    bomb = pickle.dumps(Bomb(tmp_path / "mark"))
+    sha = fingerprint.of_buffers([bomb])
+    with watched_worker.stranger(watched_worker.key(role)) as stranger:
+        monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.connect()
+        begin = time.monotonic()
+        stranger.hello(role)
+        stranger.say(messages.Attach([], {}))
+        stranger.say(messages.Ship(sha), [bomb])
+        stranger.say(messages.Run([messages.ClosureCall(1, 0, sha, [], 0)]))
+        answers = [stranger.hear() for _ in range(4)]
+        assert answers[0].code == "PermissionDeniedError"
+        assert all(a.text.startswith("hello first") for a in answers[1:])
+        assert monitor.poll(10_000)
+        assert time.monotonic() - begin < 3.0, "1 s, on a machine with nothing else to do"
+        stranger.socket.disable_monitor()
+        monitor.close()
+    assert not (tmp_path / "mark").exists()
+    _quiet(watched_worker, before)
+
+
+def test_bar42_the_coordinator_itself_is_heard_and_unpickling_is_seen(
+    watched_worker: WatchedTask, tmp_path: Path
+) -> None:
+    """The other side of the tests above: they could find something."""
+    bomb = pickle.dumps(Bomb(tmp_path / "mark"))
+    sha = fingerprint.of_buffers([bomb])
+    with watched_worker.channel() as channel:
+        channel.job, channel.epoch = "job", 1
+        channel.request(messages.Attach([], {}), timeout=30)
+        channel.post(messages.Ship(sha), [bomb])
+        channel.post(messages.Run([messages.ClosureCall(1, 0, sha, [], 0)]))
+        becomes((tmp_path / "mark").exists, "the worker runs what its coordinator ships")
+        assert any("mkdir" in name for name in watched_worker.unpickled())
+        channel.post(messages.Detach())
+    watched_worker.forget()
+
+
+def test_bar42_many_strangers_are_few_lines(watched_ps: WatchedTask) -> None:
+    before = watched_ps.log()
+    begin = time.monotonic()
+    for i in range(200):
+        with watched_ps.dial() as raw:
+            raw.sendall((CURVE, NULL + READY, b"GET / HTTP/1.1\r\n\r\n", os.urandom(64))[i % 4])
+    with watched_ps.stranger() as known:
+        known.connect()
+        known.hello("worker")
+        for _ in range(200):
+            known.socket.send_multipart([b"rubbish"])
+        with watched_ps.channel("worker") as good, pytest.raises(rx.errors.DistributeError):
+            good.request(messages.Exchange([], []), timeout=20)
+    said = watched_ps.log()[len(before) :].splitlines()
+    assert len(said) <= time.monotonic() - begin + 2
+
+
+# Bar 49: versions, at a real task.
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": messages.VERSION + 1},
+        {"version": messages.VERSION - 1},
+        {"python": "3.99"},
+        {"library": "77.0.0"},
+    ],
+    ids=str,
+)
+def test_bar49_other_versions_are_closed_with_both_named(
+    watched_ps: WatchedTask, changes: dict[str, Any]
+) -> None:
+    with watched_ps.stranger() as stranger:
+        monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.connect()
+        begin = time.monotonic()
+        stranger.hello("worker", **changes)
+        text = stranger.hear(10).text
+        assert time.monotonic() - begin < 3.0, "1 s, on a machine with nothing else to do"
+        (theirs,) = changes.values()
+        assert f" {theirs}" in text
+        assert f"protocol {messages.VERSION}, Python {sys.version_info[0]}." in text
+        assert f"replicax {rx.__version__}" in text
+        assert monitor.poll(10_000)
+        stranger.socket.disable_monitor()
+        monitor.close()
+
+
+def test_bar49_an_envelope_with_more_fields_is_no_hello(watched_ipc_ps: WatchedTask) -> None:
+    """Where a future version has other fields, the first byte says so."""
+    good = codec.encode("", 0, 1, 0, messages.Ping(0))[0]
+    with watched_ipc_ps.stranger() as stranger:
+        stranger.connect()
+        stranger.socket.send_multipart([bytes([good[0] + 1]) + good[1:] + b"\xc0"])
+        assert stranger.hear(0.3) is None
+    with watched_ipc_ps.dial() as raw:
+        raw.sendall(NULL + READY + b"\x00\x05hello")
+        assert seconds_until_closed(raw) < 3.0
+
+
+@pytest.fixture
+def greedy_channel(watched_ps: WatchedTask) -> Iterator[Channel]:
+    keys = watched_ps.key("ps")
+    place = addresses.resolve(watched_ps.address, None, keys)
+    with Channel(place, Task("ps", 1), keys, peer=watched_ps.task) as channel:
+        yield channel
+
+
+@pytest.mark.parametrize(
+    "body",
+    [messages.Ping(0), messages.Attach([], {}), messages.Fence([1]), messages.Exchange([], [])],
+    ids=lambda body: type(body).__name__,
+)
+def test_bar42_a_server_may_not_order_another_server_about(
+    greedy_channel: Channel, body: messages.Body
+) -> None:
+    with pytest.raises(rx.errors.PermissionDeniedError, match=r"a ps (called|may ask)"):
+        greedy_channel.request(body, timeout=20)
