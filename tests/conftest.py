@@ -16,10 +16,13 @@ rx.set_virtual_cpu_devices(8)
 import jax  # noqa: E402
 import psutil  # noqa: E402
 import pytest  # noqa: E402
+from hostile_partners import watched_ipc_ps as watched_ipc_ps  # noqa: E402
+from hostile_partners import watched_ps as watched_ps  # noqa: E402
+from hostile_partners import watched_worker as watched_worker  # noqa: E402
 from parameter_servers import desk as desk  # noqa: E402
 from parameter_servers import kept_processes  # noqa: E402
 from parameter_servers import shared_cluster as shared_cluster  # noqa: E402
-from strategies_under_test import STRATEGIES  # noqa: E402
+from strategies_under_test import RELATIVES, STRATEGIES  # noqa: E402
 
 # Threads of JAX and of the pool that keeps replica threads for a second.
 _ALLOWED_THREADS = ("replicax-replica", "jax", "pytest_timeout", "ThreadPoolExecutor")
@@ -31,7 +34,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marker = metafunc.definition.get_closest_marker("strategies")
         if marker is not None:
             names = [n for n in names if n in marker.args]
-        metafunc.parametrize("strategy", names, indirect=True)
+        is_on_top = metafunc.definition.get_closest_marker("on_top") is not None
+        late = RELATIVES if is_on_top and not set(names) <= set(RELATIVES) else ()
+        params = [pytest.param(n, marks=pytest.mark.slow) if n in late else n for n in names]
+        metafunc.parametrize("strategy", params, indirect=True)
     if "run" in metafunc.fixturenames:
         metafunc.parametrize("run", ["threaded", "compiled", "inside"], indirect=True)
 

@@ -41,3 +41,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 TWO_REPLICAS = ("mirrored_2", "virtual_2", "central_2", "tpu_2", "minimal_2")
 DISTRIBUTED = ("mirrored_1", "mirrored_2", "mirrored_4", "virtual_2", "tpu_2", "minimal_2")
+# They share nearly all of their code with others. What is built on top of strategies is tested on
+# them in the slow suite only.
+RELATIVES = ("mirrored_1", "mirrored_4", "tpu_2", "minimal_2")

@@ -226,7 +226,7 @@ def test_bar4_a_silent_worker_is_fenced_and_told_to_begin_anew() -> None:
     done = desk.tick(FAST.dead_s - 0.2, heard=(1,))
     assert done == []
     done = desk.tick(0.5, heard=(1,))
-    assert done == [act.FenceAt([0, 1], 11), act.Release(0)]
+    assert done == [act.FenceAt([0, 1], 11), act.Release(0, is_dead=True)]
     assert desk.policy.crew.workers[0].state is WorkerState.FENCED
     # The same life comes back: it is of no use, and is told so again.
     assert desk.do(desk.policy.worker_connected(0, 11, desk.now)) == [act.Release(0)]
@@ -309,7 +309,7 @@ def test_bar9_what_runs_too_long_after_an_error_is_fenced_and_aborted() -> None:
     desk.do([act.Fail(closure, ValueError("bad"), cancels=True)])
     assert desk.tick(FAST.cancel_s - 0.2, heard=(0, 1)) == []
     done = desk.tick(0.5, heard=(0, 1))
-    assert done == [act.FenceAt([0, 1], 12), act.Release(1)]
+    assert done == [act.FenceAt([0, 1], 12), act.Release(1, is_dead=True)]
     assert desk.queue.take_error() is None, "until the servers have confirmed"
     desk.acknowledge(12)
     assert isinstance(closures[1].error, errors.ClosureAbortedError)
@@ -370,12 +370,12 @@ def test_T114_the_coordinators_own_loss_of_a_server_is_fatal_at_once() -> None:
     desk.ready(0, 11)
     closures = desk.put(3)
     desk.dispatch()
-    actions = desk.do(desk.policy.server_lost(1, "the connection was closed"))
+    actions = desk.do(desk.policy.server_lost(1, "the connection was closed", desk.now))
     assert [type(a) for a in actions] == [act.Raise, act.Abandon]
     assert desk.queue.is_error_ready, "nothing is waited for"
     assert isinstance(closures[0].error, errors.ClosureAbortedError)
     assert isinstance(closures[2].error, errors.CancelledError)
-    assert desk.policy.server_lost(1, "again") == []
+    assert desk.policy.server_lost(1, "again", desk.now) == []
 
 
 def test_T114_a_server_killed_while_a_worker_is_fenced_gives_an_error_and_no_hang() -> None:
@@ -385,7 +385,7 @@ def test_T114_a_server_killed_while_a_worker_is_fenced_gives_an_error_and_no_han
     desk.dispatch()
     desk.do(desk.policy.worker_lost(0, "gone", desk.now))
     desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
-    actions = desk.do(desk.policy.server_lost(1, "gone"))
+    actions = desk.do(desk.policy.server_lost(1, "gone", desk.now))
     assert isinstance(actions[0].error, errors.PSUnavailableError)
     assert desk.queue.is_error_ready
     # It comes back with its variables: it learns first whom to refuse.
@@ -408,7 +408,7 @@ def test_bar20_a_silent_server_and_one_that_does_not_fence_are_lost() -> None:
 def test_bar22_a_server_without_its_variables_is_never_used() -> None:
     desk = Desk(1)
     desk.ready(0, 11)
-    desk.do(desk.policy.server_lost(0, "gone"))
+    desk.do(desk.policy.server_lost(0, "gone", desk.now))
     actions = desk.do(desk.policy.server_connected(0, 2000, desk.now))
     assert isinstance(actions[0].error, errors.PSIncarnationError)
     desk.do(desk.policy.server_connected(0, 2000, desk.now))

@@ -69,7 +69,7 @@ def test_S203_the_server_of_the_samples_answers() -> None:
     server = Server(cluster, job_name="ps", task_index=0, protocol="grpc")
     with server, channel_to("localhost:2222") as channel:
         assert server.target == "grpc://localhost:2222"
-        assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Done()
+        assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Attached()
         channel.request(fill(0), timeout=10)
         ones = np.ones(4, np.float32)
         push = messages.Push(0, [messages.Update(0, "assign_add", 0)])
@@ -117,14 +117,14 @@ def test_S204_a_server_may_start_later() -> None:
         with server:
             server.start()
             server.start()
-            assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Done()
+            assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Attached()
 
 
 def test_port_0_is_an_address_of_its_own() -> None:
     with Server(CLUSTER, "ps", 0) as first, Server(CLUSTER, "ps", 1) as second:
         assert first.target != second.target and first.target.startswith("ipc:///")
         with channel_to(second.address, 1) as channel:
-            assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Done()
+            assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Attached()
 
 
 def test_over_tcp_with_keys(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_over_tcp_with_keys(tmp_path: Path) -> None:
         host, _, port = server.target.removeprefix("tcp://").rpartition(":")
         assert host == "127.0.0.1" and int(port) > 0
         with channel_to(server.address, 0, directory) as channel:
-            assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Done()
+            assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Attached()
 
 
 def test_keys_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_keys_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Server({"ps": ["127.0.0.1:0"]}) as server,
         channel_to(server.address, 0, directory) as channel,
     ):
-        assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Done()
+        assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Attached()
 
 
 def test_bar_41_no_routable_address_without_keys() -> None:
@@ -300,6 +300,9 @@ class Session:
 
     def pending(self) -> int:
         return 0
+
+    def waiting_for(self) -> None:
+        return None
 
     def close(self) -> None:
         pass
@@ -470,7 +473,9 @@ def test_S202_serve_runs_until_sigterm() -> None:
             assert process.stdout is not None and process.stderr is not None
             assert process.stdout.readline() == "ps 0 serves at grpc://localhost:7001\n"
             with channel_to("localhost:7001") as channel:
-                assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Done()
+                assert (
+                    channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Attached()
+                )
             process.terminate()
             assert process.wait(10) == 0
             assert process.stderr.read() == ""

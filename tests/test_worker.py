@@ -73,6 +73,9 @@ class Session:
     def pending(self) -> int:
         return len(self.ended) - len(self.arrived)
 
+    def waiting_for(self) -> None:
+        return None
+
     def close(self) -> None:
         self.closed.set()
 
@@ -650,17 +653,29 @@ def test_a_released_worker_begins_a_new_life(desk: Desk) -> None:
     assert list(desk.results) == [2]
 
 
-def test_a_worker_without_a_coordinator_drops_the_job() -> None:
+def test_T_orphan_a_worker_without_a_coordinator_ends() -> None:
     with opened() as desk:
         desk.attach(orphan=0.3)
-        life = desk.worker.incarnation
-        session = desk.session
-        assert session.closed.wait(30)
-        assert desk.worker.incarnation != life
-        desk.hub.send(WORKER, messages.Run([messages.ClosureCall(1, 0, "x", [], 0)]))
-        assert desk.lives.get(timeout=30) and desk.lives.get(timeout=30) == desk.worker.incarnation
-        desk.attach(orphan=30.0)
+        assert desk.session.closed.wait(30)
+        assert "has not heard of its coordinator" in str(desk.worker.ending)
+
+
+def test_bar5_a_worker_that_was_declared_dead_ends() -> None:
+    with opened() as desk:
+        desk.attach()
+        desk.hub.send(WORKER, messages.Detach(is_dead=True))
+        assert desk.session.closed.wait(30)
+        assert "given it up" in str(desk.worker.ending)
+
+
+def test_bar5_what_another_coordinator_says_ends_nobody() -> None:
+    with opened() as desk:
+        desk.attach()
+        epoch, desk.hub.epoch = desk.hub.epoch, desk.hub.epoch - 1
+        desk.hub.send(WORKER, messages.Detach(is_dead=True))
+        desk.hub.epoch = epoch
         assert desk.value(desk.run(lambda: 1)) == 1
+        assert desk.worker.ending is None
 
 
 @pytest.mark.parametrize(("orphan", "ends"), [(5.0, True), (5, True), (None, False), ("5", False)])

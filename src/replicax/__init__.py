@@ -36,6 +36,7 @@ from replicax.input.input_context import InputReplicationMode as InputReplicatio
 from replicax.server.server import Server as Server
 from replicax.strategies.base import Strategy as Strategy
 from replicax.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
+from replicax.strategies.consistency import Staleness as Staleness
 from replicax.strategies.default import experimental_set_strategy as experimental_set_strategy
 from replicax.strategies.default import get_replica_context as get_replica_context
 from replicax.strategies.default import get_strategy as get_strategy

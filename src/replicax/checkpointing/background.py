@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+
+# A disk that hangs cannot be told from a slow one: work that takes long is not given up, since
+# then nothing would be saved, but each time so much has passed it is said what is waited for.
+_PATIENCE_S = 60.0
 
 # Work that must be done before Python shuts down its thread pools, which Orbax needs.
 _unfinished: set[threading.Thread] = set()
@@ -28,7 +36,7 @@ class BackgroundWork:
         """Waits until all work is done, and raises its error if it failed."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join()
+            _wait_for(thread)
         self.raise_error()
 
     def raise_error(self) -> None:
@@ -46,9 +54,18 @@ class BackgroundWork:
             _unfinished.discard(threading.current_thread())
 
 
+def _wait_for(thread: threading.Thread) -> None:
+    begun_s = time.monotonic()
+    thread.join(_PATIENCE_S)
+    while thread.is_alive():
+        waited_s = time.monotonic() - begun_s
+        _log.warning("Waiting since %.0f s for a checkpoint to be on the disk", waited_s)
+        thread.join(_PATIENCE_S)
+
+
 def _finish() -> None:
     for thread in list(_unfinished):
-        thread.join()
+        _wait_for(thread)
 
 
 # Python ends its thread pools before it joins threads: a save in flight would fail. This is

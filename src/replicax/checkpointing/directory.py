@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import weakref
 from pathlib import Path
 
 from replicax.checkpointing import manifest, storage
-from replicax.foundation import errors
+from replicax.foundation import errors, exclusive_files
 
 _NUMBERED = re.compile(r"(?P<name>.+)-(?P<step>[0-9]{1,18})")
 _LOCK_FILE = ".writer.lock"
@@ -58,31 +57,24 @@ class WriterLock:
         """Takes the lock; False if the directory can only be read, an error if it is taken."""
         if self._closer is not None and self._closer.alive:
             return True
-        file = self._directory / _LOCK_FILE
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            if error.errno in _READ_ONLY:
-                return False
-            raise storage.cannot_write(self._directory, error) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-            os.close(descriptor)
-            if holder == str(os.getpid()):
+            descriptor = exclusive_files.hold(self._directory / _LOCK_FILE)
+        except exclusive_files.HeldError as error:
+            if error.holder == str(os.getpid()):
                 return True
             raise errors.CheckpointError(
                 errors.message(
                     f"Only one process may manage the checkpoints in {self._directory}",
-                    f"process {holder or 'unknown'} does so",
+                    f"process {error.holder or 'unknown'} does so",
                     "Wait for it, or use another directory. To read only, use "
                     "`rx.train.latest_checkpoint` and `Checkpoint.restore`.",
                 )
             ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode("ascii"), 0)
+        except OSError as error:
+            if error.errno in _READ_ONLY:
+                return False
+            raise storage.cannot_write(self._directory, error) from error
         self._closer = weakref.finalize(self, os.close, descriptor)
         return True
 

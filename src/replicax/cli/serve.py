@@ -16,11 +16,18 @@ from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.tasks import TaskName
 from replicax.cluster_resolver import TFConfigClusterResolver
 from replicax.foundation import devices, errors
-from replicax.server import allocation, endings, roles
+from replicax.server import allocation, descriptors, endings, roles
 from replicax.server.server import Server
+from replicax.server.snapshots import DEFAULT_EVERY_S, LAST_SAVE_S
+
+_log = logging.getLogger(__name__)
 
 # A closure that runs when the process is told to end may take this long.
 _ENDING_SECONDS = 8.0
+# A worker that was given up drops its closure when it can, or else after this long.
+_GIVEN_UP_SECONDS = 1.0
+# The exit code of a task that has ended itself: starting it again helps (EX_TEMPFAIL).
+_START_AGAIN = 75
 # The exit code for a cluster or a task that makes no sense: starting again will not help.
 _BAD_CONFIGURATION = 2
 
@@ -35,6 +42,13 @@ _KeyDirectory = Annotated[
 ]
 _Protocol = Annotated[str | None, typer.Option(help="ipc, tcp, or grpc for either.")]
 _CpuDevices = Annotated[int, typer.Option(help="Split the CPU into so many devices.")]
+_Snapshots = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Where a ps saves its variables, and starts from."),
+]
+_SnapshotEvery = Annotated[
+    float, typer.Option(metavar="SECONDS", help="The time between two snapshots.")
+]
 _ReadyFd = Annotated[int | None, typer.Option(hidden=True)]
 _Parent = Annotated[int | None, typer.Option("--die-with-parent", hidden=True)]
 
@@ -46,27 +60,46 @@ def serve(
     keys: _KeyDirectory = None,
     protocol: _Protocol = None,
     cpu_devices: _CpuDevices = 1,
+    snapshots: _Snapshots = None,
+    snapshot_every: _SnapshotEvery = DEFAULT_EVERY_S,
     ready_fd: _ReadyFd = None,
     parent: _Parent = None,
 ) -> None:
-    """Run a parameter server or a worker, until SIGTERM or Ctrl-C."""
+    """Run a parameter server or a worker, until SIGTERM or Ctrl-C.
+
+    A task that its coordinator has left for too long ends by itself, with exit code 75.
+    """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("replicax").setLevel(logging.INFO)
     with told_in_one_line(_BAD_CONFIGURATION):
         spec, name, layer = _which_task(cluster, job, index)
+        roles.require_snapshots_fit(name, snapshots, snapshot_every)
         _configure_devices(name, cpu_devices)
     with told_in_one_line():
         if parent is not None:
             endings.die_with_parent(parent)
         allocation.keep_freed_memory()
+        descriptors.allow_many()
         server = Server(
-            spec, name.job, name.index, protocol=protocol or layer, start=False, keys=keys
+            spec,
+            name.job,
+            name.index,
+            protocol=protocol or layer,
+            start=False,
+            keys=keys,
+            snapshots=snapshots,
+            snapshot_every=snapshot_every,
+            on_ending=lambda _: endings.end_soon(_START_AGAIN, seconds=_GIVEN_UP_SECONDS),
         )
+        seconds = _ENDING_SECONDS + (LAST_SAVE_S if snapshots is not None else 0.0)
         # In place before anything listens: from then on an end is an orderly one.
-        with endings.ended_by_signals(server.interrupt, seconds=_ENDING_SECONDS), server:
+        with endings.ended_by_signals(server.interrupt, seconds=seconds), server:
             server.start()
             _report(server, name, ready_fd)
             server.join()
+    if server.ending is not None:
+        _log.warning("%s ends: %s", name.label, server.ending)
+        raise typer.Exit(_START_AGAIN)
 
 
 def _which_task(

@@ -9,6 +9,7 @@ from replicax.coordinator.status import ServerStatus as ServerStatus
 from replicax.coordinator.status import Status as Status
 from replicax.coordinator.status import WorkerStatus as WorkerStatus
 from replicax.coordinator.timing import Timing as Timing
+from replicax.coordinator.watchdog import Watchdog as Watchdog
 from replicax.parameter_server.worker_index import (
     experimental_get_current_worker_index as experimental_get_current_worker_index,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "ServerStatus",
     "Status",
     "Timing",
+    "Watchdog",
     "WorkerStatus",
     "experimental_get_current_worker_index",
 ]

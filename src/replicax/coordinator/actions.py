@@ -16,9 +16,13 @@ class Greet:
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """Tell a worker that was fenced to drop everything and to begin a new life."""
+    """Tell a worker that was fenced to drop everything and to begin a new life.
+
+    If it counts as dead, its process is to end: another one takes its place.
+    """
 
     worker: int
+    is_dead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,13 @@ class FenceAt:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rejoin:
+    """Take a server into the job again, if it holds all that it held."""
+
+    server: int
+
+
+@dataclasses.dataclass(frozen=True)
 class PutBack:
     """Closures of a worker that can do no more harm: queue them again."""
 
@@ -83,4 +94,16 @@ class Raise:
     error: BaseException
 
 
-Action = Greet | Release | Dispatch | Resend | Recall | FenceAt | PutBack | Fail | Abandon | Raise
+Action = (
+    Greet
+    | Release
+    | Dispatch
+    | Resend
+    | Recall
+    | FenceAt
+    | Rejoin
+    | PutBack
+    | Fail
+    | Abandon
+    | Raise
+)

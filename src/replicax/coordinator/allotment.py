@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from replicax.coordinator.actions import Action, Dispatch, Recall
 from replicax.coordinator.closures import Closure
+from replicax.coordinator.pacing import Pacing
 from replicax.coordinator.queue import ClosureQueue
 from replicax.coordinator.workers import Worker, WorkerState
 
@@ -20,11 +21,21 @@ class Crew:
     Attributes:
       workers: By index.
       hungry: Those that could take closures now.
+      is_paused: Whether nobody gets closures now, because a server is away.
+      pacing: Says how far workers may run apart; None for as far as they like.
     """
 
     def __init__(self, num_workers: int, now: float) -> None:
         self.workers = [Worker(i, now) for i in range(num_workers)]
         self.hungry: set[int] = set()
+        self.is_paused = False
+        self.pacing: Pacing | None = None
+
+    def pace(self, pacing: Pacing | None) -> None:
+        """Keeps workers together: each holds one closure at a time."""
+        self.pacing = pacing
+        for worker in self.workers:
+            worker.is_paced = pacing is not None
 
     @property
     def has_errands(self) -> bool:
@@ -45,8 +56,10 @@ class Crew:
         for worker in ready:
             if worker.errands:
                 actions.append(Dispatch(worker.index, self._take_errands(worker, now)))
-        if not len(queue) or not self.hungry:
+        if not len(queue) or not self.hungry or self.is_paused:
             return actions
+        if self.pacing is not None:
+            return [*actions, *self._dispatch_paced(self.pacing, queue, now)]
         total = len(queue) + sum(len(w.window) for w in ready)
         share = -(-total // len(ready))
         hungry = [self.workers[i] for i in self.hungry]
@@ -60,6 +73,23 @@ class Crew:
             worker.assign(closures, now)
             self.refresh(worker)
             actions.append(Dispatch(worker.index, closures))
+        return actions
+
+    def _dispatch_paced(self, pacing: Pacing, queue: ClosureQueue, now: float) -> list[Action]:
+        """Gives closures to idle workers, one to each, as far as the pacing admits."""
+        actions: list[Action] = []
+        pacing.look()
+        for index in pacing.order(self.hungry):
+            worker = self.workers[index]
+            if worker.benched_s > now or not pacing.admits(index):
+                continue
+            closures = queue.take(1, index)
+            if not closures:
+                break
+            pacing.hand_out(index, closures[0])
+            worker.assign(closures, now)
+            self.refresh(worker)
+            actions.append(Dispatch(index, closures))
         return actions
 
     def recalls(self, queue: ClosureQueue, now: float) -> list[Action]:

@@ -42,6 +42,7 @@ class Closure:
       kept: What must stay alive until the closure is settled: per-worker objects that the
         function or its arguments hold are dropped on the workers with their last reference.
       pin: The only worker that may run it; None for all.
+      deadline_s: How long it may run; None for as long as it likes.
       state: Where it stands.
       worker: The worker that it was given to last.
       attempt: How often it was given to a worker before.
@@ -56,6 +57,7 @@ class Closure:
     __slots__ = (
         "attempt",
         "buffers",
+        "deadline_s",
         "error",
         "function",
         "id",
@@ -79,6 +81,7 @@ class Closure:
         buffers: Sequence[Any] = (),
         kept: Any = None,
         pin: int | None = None,
+        deadline_s: float | None = None,
     ) -> None:
         self.id = closure
         self.function: ShippedFunction | None = function
@@ -86,6 +89,7 @@ class Closure:
         self.buffers = buffers
         self.kept = kept
         self.pin = pin
+        self.deadline_s = deadline_s
         self.state = _QUEUED
         self.worker = -1
         self.attempt = -1

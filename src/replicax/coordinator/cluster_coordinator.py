@@ -43,6 +43,8 @@ class ClusterCoordinator:
       strategy: A `ParameterServerStrategy`.
       timing: How long to wait for tasks that do not answer.
       queue_limit: How many closures may wait; then `schedule` does.
+      speculate: Whether a worker that has nothing to do runs closures again that another
+        worker takes unusually long for. Their updates count once, whoever is first.
 
     Raises:
       InvalidArgumentError: The strategy has no cluster of parameter servers.
@@ -69,6 +71,7 @@ class ClusterCoordinator:
         *,
         timing: Timing | None = None,
         queue_limit: int = LIMIT,
+        speculate: bool = False,
     ) -> ClusterCoordinator:
         """Returns the coordinator of the strategy; makes it the first time."""
         cluster = getattr(getattr(strategy, "extended", None), "cluster", None)
@@ -89,7 +92,11 @@ class ClusterCoordinator:
             cluster.attach()
             self = super().__new__(cls)
             self._strategy = strategy
-            self._engine = Engine(cluster, timing or Timing.from_environment(), queue_limit)
+            used = timing or Timing.from_environment()
+            self._engine = Engine(cluster, used, queue_limit, speculates=speculate)
+            # Reads of variables wait for servers too, and end when those are given up.
+            cluster.follow(self._engine.loss_of)
+            self._engine.add_ending(functools.partial(cluster.follow, None))
             self._ending = weakref.finalize(self, _end, self._engine)
             _coordinators[strategy] = weakref.ref(self)
         return self
@@ -99,6 +106,11 @@ class ClusterCoordinator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def engine(self) -> Engine:
+        """What does its work; for the other parts of this package."""
+        return self._engine
 
     @property
     def strategy(self) -> Any:
@@ -115,6 +127,8 @@ class ClusterCoordinator:
         fn: Callable[..., Any],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        *,
+        deadline: float | None = None,
     ) -> RemoteValue:
         """Queues a call of a function, to be run by some worker, and returns at once.
 
@@ -126,6 +140,8 @@ class ClusterCoordinator:
           args: Its positional arguments. Of per-worker objects, the function gets that of
             the worker that runs it.
           kwargs: Its keyword arguments.
+          deadline: How many seconds a worker may take for it. One that takes longer is ended,
+            and another one tries; after three of them the function is given up.
 
         Returns:
           What will be the result.
@@ -143,9 +159,18 @@ class ClusterCoordinator:
                     "Pass the function itself, and its arguments in `args` and `kwargs`.",
                 )
             )
+        if deadline is not None and not deadline > 0:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`deadline` must be a positive number of seconds, or None",
+                    f"it is {deadline!r}",
+                    "Give the function more time.",
+                )
+            )
         function = shipping.ship(fn, self._strategy)
         resources, buffers = self._pack(args, kwargs)
-        closure = self._engine.schedule(function, resources, buffers, (fn, args, kwargs))
+        kept = (fn, args, kwargs)
+        closure = self._engine.schedule(function, resources, buffers, kept, deadline)
         return RemoteValue(self._engine, closure)
 
     def join(self, timeout: float | None = None, progress: bool = False) -> None:

@@ -10,7 +10,7 @@ from replicax.coordinator.closures import Closure, ShippedFunction
 from replicax.coordinator.resources import Resource
 from replicax.coordinator.workers import Worker
 from replicax.foundation import errors
-from replicax.transport import messages
+from replicax.transport import limits, messages
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
 from replicax.transport.tasks import Task
@@ -46,6 +46,14 @@ class Cluster(Protocol):
         """Takes the parameter servers into the job, if they are not; waits for them."""
         ...
 
+    def is_saved(self, server: int) -> bool:
+        """Tells whether what a server holds outlives its process."""
+        ...
+
+    def attach_again(self, server: int) -> messages.Attach:
+        """Returns what to say to a server that was attached before."""
+        ...
+
     def next_closure(self) -> int:
         """Returns a new id; updates of this process take theirs from the same row."""
         ...
@@ -69,9 +77,11 @@ class Courier:
     The caller holds a lock, so what is said to one task arrives in the order of the calls.
     """
 
-    def __init__(self, cluster: Cluster, hub: Sender, orphan_s: float) -> None:
+    def __init__(
+        self, cluster: Cluster, hub: Sender, orphan_s: float, data_s: float = limits.DEADLINE
+    ) -> None:
         self._cluster = cluster
-        self._orphan_s = orphan_s
+        self._settings = {"orphan": orphan_s, "deadline": data_s}
         self._hub = hub
         self._requests = itertools.count(1)
         # Which worker is asked to join, or which life a server is asked to fence.
@@ -92,12 +102,16 @@ class Courier:
     def greet(self, worker: int) -> None:
         """Asks a worker to join the job."""
         servers = [location.url for location in self._cluster.servers]
-        settings = {"orphan": self._orphan_s, **self._cluster.settings}
+        settings = {**self._settings, **self._cluster.settings}
         self._ask(Task("worker", worker), messages.Attach(servers, settings))
 
-    def release(self, worker: int) -> None:
-        """Tells a worker to drop the job."""
-        self._hub.send(Task("worker", worker), messages.Detach())
+    def release(self, worker: int, is_dead: bool = False) -> None:
+        """Tells a worker to drop the job, or to end."""
+        self._hub.send(Task("worker", worker), messages.Detach(is_dead))
+
+    def rejoin(self, server: int) -> None:
+        """Asks a server that was away whether it still holds what it must."""
+        self._ask(Task("ps", server), self._cluster.attach_again(server))
 
     def fence(self, servers: Sequence[int], incarnation: int) -> None:
         """Asks servers to take nothing more from a life of a worker."""

@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from replicax.coordinator import actions as act
-from replicax.coordinator import reports, shipping
+from replicax.coordinator import pacing, reports, shipping, speculation
 from replicax.coordinator.closures import Closure, State
 from replicax.coordinator.courier import Cluster, Courier, Sender
+from replicax.coordinator.deliveries import Deliveries
 from replicax.coordinator.policy import Policy
 from replicax.coordinator.queue import ClosureQueue
-from replicax.coordinator.resources import Resource, ResourceTable
+from replicax.coordinator.resources import Resource
 from replicax.coordinator.status import Meter, Status
 from replicax.coordinator.timing import Timing
-from replicax.coordinator.workers import Worker, WorkerState
+from replicax.coordinator.workers import WorkerState
 from replicax.foundation import errors
 from replicax.transport import messages
 from replicax.transport.tasks import Task
@@ -36,6 +37,7 @@ class Dispatcher:
       crew: The workers.
       has_news: Whether a closure was settled for which a thread waits.
       replaced: Why this coordinator has no say any more; None while it has.
+      speculates: Whether idle workers run again what others take long for.
     """
 
     def __init__(
@@ -45,11 +47,16 @@ class Dispatcher:
         self._timing = timing
         self.queue = ClosureQueue(queue_limit)
         self.policy = Policy(len(cluster.workers), len(cluster.servers), timing, now)
+        for server in self.policy.servers:
+            server.is_saved = cluster.is_saved(server.index)
         self.crew = self.policy.crew
+        self.crew.pace(pacing.make(cluster.settings, len(cluster.workers)))
         self.has_news = False
         self.replaced: str | None = None
-        self._courier = Courier(cluster, hub, timing.worker_orphan_s)
-        self._resources = ResourceTable()
+        self.speculates = False
+        self._courier = Courier(cluster, hub, timing.worker_orphan_s, timing.data_s)
+        self._deliveries = Deliveries(self._courier)
+        self._resources = self._deliveries.resources
         self._meter = Meter(now)
         self._beat_s = now - timing.beat_s
 
@@ -72,7 +79,7 @@ class Dispatcher:
         resource = self._resources.add(*args)
         for worker in self.crew.workers:
             if worker.state is WorkerState.READY:
-                self._make(worker, resource)
+                self._deliveries.make(worker, resource)
         return resource
 
     def drop_resources(self, resources: Iterable[int]) -> None:
@@ -131,7 +138,7 @@ class Dispatcher:
         if task.role == "worker":
             self._perform(self.policy.worker_lost(task.index, reason, now))
         else:
-            self._perform(self.policy.server_lost(task.index, reason))
+            self._perform(self.policy.server_lost(task.index, reason, now))
 
     def message(
         self, task: Task, envelope: messages.Envelope, buffers: list[memoryview], now: float
@@ -139,10 +146,11 @@ class Dispatcher:
         """A task said something."""
         body = envelope.body
         if task.role == "ps":
-            self.policy.servers[task.index].heard_s = now
             if isinstance(body, messages.Pong):
                 self.policy.servers[task.index].figures = body.figures
+                self._perform(self.policy.server_heard(task.index, now))
                 return
+            self.policy.servers[task.index].heard_s = now
         else:
             self.crew.workers[task.index].heard_s = now
             if isinstance(body, messages.Finished):
@@ -154,7 +162,7 @@ class Dispatcher:
             if isinstance(body, messages.Pong):
                 self._take_figures(task.index, body.figures, now)
                 return
-        self._take_answer(task, envelope.request, body, now)
+        self._take_answer(task, envelope, body, now)
 
     def tick(self, now: float) -> None:
         """Some time has passed."""
@@ -163,6 +171,8 @@ class Dispatcher:
             self._beat_s = now
             self._beat(now)
         self._perform(self.crew.recalls(self.queue, now))
+        if self.speculates:
+            self._perform(speculation.copies(self.crew, self.queue, now))
         if len(self.queue) or self.crew.has_errands:
             self._perform(self.crew.dispatch(self.queue, now))
 
@@ -194,9 +204,13 @@ class Dispatcher:
         for result in body.results:
             own = buffers[position : position + result.num_buffers]
             position += result.num_buffers
-            closure = self.policy.take_ended(worker, incarnation, result.closure)
+            closure = self.policy.take_ended(worker, incarnation, result.closure, result.attempt)
             if closure is None:
                 # Of a life that was given up, or of a closure that was.
+                continue
+            if closure.is_settled:
+                # Another worker, which ran it as well, was quicker.
+                num_run += 1
                 continue
             if result.error is not None:
                 num_run += self._take_error(closure, worker, result.error, now)
@@ -233,6 +247,7 @@ class Dispatcher:
         return False
 
     def _take_figures(self, worker: int, figures: Mapping[str, int | float], now: float) -> None:
+        self.crew.workers[worker].figures = figures
         if figures.get("attached") == 0:
             self._perform(self.policy.worker_disowned(worker, None, now))
         elif "open" in figures:
@@ -253,15 +268,24 @@ class Dispatcher:
         text = "A per-worker %s could not be made on /job:worker/task:%d: %s"
         _log.warning(text, resource.kind, worker, error)
 
-    def _take_answer(self, task: Task, request: int, body: messages.Body, now: float) -> None:
-        question = self._courier.take_question(task, request)
-        if not isinstance(body, messages.Refused):
-            if isinstance(question, messages.Fence):
-                for life in question.incarnations:
-                    self._perform(self.policy.fence_acknowledged(task.index, life, now))
-            elif question is not None:
-                self._welcome(task.index, now)
-            return
+    def _take_answer(
+        self, task: Task, envelope: messages.Envelope, body: messages.Body, now: float
+    ) -> None:
+        question = self._courier.take_question(task, envelope.request)
+        if isinstance(body, messages.Refused):
+            self._take_refusal(task, question, body, now)
+        elif isinstance(question, messages.Fence):
+            for life in question.incarnations:
+                self._perform(self.policy.fence_acknowledged(task.index, life, now))
+        elif question is not None and task.role == "ps":
+            _log.info("%s is back", task)
+            self._perform(self.policy.server_rejoined(task.index, envelope.incarnation, now))
+        elif question is not None:
+            self._welcome(task.index, now)
+
+    def _take_refusal(
+        self, task: Task, question: messages.Body | None, body: messages.Refused, now: float
+    ) -> None:
         _log.warning("%s refused something: %s: %s", task, body.code, body.text)
         if body.code == _FENCED and question is None and task.role == "worker":
             self._perform(self.policy.worker_disowned(task.index, None, now))
@@ -270,7 +294,9 @@ class Dispatcher:
         elif isinstance(question, messages.Fence):
             # Without it closures cannot move: the server is of no use.
             reason = f"it refused to fence a worker: {body.text}"
-            self._perform(self.policy.server_lost(task.index, reason))
+            self._perform(self.policy.server_lost(task.index, reason, now))
+        elif question is not None and task.role == "ps":
+            self._perform(self.policy.server_emptied(task.index, body.text))
         elif question is not None:
             self.policy.worker_refused(task.index, f"it refused to join: {body.text}")
 
@@ -286,8 +312,7 @@ class Dispatcher:
         if worker.state is not WorkerState.ATTACHING:
             return
         self.policy.worker_attached(index, now)
-        for resource in self._resources:
-            self._make(worker, resource)
+        self._deliveries.make_all(worker)
         self._perform(self.crew.dispatch(self.queue, now))
 
     # What is done.
@@ -300,42 +325,20 @@ class Dispatcher:
         self._courier.greet(action.worker)
 
     def _release(self, action: act.Release) -> None:
-        self._courier.release(action.worker)
+        self._courier.release(action.worker, action.is_dead)
 
-    def _make(self, worker: Worker, resource: Resource) -> None:
-        try:
-            self._courier.make(worker, resource)
-        except errors.DistributeError as error:
-            # Harmless, as if the worker had failed to make it.
-            _log.warning("A per-worker %s cannot be sent to %s: %s", resource.kind, worker, error)
+    def _rejoin(self, action: act.Rejoin) -> None:
+        self._courier.rejoin(action.server)
 
     def _dispatch(self, action: act.Dispatch) -> None:
         worker = self.crew.workers[action.worker]
-        try:
-            self._courier.run(worker, action.closures)
-        except errors.DistributeError:
-            self._dispatch_singly(worker, action.closures)
-
-    def _dispatch_singly(self, worker: Worker, closures: Sequence[Closure]) -> None:
-        """Finds out which of some closures cannot be sent; what comes twice does no harm."""
-        for closure in closures:
-            try:
-                self._courier.run(worker, [closure])
-            except errors.DistributeError as error:
-                del worker.window[closure.id]
-                self._fail(act.Fail(closure, error, cancels=True))
+        for closure, error in self._deliveries.run(worker, action.closures):
+            self._fail(act.Fail(closure, error, cancels=True))
 
     def _resend(self, action: act.Resend) -> None:
         worker = self.crew.workers[action.worker]
-        worker.functions.clear()
-        for resource in self._resources:
-            self._make(worker, resource)
-        closures = list(worker.window.values())
-        if closures:
-            self._courier.run(worker, closures)
-        recalled = [c.id for c in closures if c.is_recalled]
-        if recalled:
-            self._courier.cancel(worker.index, recalled)
+        self._deliveries.resend(worker)
+        self.crew.refresh(worker)
 
     def _recall(self, action: act.Recall) -> None:
         self._courier.cancel(action.worker, action.closures)
@@ -347,7 +350,8 @@ class Dispatcher:
         for closure in action.closures:
             if closure.pin is not None:
                 self.crew.workers[closure.pin].errands.append(closure)
-        self._note(self.queue.put_back(action.closures))
+        free = [c for c in action.closures if not speculation.runs_elsewhere(self.crew, c)]
+        self._note(self.queue.put_back(free))
 
     def _fail(self, action: act.Fail) -> None:
         if action.closure.pin is not None:
@@ -382,6 +386,7 @@ class Dispatcher:
         act.Resend: _resend,
         act.Recall: _recall,
         act.FenceAt: _fence_at,
+        act.Rejoin: _rejoin,
         act.PutBack: _put_back,
         act.Fail: _fail,
         act.Abandon: _abandon,

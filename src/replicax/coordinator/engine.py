@@ -9,22 +9,25 @@ Note [Who runs what]
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from replicax.coordinator import shipping
+from replicax.coordinator import shipping, waits
 from replicax.coordinator.closures import Closure, ShippedFunction
 from replicax.coordinator.courier import Cluster
 from replicax.coordinator.dispatcher import Dispatcher
+from replicax.coordinator.pacing import Rounds
 from replicax.coordinator.per_worker import PerWorkerDataset, return_argument
 from replicax.coordinator.resources import Kind, Resource
 from replicax.coordinator.status import Status
 from replicax.coordinator.timing import Timing
+from replicax.coordinator.waiters import Waiter, noted
 from replicax.foundation import errors, lazy
-from replicax.transport import messages
+from replicax.transport import messages, stacks
 from replicax.transport.tasks import Task
 
 if TYPE_CHECKING:
@@ -42,8 +45,13 @@ _CLOSE_S = 1.0
 class Engine:
     """Runs closures on the workers of a cluster. Knows no strategy."""
 
-    def __init__(self, cluster: Cluster, timing: Timing, queue_limit: int) -> None:
+    def __init__(
+        self, cluster: Cluster, timing: Timing, queue_limit: int, *, speculates: bool = False
+    ) -> None:
         self._cluster = cluster
+        self._timing = timing
+        # Which threads wait for it, by their number; each changes its own entry.
+        self.waiters: dict[int, Waiter] = {}
         # Protects everything below. Taken before the locks of the hub.
         self._lock = threading.RLock()
         # Waited on by `join`; by `schedule`, when the queue is full; for single results.
@@ -53,6 +61,8 @@ class Engine:
         # How many threads wait for space, so that nobody is woken for nothing.
         self._num_blocked = 0
         self._is_closed = False
+        # What else ends with it.
+        self._endings: list[Callable[[], None]] = []
         # See `ResourceHome`.
         self.released: deque[int] = deque()
         # The hub's thread starts at once, and waits for the lock.
@@ -69,6 +79,7 @@ class Engine:
             self._hub.job, self._hub.epoch = cluster.job, cluster.epoch
             now = time.monotonic()
             self._dispatcher = Dispatcher(cluster, self._hub, timing, queue_limit, now)
+            self._dispatcher.speculates = speculates
             self._queue = self._dispatcher.queue
             for index, location in enumerate(cluster.servers):
                 self._hub.connect(Task("ps", index), location)
@@ -88,22 +99,30 @@ class Engine:
         resources: Sequence[int],
         buffers: Sequence[Any],
         kept: Any,
+        deadline_s: float | None = None,
     ) -> Closure:
         """Queues a call; waits while the queue is full. Raises an error of an earlier one."""
         queue = self._queue
         with self._lock:
             self._raise_pending()
-            while queue.is_full or queue.error is not None:
-                self._num_blocked += 1
-                try:
-                    self._has_space.wait(_LOOK_S)
-                finally:
-                    self._num_blocked -= 1
-                self._raise_pending()
-            closure = Closure(self._cluster.next_closure(), function, resources, buffers, kept)
+            if queue.is_full or queue.error is not None:
+                self._wait_for_space()
+            number = self._cluster.next_closure()
+            closure = Closure(number, function, resources, buffers, kept, deadline_s=deadline_s)
             self._dispatcher.add(closure, time.monotonic())
         return closure
 
+    @noted("schedule")
+    def _wait_for_space(self) -> None:
+        while self._queue.is_full or self._queue.error is not None:
+            self._num_blocked += 1
+            try:
+                self._has_space.wait(_LOOK_S)
+            finally:
+                self._num_blocked -= 1
+            self._raise_pending()
+
+    @noted("join")
     def join(self, timeout: float | None, on_look: Callable[[], float] | None = None) -> None:
         """Waits until nothing waits and nothing runs.
 
@@ -115,12 +134,46 @@ class Engine:
         look_s = _LOOK_S
         while True:
             with self._lock:
-                self._raise_pending()
-                if self._queue.is_idle:
-                    return
+                error = self._pending_error()
+                if error is not None or self._queue.is_idle:
+                    break
                 _wait(self._is_idle, deadline, look_s, "All closures must end")
             if on_look is not None:
                 look_s = on_look()
+        if error is not None:
+            # What is whole is not touched by one that failed; the error itself comes first.
+            with contextlib.suppress(errors.DistributeError):
+                self._complete_round(deadline)
+            raise error
+        self._complete_round(deadline)
+
+    def _complete_round(self, deadline: float | None) -> None:
+        """Lets servers apply gradients that wait for others, when no others will come."""
+        rounds = self._dispatcher.crew.pacing
+        if not isinstance(rounds, Rounds):
+            return
+        with self._lock:
+            if self._is_closed or not rounds.is_begun or not self._queue.is_idle:
+                return
+            rounds.hold()
+        try:
+            for server in range(len(self._cluster.servers)):
+                self._ask(Task("ps", server), messages.ApplyRest(), deadline)
+        finally:
+            with self._lock:
+                rounds.begin_anew()
+
+    def _ask(self, task: Task, body: messages.Body, deadline: float | None) -> None:
+        """Asks for what may be asked twice, until there is an answer, or the job cannot go on."""
+        while True:
+            with self._lock:
+                self._raise_pending()
+            try:
+                self._hub.request(task, body, timeout=_LOOK_S)
+                return
+            except (errors.UnavailableError, errors.DeadlineExceededError):
+                with self._lock:
+                    _wait(self._is_idle, deadline, _LOOK_S, f"{task} must answer")
 
     def is_done(self) -> bool:
         """Tells whether nothing waits and nothing runs. Raises an error that is ready."""
@@ -128,6 +181,7 @@ class Engine:
             self._raise_pending()
             return self._queue.is_idle and self._queue.error is None
 
+    @noted("fetch")
     def wait_for(self, closure: Closure, timeout: float | None) -> None:
         """Waits until a closure is settled."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -175,12 +229,61 @@ class Engine:
         with self._lock:
             return self._queue.num_finished, len(self._queue) + len(self._queue.in_flight)
 
+    def loss_of(self, server: int) -> Exception | None:
+        """Returns why a server is lost, or None. Takes no lock: threads ask that hold others."""
+        found = self._dispatcher.policy.servers[server]
+        return None if found.loss is None else found.error()
+
+    # What the watchdog calls.
+
+    def progress(self) -> tuple[tuple[int, int], bool]:
+        """Returns what changes with each closure that ends, and whether any waits or runs."""
+        with self._lock:
+            workers = self._dispatcher.crew.workers
+            mark = sum(w.num_done for w in workers), self._queue.settled
+            has_errands = any(w.errands or w.window for w in workers)
+            return mark, has_errands or not self._queue.is_idle
+
+    def waits(self) -> waits.Waits:
+        """Says who waits for whom."""
+        with self._lock:
+            policy, now = self._dispatcher.policy, time.monotonic()
+            return waits.describe(
+                policy.crew.workers,
+                policy.servers,
+                self._queue,
+                list(self.waiters.values()),
+                self._timing.beat_s,
+                now,
+            )
+
+    def ask_stacks(self, task: Task, timeout: float) -> str:
+        """Asks a task what its threads are doing."""
+        body, _ = self._hub.request(task, messages.AskStacks(), timeout=timeout)
+        if not isinstance(body, messages.Stacks):
+            raise errors.ProtocolError(f"{task} said {type(body).__name__}.")
+        return stacks.cleaned(body.text)
+
+    def add_ending(self, end: Callable[[], None]) -> None:
+        """Has something called, which does not wait, when this is closed."""
+        with self._lock:
+            self._require_open()
+            self._endings.append(end)
+
+    def remove_ending(self, end: Callable[[], None]) -> None:
+        """Has it not called, if it has not been."""
+        with self._lock:
+            if end in self._endings:
+                self._endings.remove(end)
+
     def close(self) -> None:
         """Ends everything: what waits or runs is cancelled, workers are let go."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
                 self._dispatcher.end()
+                for end in self._endings:
+                    end()
                 for condition in (self._is_idle, self._has_space, self._is_settled):
                     condition.notify_all()
         self._hub.close(_CLOSE_S)
@@ -246,10 +349,13 @@ class Engine:
             )
 
     def _raise_pending(self) -> None:
-        self._require_open()
-        error = self._dispatcher.pending_error()
+        error = self._pending_error()
         if error is not None:
             raise error
+
+    def _pending_error(self) -> BaseException | None:
+        self._require_open()
+        return self._dispatcher.pending_error()
 
 
 def _wait(

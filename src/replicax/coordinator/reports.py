@@ -11,7 +11,6 @@ from replicax.transport.messages import RemoteError
 
 # A worker that was sent a function so often and does not have it will never have it.
 _NUM_MISSES = 3
-_CANCELLED = errors.CancelledError.__name__
 _RESTARTED = errors.PSIncarnationError.__name__
 
 
@@ -53,6 +52,6 @@ def judge(
         closure.num_misses += 1
         if closure.num_misses < _NUM_MISSES:
             return Again(is_function_unknown=True)
-    elif closure.is_recalled and error.kind.rpartition(".")[2] == _CANCELLED:
+    if error.cause == "cancelled":
         return Again()
     return shipping.rebuild_error(error, worker)

@@ -22,6 +22,11 @@ class Server:
       heard_s: When it last gave a sign of life.
       loss: Why the job cannot go on without it; None while it is there.
       has_lost_variables: Whether its process was replaced by one without variables.
+      is_saved: Whether it keeps snapshots, so that it can come back.
+      away_s: Since when it is waited for; None if it is there, or given up.
+      asked_s: When it was last asked to rejoin the job.
+      reason: Why it is away, for people.
+      num_returns: How often it came back.
       owed: Fences that it has not confirmed and must learn of when it comes back.
       figures: What it said of itself last.
     """
@@ -32,6 +37,11 @@ class Server:
         self.heard_s = now
         self.loss: str | None = None
         self.has_lost_variables = False
+        self.is_saved = False
+        self.away_s: float | None = None
+        self.asked_s = now
+        self.reason = ""
+        self.num_returns = 0
         self.owed: set[int] = set()
         self.figures: dict[str, int | float] = {}
         # When it was blamed, and by which worker.
@@ -39,6 +49,20 @@ class Server:
 
     def __str__(self) -> str:
         return f"/job:ps/task:{self.index}"
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it is waited for."""
+        return self.away_s is not None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can be asked."""
+        return self.loss is None and self.away_s is None
+
+    def is_overdue(self, timing: Timing, now: float) -> bool:
+        """Tells whether it was waited for longer than was agreed."""
+        return self.away_s is not None and now - self.away_s > timing.return_s
 
     def is_condemned(self, worker: int, num_workers: int, timing: Timing, now: float) -> bool:
         """Counts a worker's report; tells whether the server has to be believed gone.

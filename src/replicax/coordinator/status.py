@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from replicax.coordinator.policy import Policy
 from replicax.coordinator.queue import ClosureQueue
+from replicax.coordinator.servers import Server
 from replicax.coordinator.workers import Worker, WorkerState
 
 
@@ -39,10 +40,12 @@ class ServerStatus:
 
     Attributes:
       task: Its name.
-      state: "connecting", "ready" or "lost".
+      state: "connecting", "ready", "away" while it is waited for, or "lost".
       num_bytes: How much the values of variables take there.
       rate: How many requests it answered per second of late.
-      reason: Why it is lost, if it is.
+      reason: Why it is lost or away, if it is.
+      mean_staleness: How many steps of others gradients lacked on average, when they came.
+      max_staleness: How many they lacked at most.
       figures: All that it counted, as of its last beat, by name.
     """
 
@@ -51,6 +54,8 @@ class ServerStatus:
     num_bytes: int
     rate: float
     reason: str
+    mean_staleness: float = 0.0
+    max_staleness: int = 0
     figures: Mapping[str, int | float] = dataclasses.field(default_factory=dict, repr=False)
 
 
@@ -64,6 +69,9 @@ class Status:
       num_queued: How many closures wait.
       num_running: How many closures workers have.
       num_finished: How many have ended well.
+      mean_staleness: How many steps of others gradients lacked on average, when they came to a
+        server, as of its last beat.
+      max_staleness: How many they lacked at most.
     """
 
     workers: tuple[WorkerStatus, ...]
@@ -71,6 +79,8 @@ class Status:
     num_queued: int
     num_running: int
     num_finished: int
+    mean_staleness: float = 0.0
+    max_staleness: int = 0
 
     def __str__(self) -> str:
         lines = [
@@ -88,6 +98,11 @@ class Status:
             lines.append(
                 f"{server.task}: {server.state}{reason}, {server.num_bytes:,} bytes, "
                 f"{server.rate:.1f} requests/s"
+            )
+        if self.max_staleness:
+            lines.append(
+                f"staleness: {self.mean_staleness:.1f} steps on average, "
+                f"{self.max_staleness} at most"
             )
         return "\n".join(lines)
 
@@ -119,14 +134,14 @@ class Meter:
         """Returns a snapshot."""
         servers = []
         for server in policy.servers:
-            state = "ready" if server.incarnation else "connecting"
             servers.append(
                 ServerStatus(
                     str(server),
-                    state if server.loss is None else "lost",
+                    _server_state(server),
                     int(server.figures.get("bytes", 0)),
                     self._rates.get(str(server), 0.0),
-                    server.loss or "",
+                    server.loss or server.reason,
+                    *_staleness([server.figures]),
                     dict(server.figures),
                 )
             )
@@ -143,8 +158,30 @@ class Meter:
             for worker in policy.crew.workers
         ]
         return Status(
-            tuple(workers), tuple(servers), len(queue), len(queue.in_flight), queue.num_finished
+            tuple(workers),
+            tuple(servers),
+            len(queue),
+            len(queue.in_flight),
+            queue.num_finished,
+            *_staleness([server.figures for server in policy.servers]),
         )
+
+
+def _staleness(figures: Sequence[Mapping[str, int | float]]) -> tuple[float, int]:
+    """Returns the mean and the largest staleness of all that servers have counted."""
+    total, count = (
+        sum(f.get(name, 0) for f in figures) for name in ("staleness_sum", "staleness_count")
+    )
+    largest = max((int(f.get("staleness_max", 0)) for f in figures), default=0)
+    return total / count if count else 0.0, largest
+
+
+def _server_state(server: Server) -> str:
+    if server.loss is not None:
+        return "lost"
+    if server.is_away:
+        return "away"
+    return "ready" if server.incarnation else "connecting"
 
 
 def _state(worker: Worker) -> str:

@@ -16,6 +16,11 @@ def silent(what: str, seconds: float) -> str:
     return f"it has not answered {what} for {seconds:g} s"
 
 
+def too_slow(closure: Closure) -> str:
+    """Says that a closure did not end in the time that it was given."""
+    return f"closure {closure.id} still ran on it after its deadline of {closure.deadline_s:g} s"
+
+
 def aborted(found: str) -> errors.ClosureAbortedError:
     """For closures that are given up while they run."""
     return errors.ClosureAbortedError(
@@ -29,9 +34,9 @@ def poison(closure: Closure) -> errors.PoisonClosureError:
         errors.message(
             "A worker survives the closures that it runs",
             f"closure {closure.id} was running when each of {closure.num_deaths} workers was "
-            f"lost, the last of them /job:worker/task:{closure.worker}",
+            f"lost, the last of them /job:worker/task:{closure.worker}{_within(closure)}",
             "Look into the logs of the workers: the closure may need more memory than they "
-            "have, or end its process.",
+            "have, end its process, or need more time than its deadline.",
         )
     )
 
@@ -57,3 +62,7 @@ def worker_gone(worker: Worker, seconds: float) -> Exception:
             "Start it again, then fetch the value again.",
         )
     )
+
+
+def _within(closure: Closure) -> str:
+    return "" if closure.deadline_s is None else f", its deadline being {closure.deadline_s:g} s"

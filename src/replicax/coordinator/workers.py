@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Mapping
 
 from replicax.coordinator.closures import Closure
 
@@ -50,7 +51,9 @@ class Worker:
       pace_s: The same on a long average, which one odd report does not change much.
       benched_s: Until when it gets nothing, because it cannot reach a server that others can.
       is_refused: Whether it has refused to join, and is to be asked again.
+      is_paced: Whether it may hold one closure only; see `pacing`.
       seen_idle: Its window when it last said that it has nothing to do.
+      figures: What it said of itself with its last beat.
       num_done: How many closures it has finished, over all its lives.
       num_restarts: How often it was lost.
       reason: Why it is not ready, for people.
@@ -71,7 +74,9 @@ class Worker:
         self.pace_s = _WINDOW_S
         self.benched_s = 0.0
         self.is_refused = False
+        self.is_paced = False
         self.seen_idle: tuple[int, ...] = ()
+        self.figures: Mapping[str, int | float] = {}
         self.num_done = 0
         self.num_restarts = 0
         self.reason = "it was never reached"
@@ -82,6 +87,8 @@ class Worker:
     @property
     def limit(self) -> int:
         """How many closures it may hold."""
+        if self.is_paced:
+            return 1
         if self.estimate_s is None:
             return _FIRST_WINDOW
         if self.estimate_s > _VERY_LONG_S:
@@ -114,6 +121,13 @@ class Worker:
             self.estimate_s = spent_s
         else:
             self.estimate_s = old + _SMOOTHING * (spent_s - old)
+
+    def late_closure(self, now: float) -> Closure | None:
+        """Returns the closure that runs, if it has run for longer than its deadline."""
+        running = next(iter(self.window.values()), None)
+        if running is None or running.deadline_s is None:
+            return None
+        return running if now - self.since_s > running.deadline_s else None
 
     def needs_function(self, sha: str) -> bool:
         """Tells whether a function has to be sent to it; from now on it has it."""

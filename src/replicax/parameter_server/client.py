@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -45,6 +46,10 @@ class Writes(Protocol):
 
     def end_write(self, number: int) -> None: ...
 
+    def recover(self, error: errors.PSUnavailableError) -> bool:
+        """Waits until a server that was lost is back; False if that cannot be."""
+        ...
+
 
 class ParameterClient:
     """Reads and changes variables on parameter servers.
@@ -76,6 +81,10 @@ class ParameterClient:
         self._is_closed = False
         self._closure: int | None = None
         self._call = 0
+        # Of the closure that runs: the clock of each server when it was first read, and
+        # whether an optimizer made a step.
+        self._clocks: dict[int, int] = {}
+        self._has_stepped = False
         self._outgoing = [Outgoing() for _ in channels]
         # Per server: what is under way, in order.
         self._under_way: list[collections.deque[Post]] = [collections.deque() for _ in channels]
@@ -86,12 +95,27 @@ class ParameterClient:
         # Values as they were last read, with their versions, by part.
         self._known: dict[int, tuple[int, Any]] = {}
         self._last_plan: dict[int, RowPlan] = {}
+        # The server whose answer is waited for, and since when.
+        self._waiting_for: tuple[int, float] | None = None
 
     # Reading.
 
     def pull(self, reads: Sequence[Read]) -> list[Any]:
         """Returns values; they show all that was pushed before."""
         self._require_open()
+        with self._lock:
+            while True:
+                try:
+                    return self._pull(reads)
+                except errors.PSUnavailableError as error:
+                    if not self._recovers(error):
+                        raise
+
+    def _recovers(self, error: errors.PSUnavailableError) -> bool:
+        """Waits for a server that can come back; workers leave that to the coordinator."""
+        return self._writes is not None and self._writes.recover(error)
+
+    def _pull(self, reads: Sequence[Read]) -> list[Any]:
         with self._lock:
             ahead, self._ahead = self._ahead, None
             question = ahead
@@ -120,6 +144,8 @@ class ParameterClient:
             while post.answer is None:
                 self._take(server, self._deadline + question.num_bytes * _SECONDS_PER_BYTE)
             body, found = post.answer
+            if self._closure is not None:
+                self._clocks.setdefault(server, body.clock)
             question.answers[server] = Answers(body.reads, found)
 
     def _ask(
@@ -134,7 +160,7 @@ class ParameterClient:
             return None
         plan = self._plan(read.variable, np.asarray(read.ids))
         if plan.has_strangers:
-            raise _strangers(read.variable, plan.ids)
+            raise outgoing.strangers(read.variable, plan.ids)
         for part, ids in zip(parts, plan.pieces, strict=True):
             if ids.size:
                 questions[part.server].append(messages.Read(part.number, is_rows=True))
@@ -190,20 +216,22 @@ class ParameterClient:
                 raise outgoing.no_closure()
             write = self._writes.begin_write()
             try:
-                self._write(write, changes)
+                # Under one number: what other servers have made already counts once.
+                while (error := self._write(write, changes)) is not None:
+                    is_lost = isinstance(error, errors.PSUnavailableError)
+                    if not is_lost or not self._recovers(error):
+                        raise error
             finally:
                 self._writes.end_write(write)
 
-    def _write(self, write: int, changes: Sequence[Change]) -> None:
-        """Makes changes, and waits until they are made."""
+    def _write(self, write: int, changes: Sequence[Change]) -> Exception | None:
+        """Makes changes, and waits until they are made; returns the error that they met."""
         self.begin(write)
         try:
             self._collect(write, changes)
         finally:
             self.end(write)
-        error = dict(self.drain())[write]
-        if error is not None:
-            raise error
+        return dict(self.drain())[write]
 
     def _collect(self, closure: int, changes: Sequence[Change]) -> None:
         # Nothing of a change that is refused here may go out.
@@ -214,17 +242,24 @@ class ParameterClient:
         ]
         self._call += len(changes)
         for piece in pieces:
-            if self._outgoing[piece.server].add(closure, piece):
+            self._has_stepped |= isinstance(piece.change, messages.Apply)
+            clock = self._clocks.get(piece.server, -1)
+            if self._outgoing[piece.server].add(closure, piece, clock):
                 self._waits[closure] += 1
 
     def begin(self, closure: int) -> None:
         """Attributes all changes from here on to a closure."""
         with self._lock:
-            self._closure, self._call = closure, 0
+            self._closure, self._call, self._has_stepped = closure, 0, False
+            self._clocks.clear()
             self._failed.pop(closure, None)
 
-    def end(self, closure: int) -> None:
-        """Notes that a closure makes no more changes; they may still be on their way."""
+    def end(self, closure: int) -> bool:
+        """Notes that a closure makes no more changes; they may still be on their way.
+
+        Returns:
+          Whether an optimizer made a step in it.
+        """
         with self._lock:
             self._closure = None
             self._ended[closure] = None
@@ -234,6 +269,7 @@ class ParameterClient:
                     # Noted for each closure that it concerns; `poll` and `drain` tell.
                     for server in range(len(self._channels)):
                         self._post_changes(server)
+            return self._has_stepped
 
     # Settling.
 
@@ -263,6 +299,10 @@ class ParameterClient:
         """Returns how many ended closures are not settled."""
         return len(self._ended)
 
+    def waiting_for(self) -> tuple[int, float] | None:
+        """Returns the server that is waited for now, and since when; any thread may ask."""
+        return self._waiting_for
+
     def _settled(self) -> list[tuple[int, Exception | None]]:
         done = [c for c in self._ended if not self._waits[c]]
         for closure in done:
@@ -289,8 +329,15 @@ class ParameterClient:
         """Takes the next answer of a server; None if there is none yet."""
         post = self._under_way[server][0]
         with self._losing(server):
-            answer = self._channels[server].collect(timeout)
+            if timeout:
+                self._waiting_for = (server, time.monotonic())
+            try:
+                answer = self._channels[server].collect(timeout)
+            finally:
+                self._waiting_for = None
             if answer is None and timeout:
+                # Later answers would be taken for those of the questions that follow.
+                self._channels[server].forget()
                 raise outgoing.no_answer(self._channels[server].peer, timeout)
         if answer is None:
             return None
@@ -305,6 +352,8 @@ class ParameterClient:
             post.answer = body, answer[2]
             return post
         error = _error_of(body)
+        # A server that was restored says so itself, until it is attached again.
+        error.task_index = server  # type: ignore[attr-defined]
         for closure in post.closures:
             self._failed.setdefault(closure, error)
         raise error
@@ -345,15 +394,5 @@ def _error_of(body: messages.Body) -> Exception:
             "A parameter server must answer an exchange",
             f"it said {type(body).__name__}",
             "Check that all tasks run the same version.",
-        )
-    )
-
-
-def _strangers(variable: Any, ids: np.ndarray) -> errors.InvalidArgumentError:
-    return errors.InvalidArgumentError(
-        errors.message(
-            f"A lookup in {variable.name!r} needs row numbers in [0, {variable.shape[0]})",
-            f"they reach from {ids.min()} to {ids.max()}",
-            "Correct the row numbers.",
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import secrets
 import threading
@@ -36,6 +37,15 @@ class Cluster:
       servers: Where the parameter servers listen.
       workers: Where the workers listen.
       settings: What tasks are told when they join the job.
+      is_resumed: Whether the servers held the job already: its variables are as another
+        coordinator has left them. Known once the servers are attached.
+
+    Note [A coordinator that comes back]
+        A job with a name of its own outlives its coordinator, for as long as the servers keep
+        it. The next coordinator of that name finds it there, and takes it over in a higher
+        epoch; servers refuse the former one from then on. Its program makes the same variables
+        in the same order, so they get the same numbers, and a server that is asked to make a
+        part that it has leaves it as it is. Closures get numbers above all that were used.
     """
 
     def __init__(
@@ -45,16 +55,25 @@ class Cluster:
         settings: dict[str, Any],
         keys: Keys | None = None,
         connect_timeout: float = 60.0,
+        job: str | None = None,
+        return_timeout: float = 300.0,
     ) -> None:
-        self.job = secrets.token_hex(8)
+        self.job = job or secrets.token_hex(8)
         self.epoch = 1
+        self.is_resumed = False
         self.me = Task("coordinator", 0)
         self.incarnation = new_incarnation()
         self.keys = keys
         self.servers = list(servers)
         self.workers = list(workers)
         self.settings = settings
+        self._has_name = job is not None
         self._connect_timeout = connect_timeout
+        self._return_timeout = return_timeout
+        # By server: the parts that it must hold, and whether they outlive its process.
+        self._held: list[set[int]] = [set() for _ in servers]
+        self._saved = [False for _ in servers]
+        self._found: list[frozenset[int]] = [frozenset() for _ in servers]
         self._closures = itertools.count(1)
         self._numbers = itertools.count(1)
         self._places = itertools.count()
@@ -108,6 +127,16 @@ class Cluster:
 
     # Servers.
 
+    def follow(self, loss_of: Callable[[int], Exception | None] | None) -> None:
+        """Ends waits for servers that somebody else finds lost, and with what that one says.
+
+        Args:
+          loss_of: Returns why a server is lost, or None while it is not. It is asked by any
+            thread, with locks held, and must not wait. None ends it.
+        """
+        for server, channel in enumerate(self.channels):
+            channel.given_up = None if loss_of is None else functools.partial(loss_of, server)
+
     def attach(self) -> None:
         """Takes the parameter servers into the job; waits until they can be reached."""
         with self._lock:
@@ -116,10 +145,67 @@ class Cluster:
             if self._is_attached:
                 return
             deadline = time.monotonic() + self._connect_timeout
-            places = [place.url for place in self.servers]
-            for channel in self.channels:
-                _attach(channel, messages.Attach(places, self.settings), deadline)
+            if self._has_name:
+                self._look_for_job(deadline)
+            attach = messages.Attach(self._urls, self.settings, [] if self.is_resumed else None)
+            for server, channel in enumerate(self.channels):
+                self._saved[server] = _attach(channel, attach, deadline).is_saved
             self._is_attached = True
+
+    @property
+    def _urls(self) -> list[str]:
+        return [place.url for place in self.servers]
+
+    def _look_for_job(self, deadline: float) -> None:
+        """Takes the job over if the servers hold it. See Note [A coordinator that comes back]."""
+        found = [_ask_early(channel, messages.Look(), deadline) for channel in self.channels]
+        held = [f for f in found if isinstance(f, messages.Found) and f.job == self.job]
+        if not held:
+            return
+        self.epoch = max(f.epoch for f in held) + 1
+        for channel in self.channels:
+            channel.epoch = self.epoch
+        self._closures = itertools.count(max(max(f.newest + 1, f.settled, 1) for f in held))
+        self.is_resumed = len(held) == len(found)
+        self._found = [frozenset(f.parts) for f in held]
+        if not self.is_resumed and any(f.parts for f in held):
+            empty = next(i for i, f in enumerate(found) if f not in held)
+            raise errors.PSIncarnationError(
+                errors.message(
+                    f"Every parameter server must hold its part of job {self.job!r}",
+                    f"{Task('ps', empty)} does not, while others do",
+                    "Start a job of another name, and restore the variables from a checkpoint.",
+                )
+            )
+
+    def is_saved(self, server: int) -> bool:
+        """Tells whether what a server holds outlives its process."""
+        return self._saved[server]
+
+    def was_found(self, server: int, number: int) -> bool:
+        """Tells whether another coordinator of the job has made a part."""
+        return self.is_resumed and number in self._found[server]
+
+    def hold(self, server: int, number: int) -> None:
+        """Notes that a server holds a part."""
+        with self._writing:
+            self._held[server].add(number)
+
+    def attach_again(self, server: int) -> messages.Attach:
+        """Returns what to say to a server that was attached before: it must hold its parts."""
+        with self._writing:
+            parts = sorted(self._held[server])
+        return messages.Attach(self._urls, self.settings, parts)
+
+    def recover(self, error: errors.UnavailableError) -> bool:
+        """Waits until the server that an error names is back; False if that cannot be."""
+        server = getattr(error, "task_index", -1)
+        if not 0 <= server < len(self.channels) or not self._saved[server] or self._is_closed:
+            return False
+        channel = self.channels[server]
+        channel.reset()
+        _attach(channel, self.attach_again(server), time.monotonic() + self._return_timeout)
+        return True
 
     def ask(
         self, server: int, body: messages.Body, buffers: Sequence[Any] = (), num_bytes: int = 0
@@ -127,7 +213,13 @@ class Cluster:
         """Asks a server for something that may take as long as its size suggests."""
         self.attach()
         timeout = _CREATION_S + num_bytes * _CREATION_S_PER_BYTE
-        return self.channels[server].request(body, buffers, timeout=timeout)[0]
+        while True:
+            try:
+                return self.channels[server].request(body, buffers, timeout=timeout)[0]
+            except errors.PSUnavailableError as error:
+                error.task_index = server  # type: ignore[attr-defined]
+                if not self.recover(error):
+                    raise
 
     def forget(self, server: int, number: int) -> None:
         """Notes that a part is not needed; may be called by the garbage collector."""
@@ -138,15 +230,17 @@ class Cluster:
         found = [self._forgotten.pop() for _ in range(len(self._forgotten))]
         for server in {server for server, _ in found}:
             numbers = [number for place, number in found if place == server]
+            with self._writing:
+                self._held[server].difference_update(numbers)
             self.ask(server, messages.DropParts(numbers))
 
-    def close(self) -> None:
-        """Leaves the servers, which drop the variables of the job."""
+    def close(self, *, keeps: bool = False) -> None:
+        """Leaves the servers, which drop the variables of the job unless it `keeps` them."""
         with self._lock:
             was_attached, self._is_attached = self._is_attached, False
             self._is_closed = True
         for channel in self.channels:
-            if was_attached and channel.peer_incarnation is not None:
+            if was_attached and not keeps and channel.peer_incarnation is not None:
                 # One that is gone, or has another master, has nothing left to drop.
                 with contextlib.suppress(
                     errors.UnavailableError, errors.DeadlineExceededError, errors.FencedError
@@ -166,13 +260,24 @@ def left() -> errors.ContextError:
     )
 
 
-def _attach(channel: Channel, attach: messages.Attach, deadline: float) -> None:
+def _attach(channel: Channel, attach: messages.Attach, deadline: float) -> messages.Attached:
     """Takes one server into the job; it may still be starting."""
+    answer = _ask_early(channel, attach, deadline)
+    assert isinstance(answer, messages.Attached), answer
+    return answer
+
+
+def _ask_early(channel: Channel, body: messages.Body, deadline: float) -> messages.Body:
+    """Asks a server that may still be starting."""
     while True:
         remaining = deadline - time.monotonic()
         try:
-            channel.request(attach, timeout=max(remaining, 0.1))
-            return
+            return channel.request(body, timeout=max(remaining, 0.1))[0]
+        except errors.PSIncarnationError:
+            if not channel.met_new_life:
+                # The server itself says so: it came back without what it held.
+                raise
+            channel.reset()
         except (errors.UnavailableError, errors.DeadlineExceededError) as error:
             if remaining <= 0:
                 raise errors.PSUnavailableError(

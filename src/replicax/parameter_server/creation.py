@@ -35,9 +35,10 @@ def create_part(
         rows = max(1, CHUNK_BYTES * attributes.shape[0] // size)
         buffers, rest = [initial.buffers[0][:rows]], initial.buffers[0][rows:]
     cluster.ask(server, body, buffers, size)
+    cluster.hold(server, number)
     variable = RemoteVariable(attributes, number=number, server=server, home=home, owner=owner)
     weakref.finalize(variable, cluster.forget, server, number).atexit = False
-    if rest is not None:
+    if rest is not None and not cluster.was_found(server, number):
         _write_rest(cluster, server, number, buffers[0].shape[0], rest)
     return variable
 

@@ -10,10 +10,16 @@ import numpy as np
 
 from replicax.foundation import errors
 from replicax.parameter_server import rules
+from replicax.parameter_server.accumulation import Completion, Contribution
 from replicax.parameter_server.figures import Figures
+from replicax.parameter_server.optimizers import Step
 from replicax.parameter_server.parts import Part
 from replicax.parameter_server.storage import Checked, Storage, num_buffers
 from replicax.transport import messages
+
+# What reads of a closure led to, and what of it moves the values.
+_GRADIENTS = (Step, Contribution, Completion)
+_STEPS = (Step, Completion)
 
 
 def require_buffers(body: messages.Exchange, buffers: Sequence[Any], task: str) -> None:
@@ -32,12 +38,18 @@ def require_buffers(body: messages.Exchange, buffers: Sequence[Any], task: str) 
 
 
 def push_all(
-    storage: Storage, pushes: Sequence[messages.Push], buffers: Sequence[Any], figures: Figures
+    storage: Storage,
+    pushes: Sequence[messages.Push],
+    buffers: Sequence[Any],
+    figures: Figures,
+    *,
+    is_alone: bool = False,
 ) -> list[messages.PushFailure]:
     """Makes what closures ask for, each as a whole or not at all; returns those that failed.
 
     Whoever calls this holds `changing`. Should memory run out between two changes of a closure,
-    the first stays made, and the table knows it: a repetition makes the rest.
+    the first stays made, and the table knows it: a repetition makes the rest. Gradients that are
+    `is_alone`, such as those of the coordinator, do not wait for others in any mode.
     """
     failures: list[messages.PushFailure] = []
     position = 0
@@ -48,9 +60,9 @@ def push_all(
             position += used
             figures.updates += len(push.changes)
             try:
-                checked = storage.check(push, own)
+                checked = storage.check(push, own, is_alone=is_alone)
                 figures.duplicates += len(push.changes) - len(checked)
-                _make(storage, push.closure, checked, figures)
+                _make(storage, push, checked, figures)
             except errors.DistributeError as error:
                 failure = messages.PushFailure(push.closure, type(error).__name__, str(error))
                 failures.append(failure)
@@ -67,13 +79,45 @@ def push_all(
     return failures
 
 
-def _make(storage: Storage, closure: int, checked: Sequence[Checked], figures: Figures) -> None:
+def _make(
+    storage: Storage, push: messages.Push, checked: Sequence[Checked], figures: Figures
+) -> None:
+    clock = storage.clock
+    # A closure is one step of the clock, however many optimizers and questions it needs.
+    is_told = False
+    if any(isinstance(change, _GRADIENTS) for _, change in checked):
+        is_again = storage.once.has_step(push.closure)
+        is_told = is_again and storage.accumulation.num_needed is None
+        if push.clock >= 0:
+            clock.measure(push.clock + is_again)
     with _locked([change for _, change in checked]):
         for key, change in checked:
+            if not is_told and isinstance(change, _STEPS):
+                clock.tick()
+                is_told = True
             change.make()
-            storage.once.record(closure, key)
+            storage.once.record(push.closure, key)
             figures.applied += 1
             figures.rows_written += change.num_rows
+
+
+def apply_rest(storage: Storage) -> None:
+    """Lets gradients that wait for others make a step without them; `changing` is held."""
+    try:
+        steps = storage.accumulation.rest(storage.optimizers)
+        with np.errstate(all="ignore"), _locked(steps):
+            if steps:
+                storage.clock.tick()
+            for step in steps:
+                step.make()
+    except MemoryError as error:
+        raise errors.ResourceExhaustedError(
+            errors.message(
+                "A step of an optimizer needs memory",
+                f"there was not enough: {error}",
+                "Use smaller parts, or more servers.",
+            )
+        ) from error
 
 
 def _locked(changes: Sequence[rules.Change]) -> contextlib.AbstractContextManager[Any]:

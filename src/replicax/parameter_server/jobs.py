@@ -1,13 +1,16 @@
 """Decides who may ask a parameter server for something: its job, its epoch, who is fenced.
 
 Pure: time is a parameter. A server belongs to at most one job. The coordinator holds it by a
-lease that its requests renew; when the lease runs out, the job and all that it kept are gone.
+lease that its requests renew; when the lease runs out, the job and all that it kept are gone
+from memory. Snapshots of it stay: a server that is started again restores them, for a
+coordinator that comes back late.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from typing import Self
 
 from replicax.foundation import errors
 from replicax.transport import messages
@@ -24,22 +27,48 @@ class Job:
       epoch: Grows when another coordinator process takes it over.
       coordinator: The incarnation of that process.
       fenced: Incarnations that may neither change nor read anything.
+      is_restored: Whether another process has left it here.
+      is_waiting: Whether it was restored, and no coordinator has taken it since. Until then it
+        has no lease that could run out, and gives way to any other job.
     """
 
-    __slots__ = ("_expires", "_lease_s", "coordinator", "epoch", "fenced", "name")
+    __slots__ = (
+        "_expires",
+        "_lease_s",
+        "coordinator",
+        "epoch",
+        "fenced",
+        "is_restored",
+        "is_waiting",
+        "name",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.epoch = -1
         self.coordinator = 0
         self.fenced: set[int] = set()
+        self.is_restored = False
+        self.is_waiting = False
         self._lease_s = DEFAULT_LEASE_S
         self._expires = 0.0
+
+    @classmethod
+    def restored(cls, name: str, epoch: int, coordinator: int, fenced: Iterable[int]) -> Self:
+        """Returns a job as another process has left it."""
+        job = cls(name)
+        job.epoch = epoch
+        job.coordinator = coordinator
+        job.fenced.update(fenced)
+        job.is_restored = job.is_waiting = True
+        job._expires = math.inf
+        return job
 
     def take(self, epoch: int, coordinator: int, lease_s: float, now: float) -> None:
         """Puts the job into the hands of a coordinator process."""
         self.epoch = epoch
         self.coordinator = coordinator
+        self.is_waiting = False
         self._lease_s = lease_s
         self._expires = now + lease_s
 
@@ -57,15 +86,22 @@ class Job:
 
 
 def require_free(held: Job | None, name: str, now: float, task: str) -> None:
-    """Raises if another job holds the server."""
-    if held is not None and held.name != name and not held.is_expired(now):
-        raise errors.PermissionDeniedError(
-            errors.message(
-                f"Job {name!r} needs {task} for itself",
-                f"job {held.name!r} holds it",
-                "End that job, wait until its lease has run out, or use another server.",
-            )
+    """Raises if another job holds the server; one that nobody has come for does not."""
+    if held is None or held.name == name or held.is_waiting:
+        return
+    if not held.is_expired(now):
+        raise taken(held, name, task)
+
+
+def taken(held: Job, name: str, task: str) -> errors.PermissionDeniedError:
+    """The error for a server that another job holds."""
+    return errors.PermissionDeniedError(
+        errors.message(
+            f"Job {name!r} needs {task} for itself",
+            f"job {held.name!r} holds it",
+            "End that job, wait until its lease has run out, or use another server.",
         )
+    )
 
 
 def require_newer(held: Job, epoch: int, incarnation: int, task: str) -> None:
@@ -83,6 +119,33 @@ def require_newer(held: Job, epoch: int, incarnation: int, task: str) -> None:
         )
 
 
+def require_kept(
+    held: Job | None, name: str, wanted: Iterable[int], kept: Container[int], task: str
+) -> None:
+    """Raises unless the server still holds what a coordinator had made on it.
+
+    A server that came back without its variables must never pass for the one that had them.
+    """
+    if held is None or held.name != name:
+        found = "it holds nothing" if held is None else f"it holds job {held.name!r}"
+        raise came_back_empty(name, f"{found} since it came back", task)
+    missing = [number for number in wanted if number not in kept]
+    if missing:
+        some = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+        raise came_back_empty(name, f"it came back without {len(missing)} parts: {some}", task)
+
+
+def came_back_empty(name: str, found: str, task: str) -> errors.PSIncarnationError:
+    """The error for a server that does not hold what it must."""
+    return errors.PSIncarnationError(
+        errors.message(
+            f"{task} must hold all variables that job {name!r} has made on it",
+            found,
+            "Make the variables anew under another job, and restore them from a checkpoint.",
+        )
+    )
+
+
 def require_member(held: Job | None, name: str, epoch: int, incarnation: int, task: str) -> Job:
     """Returns the job if the sender of a request belongs to it, and raises otherwise."""
     if held is None:
@@ -91,6 +154,15 @@ def require_member(held: Job | None, name: str, epoch: int, incarnation: int, ta
                 f"{task} needs to be attached to a job first",
                 f"it belongs to none when job {name!r} asks",
                 "Attach it. If it was attached before, its lease ran out: its variables are gone.",
+            )
+        )
+    if held.is_waiting:
+        raise errors.PSIncarnationError(
+            errors.message(
+                f"{task} needs a coordinator that attaches it again before anything else",
+                f"job {held.name!r} is restored, waiting for its coordinator, when job {name!r} "
+                "asks",
+                "Attach it, with the parts that it must hold.",
             )
         )
     if held.name != name:
@@ -131,6 +203,20 @@ def lease_of(attach: messages.Attach) -> float:
         errors.message(
             "The setting 'lease' must be a number of seconds above 0",
             f"it is {lease!r}",
+            "Correct the setting.",
+        )
+    )
+
+
+def is_mirrored(attach: messages.Attach) -> bool:
+    """Tells whether a coordinator wants each server to keep a copy of another."""
+    wanted = attach.settings.get("mirror", False)
+    if isinstance(wanted, bool) and (not wanted or len(attach.servers) > 1):
+        return wanted
+    raise errors.InvalidArgumentError(
+        errors.message(
+            "The setting 'mirror' must be a bool, and needs two servers or more",
+            f"it is {wanted!r} with {len(attach.servers)} servers",
             "Correct the setting.",
         )
     )

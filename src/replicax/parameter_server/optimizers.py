@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,7 @@ class Optimizer:
     Attributes:
       spec: The request that made it.
       label: What errors call it.
+      programs: The programs that came with it.
       state: The numbers of the parts that hold its slots and its shared state.
     """
 
@@ -62,7 +63,8 @@ class Optimizer:
     ) -> None:
         self.spec = spec
         self.label = f"optimizer {spec.optimizer} on {task}"
-        loaded = [programs.Program(buffer, self.label) for buffer in buffers]
+        self.programs = [bytes(buffer) for buffer in buffers]
+        loaded = [programs.Program(buffer, self.label) for buffer in self.programs]
         self._keys = [program.key for program in loaded]
         self._shared = tuple(find(number) for number in spec.shared)
         self._trained: dict[int, _Trained] = {}
@@ -72,6 +74,11 @@ class Optimizer:
         self._require_distinct([*(t.part for t in spec.trained), *slots, *spec.shared])
         for trained in spec.trained:
             self._trained[trained.part] = self._adopt(trained, loaded, find)
+
+    @property
+    def trained(self) -> list[int]:
+        """The numbers of the parts that it still changes."""
+        return list(self._trained)
 
     def warm_up(self) -> None:
         """Compiles what a step with gradients of all parts needs, where they are whole."""
@@ -106,8 +113,11 @@ class Optimizer:
           InvalidArgumentError: A part has two gradients, or rows are out of range.
           ProtocolError: A gradient has the wrong size.
         """
-        whole: list[_Gradient] = []
-        rows: list[_Gradient] = []
+        return self.step_of(self.gradients_of(apply, buffers))
+
+    def gradients_of(self, apply: messages.Apply, buffers: Sequence[Any]) -> list[PartGradient]:
+        """Returns the gradients that a closure brings; raises as `check`."""
+        found: list[PartGradient] = []
         position = 0
         seen: set[int] = set()
         for gradient in apply.gradients:
@@ -116,11 +126,25 @@ class Optimizer:
                 raise self._unexpected(gradient.part, is_known=trained is not None)
             seen.add(gradient.part)
             used = 2 if gradient.is_rows else 1
-            checked = _checked(trained, gradient, buffers[position : position + used])
+            found.append(_checked(trained, gradient, buffers[position : position + used]))
             position += used
+        return found
+
+    def gradient_dtype(self, part: int) -> np.dtype | None:
+        """Returns the type of the gradients of a part; None if it does not change the part."""
+        trained = self._trained.get(part)
+        return None if trained is None else trained.program.arguments[0].dtype
+
+    def step_of(self, gradients: Sequence[PartGradient]) -> Step:
+        """Returns the step that some gradients make, each of another part that it changes."""
+        whole: list[_Gradient] = []
+        rows: list[_Gradient] = []
+        for gradient in gradients:
+            trained = self._trained[gradient.part]
             # A program knows no arrays without rows; there is nothing to do for them.
             if trained.part.num_bytes:
-                (whole if checked.numbers is None else rows).append(checked)
+                fitted = _fitted(trained, gradient)
+                (whole if fitted.numbers is None else rows).append(fitted)
         runs = [_Run([g], self._rows(g.trained, g.gradient.shape[0])) for g in rows]
         if whole:
             runs.append(_Run(whole, self._whole([g.trained for g in whole])))
@@ -217,9 +241,23 @@ class Optimizer:
         )
 
 
+class PartGradient(NamedTuple):
+    """A gradient that was found to be good.
+
+    Attributes:
+      part: The number of the part.
+      values: The gradient: of all rows, or of some.
+      numbers: The numbers of those rows, each once; None for all.
+    """
+
+    part: int
+    values: np.ndarray
+    numbers: np.ndarray | None = None
+
+
 @dataclass(frozen=True)
 class _Gradient:
-    """A gradient that fits its part.
+    """A gradient as its program takes it.
 
     Attributes:
       trained: What it changes.
@@ -260,11 +298,14 @@ class _Run:
     compiled: programs.Compiled
 
 
-def _checked(trained: _Trained, gradient: messages.Gradient, buffers: Sequence[Any]) -> _Gradient:
+def _checked(
+    trained: _Trained, gradient: messages.Gradient, buffers: Sequence[Any]
+) -> PartGradient:
     part = trained.part
     dtype = trained.program.arguments[0].dtype
     if not gradient.is_rows:
-        return _Gradient(trained, rules.as_array(buffers[0], dtype, part.shape, part.label))
+        values = rules.as_array(buffers[0], dtype, part.shape, part.label)
+        return PartGradient(gradient.part, values)
     if not part.shape:
         raise errors.InvalidArgumentError(
             errors.message("A gradient of rows needs rows", f"{part.label} has none", "Send all.")
@@ -272,10 +313,16 @@ def _checked(trained: _Trained, gradient: messages.Gradient, buffers: Sequence[A
     numbers = rules.as_row_numbers(buffers[0], part)
     shape = (numbers.size, *part.shape[1:])
     rows = rules.as_array(buffers[1], dtype, shape, part.label)
+    return PartGradient(gradient.part, rows, numbers)
+
+
+def _fitted(trained: _Trained, gradient: PartGradient) -> _Gradient:
+    if gradient.numbers is None:
+        return _Gradient(trained, gradient.values)
     if trained.is_row_wise:
-        return _padded(trained, numbers, rows)
-    dense = np.zeros(part.shape, dtype)
-    dense[numbers] = rows
+        return _padded(trained, gradient.numbers, gradient.values)
+    dense = np.zeros(trained.part.shape, gradient.values.dtype)
+    dense[gradient.numbers] = gradient.values
     return _Gradient(trained, dense)
 
 

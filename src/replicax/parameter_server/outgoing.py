@@ -30,17 +30,17 @@ class Outgoing:
     """What will be told to one server with the next question."""
 
     def __init__(self) -> None:
-        # Per closure its changes and their buffers.
-        self.closures: dict[int, tuple[list[Any], list[np.ndarray]]] = {}
+        # Per closure its changes, their buffers, and the server's clock when it read.
+        self.closures: dict[int, tuple[list[Any], list[np.ndarray], int]] = {}
         self.num_bytes = 0
 
-    def add(self, closure: int, piece: Piece) -> bool:
+    def add(self, closure: int, piece: Piece, clock: int = -1) -> bool:
         """Adds a piece; tells whether it is the first of its closure."""
         found = self.closures.get(closure)
         is_first = found is None
-        changes, buffers = found or ([], [])
+        changes, buffers, _ = found or ([], [], clock)
         if is_first:
-            self.closures[closure] = (changes, buffers)
+            self.closures[closure] = (changes, buffers, clock)
         changes.append(piece.change)
         buffers += piece.buffers
         self.num_bytes += sum(buffer.nbytes for buffer in piece.buffers)
@@ -50,8 +50,11 @@ class Outgoing:
         """Returns and forgets all pushes, their buffers, and the closures they belong to."""
         if not self.closures:
             return [], [], []
-        pushes = [messages.Push(c, changes) for c, (changes, _) in self.closures.items()]
-        buffers = [b for _, found in self.closures.values() for b in found]
+        pushes = [
+            messages.Push(closure, changes, clock)
+            for closure, (changes, _, clock) in self.closures.items()
+        ]
+        buffers = [b for _, found, _ in self.closures.values() for b in found]
         closures = list(self.closures)
         self.closures = {}
         self.num_bytes = 0
@@ -168,5 +171,16 @@ def no_answer(peer: Task, timeout: float) -> errors.DeadlineExceededError:
             f"{peer} must answer within {timeout:g} s",
             "there was no answer",
             "Check that it runs and is not overloaded.",
+        )
+    )
+
+
+def strangers(variable: Any, ids: np.ndarray) -> errors.InvalidArgumentError:
+    """Returns the error for row numbers that a variable does not have."""
+    return errors.InvalidArgumentError(
+        errors.message(
+            f"A lookup in {variable.name!r} needs row numbers in [0, {variable.shape[0]})",
+            f"they reach from {ids.min()} to {ids.max()}",
+            "Correct the row numbers.",
         )
     )

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 
 from replicax.parameter_server import memory
+from replicax.parameter_server.frozen import Frozen
 from replicax.transport import messages
 
 # Smaller parts are copied when they are read: cheaper than to keep track of who reads them.
@@ -32,6 +33,7 @@ class Part:
 
     __slots__ = (
         "_block",
+        "_frozen",
         "_spare",
         "dtype",
         "label",
@@ -55,6 +57,8 @@ class Part:
         is_zero = isinstance(initial, messages.Fill) and not any(initial.element)
         self._block = memory.Block.zeroed(spec.shape, dtype, is_sparse=is_zero)
         self._spare: memory.Block | None = None
+        # Set while a snapshot reads the value that the part had; see Note [Frozen parts].
+        self._frozen: Frozen | None = None
         self.num_bytes = self._block.octets.size
         # Without dimensions there are no rows to speak of.
         self.num_rows = spec.shape[0] if spec.shape else 0
@@ -88,6 +92,8 @@ class Part:
         self._own()
         target = self._block.rows
         if target is not None and numbers.size:
+            if self._frozen is not None:
+                self._frozen.preserve(numbers)
             flat = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
             target[numbers] = flat.view(target.dtype)
         self.version += 1
@@ -95,6 +101,8 @@ class Part:
     def write_rows(self, start: int, rows: np.ndarray) -> None:
         """Replaces the rows from `start` on."""
         self._own()
+        if self._frozen is not None:
+            self._frozen.preserve(np.arange(start, start + rows.shape[0]))
         self._block.array[start : start + rows.shape[0]] = rows
         self.version += 1
 
@@ -108,6 +116,7 @@ class Part:
         if self.num_bytes < LENT_FROM_BYTES or not value.flags.c_contiguous:
             self.replace(value)
             return
+        self._leave_block()
         self._block, self._spare = memory.Block.adopted(value), None
         self.version += 1
 
@@ -117,22 +126,63 @@ class Part:
         ufunc(value, payload, out=self._swapped())
         self.version += 1
 
+    def freeze(self) -> Frozen:
+        """Returns a view of the value as it is now, which no later change touches.
+
+        It costs changes some time until `thaw`; there is one at a time. Only for parts of
+        `LENT_FROM_BYTES` or more.
+        """
+        assert self._frozen is None and self.num_bytes >= LENT_FROM_BYTES, self.label
+        self._frozen = Frozen(self._block, self.num_rows, self.lock)
+        return self._frozen
+
+    def thaw(self, frozen: Frozen) -> None:
+        """Ends a view, whether it was read or not; again is harmless. Takes the lock itself."""
+        with self.lock:
+            if self._frozen is not frozen:
+                return
+            self._frozen = None
+            if frozen.is_apart and self._spare is None:
+                self._spare = frozen.block if self._is_worth_keeping(frozen.block) else None
+
+    def fill(self, start: int, octets: np.ndarray) -> None:
+        """Puts bytes into the memory of a part that nobody else knows yet."""
+        self._block.octets[start : start + octets.size] = octets
+
     def _swapped(self) -> np.ndarray:
-        """Returns memory for the next value: the present one, or another while that is lent.
+        """Returns memory for the next value: the present one, or another while that is in use.
 
         What is in it does not count; the caller fills all of it.
         """
-        if self.num_bytes >= LENT_FROM_BYTES and self._block.is_lent():
-            block = self._spare
-            if block is None or block.is_lent():
-                block = memory.Block.zeroed(self.shape, self.dtype, is_sparse=False)
-            keeps = self._block.is_own and self.num_bytes <= _SPARE_UP_TO_BYTES
-            self._block, self._spare = block, self._block if keeps else None
+        if self._is_frozen() or (self.num_bytes >= LENT_FROM_BYTES and self._block.is_lent()):
+            self._move_on()
         return self._block.array
 
     def _own(self) -> None:
-        """Makes sure that nobody reads the memory that is changed next, which keeps its value."""
-        value = self._block.array
-        mine = self._swapped()
-        if mine is not value:
-            np.copyto(mine, value)
+        """Makes sure that nobody reads the memory that is changed next, which keeps its value.
+
+        A frozen view does not count: rows are preserved for it.
+        """
+        if self.num_bytes >= LENT_FROM_BYTES and self._block.is_lent():
+            value = self._block.array
+            self._move_on()
+            np.copyto(self._block.array, value)
+
+    def _move_on(self) -> None:
+        """Leaves the present block to those who read it, and goes on in another."""
+        block = self._spare
+        if block is None or block.is_lent():
+            block = memory.Block.zeroed(self.shape, self.dtype, is_sparse=False)
+        keeps = not self._is_frozen() and self._is_worth_keeping(self._block)
+        self._leave_block()
+        self._block, self._spare = block, self._block if keeps else None
+
+    def _leave_block(self) -> None:
+        if self._frozen is not None:
+            self._frozen.is_apart = True
+
+    def _is_frozen(self) -> bool:
+        return self._frozen is not None and not self._frozen.is_apart
+
+    def _is_worth_keeping(self, block: memory.Block) -> bool:
+        return block.is_own and self.num_bytes <= _SPARE_UP_TO_BYTES

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.foundation import errors
-from replicax.parameter_server import exchange, jobs, memory
+from replicax.parameter_server import accumulation, exchange, jobs, memory, snapshot
 from replicax.parameter_server.figures import Figures
+from replicax.parameter_server.journal import AnyChange, Change, Journal, Unwatched
 from replicax.parameter_server.storage import Storage
 from replicax.transport import messages
 
 Answer = tuple[messages.Body, Sequence[Any]]
+
+_log = logging.getLogger(__name__)
 
 
 class ParameterStore:
@@ -36,18 +40,37 @@ class ParameterStore:
       >>> answer, values = ask(exchange, np.ones(2, np.float32))
       >>> np.frombuffer(values[0], np.float32).tolist()
       [1.0, 1.0]
+
+    Args:
+      task: The index of the server.
+      is_saved: Whether somebody takes snapshots of it.
+      journal: Is told what is changed; see `journal.Journal`.
+
+    Attributes:
+      expired: The job whose lease ran out last; None if there is none.
+      cutting: To be held by whoever takes a cut, until it is closed.
     """
 
     # Bodies that a transport may hand to a thread of their own.
     SLOW: tuple[type[messages.Body], ...] = (messages.CreatePart, messages.RegisterOptimizer)
 
-    def __init__(self, task: int) -> None:
+    def __init__(
+        self, task: int, *, is_saved: bool = False, journal: Journal | None = None
+    ) -> None:
         self._task = f"/job:ps/task:{task}"
+        self._is_saved = is_saved
+        self._journal = journal or Unwatched()
+        self.expired: str | None = None
+        self.cutting = threading.Lock()
         # See storage.py for the order of locks. It also protects the two that follow.
         self._changing = threading.Lock()
         self._job: jobs.Job | None = None
         self._storage = Storage(self._task, self._changing)
         self._figures = Figures()
+        # See `snapshot.Marks`. Each grows after what it counts has been done.
+        self._num_changes = 0
+        self._num_makes = 0
+        self._num_endings = 0
         self._answers: dict[type[messages.Body], Callable[..., Answer]] = {
             messages.Detach: self._detach,
             messages.Ping: self._ping,
@@ -55,6 +78,7 @@ class ParameterStore:
             messages.DropParts: self._drop,
             messages.RegisterOptimizer: self._register,
             messages.Fence: self._fence,
+            messages.ApplyRest: self._apply_rest,
         }
 
     @property
@@ -97,20 +121,28 @@ class ParameterStore:
                 return self._exchange(role, incarnation, body, buffers, job, epoch, now)
             if role != "coordinator":
                 raise self._not_for(role, body)
+            if isinstance(body, messages.Look):
+                return self._look()
             if isinstance(body, messages.Attach):
                 return self._attach(incarnation, body, job, epoch, now)
             answer = self._answers.get(type(body))
             if answer is None:
                 raise self._unknown(body)
-            if isinstance(body, messages.Detach) and self.job != job:
+            if isinstance(body, messages.Detach) and not self._is_held_by(job, epoch, incarnation):
                 return messages.Done(), ()
             self._member(job, epoch, incarnation).renew(now)
-            return answer(body, buffers)
+            answered = answer(body, buffers)
+            self._num_changes += not isinstance(body, messages.Ping)
+            return answered
         finally:
             self._figures.requests += 1
 
     def expire(self, now: float) -> bool:
-        """Drops a job whose lease has run out, and tells whether there was one."""
+        """Drops a job whose lease has run out, and tells whether there was one.
+
+        Its snapshots stay: a coordinator may come back, and a server that is started again
+        restores them.
+        """
         held = self._job
         if held is None or not held.is_expired(now):
             return False
@@ -118,6 +150,7 @@ class ParameterStore:
             if self._job is not held or not held.is_expired(now):
                 return False
             self._clear()
+            self.expired = held.name
         return True
 
     def figures(self) -> dict[str, int | float]:
@@ -125,53 +158,133 @@ class ParameterStore:
         rss = memory.resident_bytes()
         return {**self._figures.as_dict(), **self._storage.sizes(), "rss": rss}
 
+    def marks(self) -> snapshot.Marks:
+        """Returns what tells whether there is something to save; cheap."""
+        held = self._job
+        name = None if held is None or held.is_waiting else held.name
+        return snapshot.Marks(name, self._num_changes, self._num_makes, self._num_endings)
+
+    def snapshot(self, on_cut: Callable[[], None] | None = None) -> snapshot.Cut | None:
+        """Takes a cut of the job; None if there is none, or nobody has come for it.
+
+        One at a time: the one before must have been closed.
+
+        Args:
+          on_cut: Called at that moment: all changes so far are in the cut, and no others.
+        """
+        with self._changing:
+            held = self._job
+            if held is None or held.is_waiting:
+                return None
+            cut = snapshot.take(held, self._storage, self.marks())
+            if on_cut is not None:
+                on_cut()
+            return cut
+
+    def restore(self, loaded: snapshot.Loaded) -> None:
+        """Starts from what another process has saved, before anything is asked.
+
+        Until a coordinator attaches the job again, whatever it asks is refused.
+
+        Raises:
+          DistributeError: It cannot be used, or a coordinator has taken the server meanwhile;
+            then nothing was changed.
+        """
+        job, storage = snapshot.restored(loaded, self._task, self._changing)
+        with self._changing:
+            if self._job is not None and not self._job.is_waiting:
+                raise jobs.taken(self._job, job.name, self._task)
+            self._job, self._storage = job, storage
+
+    def _look(self) -> Answer:
+        with self._changing:
+            held, storage = self._job, self._storage
+            name, epoch = ("", -1) if held is None else (held.name, held.epoch)
+            once = storage.once
+            return messages.Found(name, epoch, once.newest, once.settled, list(storage.parts)), ()
+
     def _attach(
         self, incarnation: int, body: messages.Attach, job: str, epoch: int, now: float
     ) -> Answer:
         lease_s = jobs.lease_of(body)
+        is_mirrored = jobs.is_mirrored(body)
+        accumulation.needed_of(body)
         with self._changing:
             held = self._job
             jobs.require_free(held, job, now, self._task)
+            if body.parts is not None:
+                jobs.require_kept(held, job, body.parts, self._storage.parts, self._task)
             if held is None or held.name != job:
+                if held is not None and held.is_waiting:
+                    text = "%s drops job %r, which it had restored: job %r takes the server"
+                    _log.warning(text, self._task, held.name, job)
                 self._clear()
                 held = self._job = jobs.Job(job)
             else:
                 jobs.require_newer(held, epoch, incarnation, self._task)
+                if held.is_waiting and body.parts is None and epoch == held.epoch:
+                    # It thinks that it begins: what it knows of this server is wrong.
+                    jobs.require_member(held, job, epoch, incarnation, self._task)
                 if epoch > held.epoch:
                     self._storage.forget_closures()
+                    # Rounds begin anew, too; what waits came from closures that were finished.
+                    exchange.apply_rest(self._storage)
+            self._num_makes += epoch > held.epoch
+            self._num_changes += epoch > held.epoch
             held.take(epoch, incarnation, lease_s, now)
-        return messages.Attached(), ()
+            self._storage.accumulation.configure(body)
+            self._journal.attached(job, body, Change("coordinator", incarnation, epoch, body))
+            return messages.Attached(self._is_saved or is_mirrored, held.is_restored), ()
 
     def _detach(self, _: messages.Detach, __: Sequence[Any]) -> Answer:
         with self._changing:
             self._clear()
+            self._num_endings += 1
         return messages.Done(), ()
 
     def _ping(self, body: messages.Ping, _: Sequence[Any]) -> Answer:
         with self._changing:
-            self._storage.once.settle(body.settled)
+            once = self._storage.once
+            if body.settled > once.settled:
+                once.settle(body.settled)
+                self._note(body)
         return messages.Pong(self._figures.requests, self.figures()), ()
 
     def _create(self, body: messages.CreatePart, buffers: Sequence[Any]) -> Answer:
         storage = self._storage
-        storage.create(body, buffers)
+        storage.create(body, buffers, self._noter(storage, body, buffers))
         self._require_current(storage)
+        self._num_makes += 1
         return messages.Done(), ()
 
     def _drop(self, body: messages.DropParts, _: Sequence[Any]) -> Answer:
-        self._storage.drop(body.parts)
+        storage = self._storage
+        storage.drop(body.parts, self._noter(storage, body))
+        self._num_makes += 1
         return messages.Done(), ()
 
     def _register(self, body: messages.RegisterOptimizer, buffers: Sequence[Any]) -> Answer:
         storage = self._storage
-        storage.register(body, buffers)
+        storage.register(body, buffers, self._noter(storage, body, buffers))
         self._require_current(storage)
+        self._num_makes += 1
         return messages.Done(), ()
 
     def _fence(self, body: messages.Fence, _: Sequence[Any]) -> Answer:
         with self._changing:
             if self._job is not None:
                 self._job.fence(body.incarnations)
+                self._note(body)
+        return messages.Done(), ()
+
+    def _apply_rest(self, body: messages.ApplyRest, _: Sequence[Any]) -> Answer:
+        with self._changing:
+            try:
+                exchange.apply_rest(self._storage)
+            except BaseException:
+                self._journal.doubt()
+                raise
+            self._note(body)
         return messages.Done(), ()
 
     def _exchange(
@@ -186,28 +299,72 @@ class ParameterStore:
     ) -> Answer:
         exchange.require_buffers(body, buffers, self._task)
         failures: list[messages.PushFailure] = []
+        # The first buffer of the reads.
+        first = len(buffers) - sum(read.is_rows for read in body.reads)
         if body.pushes:
             with self._changing:
                 # Asked under the lock: once a fence is answered, no change follows it.
                 held = self._member(job, epoch, incarnation)
                 storage = self._storage
-                failures = exchange.push_all(storage, body.pushes, buffers, self._figures)
+                is_alone = role == "coordinator"
+                failures = exchange.push_all(
+                    storage, body.pushes, buffers, self._figures, is_alone=is_alone
+                )
+                self._num_changes += 1
+                only = messages.Exchange(body.pushes, [])
+                change = Change(role, incarnation, epoch, only, first, len(failures))
+                self._journal.note(change, buffers[:first])
         else:
             held = self._member(job, epoch, incarnation)
             storage = self._storage
         if role == "coordinator":
             held.renew(now)
-        first = len(buffers) - sum(read.is_rows for read in body.reads)
+        # Before reading: values may be newer than the clock says, never older.
+        clock = storage.clock.steps
         results, values = exchange.read_all(storage, body.reads, buffers[first:], self._figures)
-        return messages.Exchanged(results, failures), values
+        return messages.Exchanged(results, failures, clock), values
 
     def _member(self, job: str, epoch: int, incarnation: int) -> jobs.Job:
         return jobs.require_member(self._job, job, epoch, incarnation, self._task)
+
+    def _is_held_by(self, job: str, epoch: int, incarnation: int) -> bool:
+        """Tells whether a job is here to be let go; one that was restored is let go at once."""
+        with self._changing:
+            held = self._job
+            if held is None or held.name != job:
+                return False
+            if held.is_waiting:
+                jobs.require_newer(held, epoch, incarnation, self._task)
+                self._clear()
+                self._num_endings += 1
+                return False
+            return True
 
     def _clear(self) -> None:
         # A request that still makes a part for the old job puts it where nobody looks.
         self._job = None
         self._storage = Storage(self._task, self._changing)
+        self._journal.ended()
+
+    def _note(self, body: AnyChange, buffers: Sequence[Any] = ()) -> None:
+        """Tells the journal what the coordinator has changed; `changing` is held."""
+        held = self._job
+        if held is not None:
+            change = Change("coordinator", held.coordinator, held.epoch, body, len(buffers))
+            self._journal.note(change, buffers)
+
+    def _noter(
+        self, storage: Storage, body: AnyChange, buffers: Sequence[Any] = ()
+    ) -> Callable[[bool], None]:
+        """Returns what tells the journal when something is made, unless its job is over then."""
+
+        def on_made(is_exact: bool) -> None:
+            if storage is self._storage:
+                self._note(body, buffers)
+                if not is_exact:
+                    self._journal.doubt()
+
+        return on_made
 
     def _require_current(self, storage: Storage) -> None:
         if storage is not self._storage:

@@ -14,14 +14,17 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
 from replicax.foundation import errors
 from replicax.parameter_server import memory, optimizers, programs, rules
+from replicax.parameter_server.accumulation import Accumulation
+from replicax.parameter_server.clock import Clock
 from replicax.parameter_server.once import Key, OnceTable
 from replicax.parameter_server.parts import Part
 from replicax.transport import messages
@@ -33,6 +36,12 @@ _MOST_INITIALIZERS = 16
 
 # A change that is new and was found to be good, and what it is known by.
 Checked = tuple[Key, rules.Change]
+# Called when something was made, while `changing` is held: whether it would be made alike now.
+OnMade = Callable[[bool], None]
+
+
+def _ignore(_: bool) -> None:
+    """Does nothing."""
 
 
 class Storage:
@@ -40,10 +49,15 @@ class Storage:
 
     Attributes:
       once: Which changes were made; used under `changing`.
+      clock: How many steps the values have seen.
+      accumulation: Gradients that wait for others; used under `changing`.
     """
 
-    def __init__(self, task: str, changing: threading.Lock) -> None:
+    def __init__(self, task: str, changing: threading.Lock, first_version: int = 1) -> None:
         self._task = task
+        # Of every part that is made here. A server that came back must not give a version that
+        # it may have given before to another value.
+        self._first_version = first_version
         self._slow = threading.Lock()
         self._changing = changing
         self._parts: dict[int, Part] = {}
@@ -51,6 +65,8 @@ class Storage:
         # Many parts start alike; the one that was used last comes last. Used under `slow`.
         self._initializers: dict[Any, programs.Compiled] = {}
         self.once = OnceTable()
+        self.clock = Clock()
+        self.accumulation = Accumulation(self.clock)
 
     def part(self, number: int) -> Part:
         """Returns a part, or raises NotFoundError."""
@@ -65,7 +81,9 @@ class Storage:
             )
         return part
 
-    def create(self, spec: messages.CreatePart, buffers: Sequence[Any]) -> None:
+    def create(
+        self, spec: messages.CreatePart, buffers: Sequence[Any], on_made: OnMade = _ignore
+    ) -> None:
         """Makes a part; if it is there already from the same request, it stays as it is."""
         self._require_number(spec.part)
         dtype = self._checked_dtype(spec)
@@ -75,20 +93,25 @@ class Storage:
                 self._require_same(known, spec)
                 return
             part = self._allocated(spec, dtype)
-            self._initialize(part, buffers)
+            part.version = self._first_version
+            used = self._initialize(part, buffers)
             with self._changing:
                 self._parts[spec.part] = part
+                on_made(all(source.version == version for source, version in used))
 
-    def drop(self, numbers: Sequence[int]) -> None:
+    def drop(self, numbers: Sequence[int], on_made: OnMade = _ignore) -> None:
         """Forgets parts, and what optimizers do with them."""
         with self._changing:
+            on_made(True)
             for number in numbers:
                 self._parts.pop(number, None)
             for number, optimizer in list(self._optimizers.items()):
                 if not optimizer.keep(self._parts):
                     del self._optimizers[number]
 
-    def register(self, spec: messages.RegisterOptimizer, buffers: Sequence[Any]) -> None:
+    def register(
+        self, spec: messages.RegisterOptimizer, buffers: Sequence[Any], on_made: OnMade = _ignore
+    ) -> None:
         """Makes an optimizer, or makes it anew if the request differs from the one before."""
         if len(buffers) != spec.num_programs:
             raise self._miscounted(spec.num_programs, len(buffers))
@@ -103,15 +126,19 @@ class Storage:
                 # Parts may have been dropped while it was compiled.
                 optimizer.keep(self._parts)
                 self._optimizers[spec.optimizer] = optimizer
+                on_made(True)
 
-    def check(self, push: messages.Push, buffers: Sequence[Any]) -> list[Checked]:
+    def check(
+        self, push: messages.Push, buffers: Sequence[Any], *, is_alone: bool = False
+    ) -> list[Checked]:
         """Returns what of a push is still to be done, or raises; changes nothing.
 
-        Whoever calls this holds `changing`.
+        Whoever calls this holds `changing`. Gradients that are `is_alone` wait for no others.
         """
         closure = push.closure
         if self.once.is_stale(closure):
-            raise errors.FencedError(
+            # Not the worker is refused, only this closure: another worker was quicker.
+            raise errors.CancelledError(
                 errors.message(
                     f"Closures below {self.once.settled} are settled on {self._task}",
                     f"closure {closure} tried to change something",
@@ -134,13 +161,59 @@ class Storage:
             seen.add(key)
             if isinstance(change, messages.Update):
                 checked.append((key, rules.check(change, self.part(change.part), own)))
-            else:
+            elif is_alone or self.accumulation.num_needed is None:
                 checked.append((key, self._optimizer(change.optimizer).check(change, own)))
+            else:
+                optimizer = self._optimizer(change.optimizer)
+                kept = self.accumulation.check(optimizer, change, own, push, self.once)
+                checked.append((key, kept))
         return checked
 
     def forget_closures(self) -> None:
         """Starts the table of changes anew, for a new epoch; `changing` is held."""
-        self.once = OnceTable()
+        self.once = OnceTable(newest=self.once.newest)
+
+    @property
+    def parts(self) -> Mapping[int, Part]:
+        """The parts by number; looked at under `changing`."""
+        return self._parts
+
+    @property
+    def optimizers(self) -> Mapping[int, optimizers.Optimizer]:
+        """The optimizers by number; looked at under `changing`."""
+        return self._optimizers
+
+    def put_part(
+        self,
+        spec: messages.CreatePart,
+        version: int,
+        num_bytes: int,
+        pieces: Iterable[tuple[int, np.ndarray]],
+    ) -> None:
+        """Puts a part here that was saved, before anybody else knows this storage."""
+        self._require_number(spec.part)
+        dtype = self._checked_dtype(spec)
+        if _size(spec, dtype) != num_bytes:
+            raise self._miscounted(_size(spec, dtype), num_bytes)
+        part = self._allocated(spec, dtype)
+        for start, octets in pieces:
+            # A page that is not written takes no memory.
+            if octets.any():
+                part.fill(start, octets)
+        part.version = version
+        self._parts[spec.part] = part
+
+    def put_optimizer(
+        self, spec: messages.RegisterOptimizer, trained: Iterable[int], buffers: Sequence[Any]
+    ) -> None:
+        """Puts an optimizer here that was saved, with the parts that it still changed."""
+        kept = set(trained)
+        rest = msgspec.structs.replace(spec, trained=[t for t in spec.trained if t.part in kept])
+        optimizer = optimizers.Optimizer(rest, buffers, self.part, self._task)
+        # A repetition of the request that made it must be known as such.
+        optimizer.spec = spec
+        optimizer.warm_up()
+        self._optimizers[spec.optimizer] = optimizer
 
     def sizes(self) -> dict[str, int]:
         """Returns how much is kept, by name."""
@@ -155,6 +228,8 @@ class Storage:
                 "once_entries": len(self.once),
                 "settled": self.once.settled,
                 "newest_closure": self.once.newest,
+                "waiting_gradients": len(self.accumulation),
+                **self.clock.figures(),
             }
 
     def _optimizer(self, number: int) -> optimizers.Optimizer:
@@ -182,7 +257,9 @@ class Storage:
         except (MemoryError, ValueError) as error:
             raise self._exhausted(spec, dtype, f"the system refused them: {error}") from error
 
-    def _initialize(self, part: Part, buffers: Sequence[Any]) -> None:
+    def _initialize(self, part: Part, buffers: Sequence[Any]) -> list[tuple[Part, int]]:
+        """Gives a part its first value; returns the parts that it came from, in their versions."""
+        used: list[tuple[Part, int]] = []
         initial = part.spec.initial
         expected = 0 if isinstance(initial, messages.Fill) else 1
         if len(buffers) != expected:
@@ -200,14 +277,18 @@ class Storage:
             else:
                 part.replace(rules.as_array(buffers[0], part.dtype, (), part.label))
         else:
-            part.replace(self._computed(part, initial, buffers[0]))
+            part.replace(self._computed(part, initial, buffers[0], used))
+        return used
 
-    def _computed(self, part: Part, initial: messages.Computed, buffer: Any) -> np.ndarray:
+    def _computed(
+        self, part: Part, initial: messages.Computed, buffer: Any, used: list[tuple[Part, int]]
+    ) -> np.ndarray:
         arguments: list[np.ndarray] = []
         for number in initial.arguments:
             source = self.part(number)
             with source.lock:
                 arguments.append(source.value.copy())
+                used.append((source, source.version))
         shapes = tuple(argument.shape for argument in arguments)
         results = self._initializer(buffer, shapes, part.label).call(arguments, part.label)
         index = initial.result

@@ -76,6 +76,19 @@ def ended_by_signals(end: Callable[[], None], *, seconds: float) -> Iterator[Non
         os.close(reading)
 
 
+def end_soon(exit_code: int, *, seconds: float) -> None:
+    """Ends the process where it stands, unless it has ended in order by then.
+
+    For a task that ends by itself: a closure that it runs may never come to an end.
+    """
+
+    def end() -> None:
+        time.sleep(seconds)
+        os._exit(exit_code)
+
+    threading.Thread(target=end, name="replicax-end", daemon=True).start()
+
+
 def _pass_by(number: int, frame: FrameType | None) -> None:
     """What Python calls for a signal; the thread that watches has already heard of it."""
 

@@ -6,12 +6,12 @@ import builtins
 import contextlib
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Literal
 
 from replicax.foundation import errors
-from replicax.transport.messages import RemoteError
+from replicax.transport.messages import ClosureCall, RemoteError, Result
 
 Cause = Literal["closure", "input", "server", "fenced", "unknown_function"]
 
@@ -59,7 +59,15 @@ def cancelled(closure: int, task: str) -> RemoteError:
         f"closure {closure} was taken from the queue of {task}",
         "Schedule it again.",
     )
-    return RemoteError("closure", errors.CancelledError.__name__, text, "")
+    return RemoteError("cancelled", errors.CancelledError.__name__, text, "")
+
+
+def taken_back(calls: Iterable[ClosureCall], task: str) -> list[Result]:
+    """Returns what is said about closures that were taken back before they ran."""
+    return [
+        Result(call.closure, None, cancelled(call.closure, task), 0, attempt=call.attempt)
+        for call in calls
+    ]
 
 
 def size_of(error: RemoteError) -> int:
@@ -75,11 +83,16 @@ def _blame(error: BaseException, otherwise: Cause) -> tuple[Cause, BaseException
             return "unknown_function", link
         if isinstance(link, errors.FencedError):
             return "fenced", link
-        if isinstance(link, errors.PSUnavailableError):
+        if isinstance(link, errors.PSUnavailableError) or _is_silence(link):
             return "server", link
         if isinstance(link, errors.ClosureInputError):
             return "input", link
     return otherwise, error
+
+
+def _is_silence(error: BaseException) -> bool:
+    """Tells whether a server gave no answer; a deadline of the user's own names no task."""
+    return isinstance(error, errors.DeadlineExceededError) and hasattr(error, "task_index")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

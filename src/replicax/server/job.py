@@ -78,6 +78,8 @@ class Job:
         self._known: set[int] = set()
         self._sent: collections.OrderedDict[int, Sent] = collections.OrderedDict()
         self._sent_bytes = 0
+        # Closures that were taken back: the order to run them may come again after that.
+        self._cancelled: dict[int, Result] = {}
         self._is_ended = False
 
     def __str__(self) -> str:
@@ -115,7 +117,10 @@ class Job:
                 return []
             for call in calls:
                 closure = call.call.closure
-                if closure in self._sent:
+                cancelled = self._cancelled.get(closure)
+                if cancelled is not None and call.call.attempt <= cancelled.attempt:
+                    again.append((cancelled, ()))
+                elif closure in self._sent:
                     again.append(self._sent[closure])
                 elif closure not in self._known:
                     self._known.add(closure)
@@ -134,7 +139,7 @@ class Job:
                 self._work.append(work)
             self._changed.notify_all()
 
-    def cancel(self, closures: Iterable[int]) -> list[int]:
+    def cancel(self, closures: Iterable[int]) -> list[ClosureCall]:
         """Takes closures out that have not been started; returns those."""
         wanted = set(closures)
         with self._changed:
@@ -142,18 +147,25 @@ class Job:
             taken = []
             for work in self._work:
                 if isinstance(work, Call) and work.call.closure in wanted:
-                    taken.append(work.call.closure)
+                    taken.append(work.call)
                 else:
                     kept.append(work)
             self._work = kept
-            self._known.difference_update(taken)
+            self._known.difference_update(call.closure for call in taken)
         return taken
+
+    def note_cancelled(self, results: Iterable[Result]) -> None:
+        """Notes what was said about closures that were taken out."""
+        with self._changed:
+            self._cancelled.update((result.closure, result) for result in results)
 
     def forget_settled(self, settled: int) -> None:
         """Drops results that the coordinator will not ask for again."""
         with self._changed:
             while self._sent and next(iter(self._sent)) < settled:
                 self._forget_oldest()
+            for closure in [c for c in self._cancelled if c < settled]:
+                del self._cancelled[closure]
 
     def end(self) -> None:
         """Drops all work; the thread that computes closes the rest."""

@@ -23,11 +23,12 @@ _MOST_RESULTS = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a closure ended: with a value, or with an error."""
+    """How a closure ended: with a value, or with an error; and whether an optimizer made a step."""
 
     closure: int
     value: trees.Encoded | None = None
     error: RemoteError | None = None
+    has_stepped: bool = False
 
     @property
     def header_bytes(self) -> int:
@@ -44,7 +45,7 @@ class Outcome:
     def message(self) -> Result:
         """Returns what is said about it."""
         node = None if self.value is None else self.value.node
-        return Result(self.closure, node, self.error, len(self.buffers))
+        return Result(self.closure, node, self.error, len(self.buffers), self.has_stepped)
 
 
 def encode(value: Any) -> trees.Encoded:

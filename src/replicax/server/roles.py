@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from replicax.cluster.tasks import TaskName
 from replicax.foundation import errors
 from replicax.server.parameter_server import ParameterServerTask
 from replicax.server.runner import WorkerSession
+from replicax.server.snapshots import DEFAULT_EVERY_S
 from replicax.server.worker import MakeSession, WorkerTask
 from replicax.strategies.worker_session import ParameterServerSession
 from replicax.transport import addresses
@@ -27,6 +31,11 @@ class RunningTask(Protocol):
     @property
     def address(self) -> str:
         """Where it listens; empty if it does not."""
+        ...
+
+    @property
+    def ending(self) -> str | None:
+        """Why it has ended itself; None if it has not."""
         ...
 
     def start(self) -> None:
@@ -50,6 +59,7 @@ class WaitingTask:
     """A task that serves nothing: its program does the work."""
 
     address = ""
+    ending: str | None = None
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -76,19 +86,29 @@ def make_task(
     where: str,
     protocol: str | None,
     keys: str | os.PathLike[str] | Keys | None,
+    snapshots: str | os.PathLike[str] | None = None,
+    snapshot_every: float = DEFAULT_EVERY_S,
+    on_ending: Callable[[str], None] | None = None,
 ) -> RunningTask:
     """Makes what a task runs; nothing listens yet."""
+    require_snapshots_fit(name, snapshots, snapshot_every)
     if name.job in _WAITING:
         return WaitingTask()
     if name.job == "ps":
         found = _load(keys, "ps")
         return ParameterServerTask(
-            name.index, addresses.resolve(where, protocol, found), keys=found
+            name.index,
+            addresses.resolve(where, protocol, found),
+            keys=found,
+            # Servers that are given one directory do not meet there.
+            snapshots=None if snapshots is None else Path(snapshots) / f"ps-{name.index}",
+            snapshot_every=snapshot_every,
         )
     if name.job == "worker":
         found = _load(keys, "worker")
         location = addresses.resolve(where, protocol, found)
-        return WorkerTask(name.index, location, _session_maker(name.index, found), keys=found)
+        make_session = _session_maker(name.index, found)
+        return WorkerTask(name.index, location, make_session, keys=found, on_ending=on_ending)
     raise errors.InvalidArgumentError(
         errors.message(
             f"A server is of one of the jobs {', '.join([*SERVING, *_WAITING])}",
@@ -96,6 +116,29 @@ def make_task(
             "Rename the job in the cluster.",
         )
     )
+
+
+def require_snapshots_fit(
+    name: TaskName, snapshots: str | os.PathLike[str] | None, every_s: float
+) -> None:
+    """Raises if a task cannot keep such snapshots."""
+    if snapshots is not None and name.job != "ps":
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`snapshots` are for parameter servers, which hold the variables",
+                f"this is {name.label}",
+                "Leave it out here.",
+            )
+        )
+    is_number = isinstance(every_s, (int, float)) and not isinstance(every_s, bool)
+    if not is_number or not 0 < every_s < math.inf:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`snapshot_every` must be a number of seconds above 0",
+                f"it is {every_s!r}",
+                "Correct it.",
+            )
+        )
 
 
 def _session_maker(index: int, keys: Keys | None) -> MakeSession:

@@ -40,8 +40,8 @@ class WorkerSession(Protocol):
         """Says that reads and updates belong to a closure from now on."""
         ...
 
-    def end(self, closure: int) -> None:
-        """Says that a closure makes no further updates."""
+    def end(self, closure: int) -> bool | None:
+        """Says that a closure makes no further updates; tells whether it made a step."""
         ...
 
     def poll(self) -> Ended:
@@ -54,6 +54,10 @@ class WorkerSession(Protocol):
 
     def pending(self) -> int:
         """Returns how many closures that ended have not arrived."""
+        ...
+
+    def waiting_for(self) -> tuple[int, float] | None:
+        """Returns the server that is waited for now, and since when. Any thread may ask."""
         ...
 
     def close(self) -> None:
@@ -108,6 +112,11 @@ class Runner:
             stack.callback(self._session.close)
             stack.callback(self._context.run, self._stack.close)
             self._context.copy().run(self.resources.close)
+
+    @property
+    def waiting_for(self) -> tuple[int, float] | None:
+        """The server that is waited for now, and since when."""
+        return self._session.waiting_for()
 
     @property
     def has_unreported(self) -> bool:
@@ -172,9 +181,11 @@ class Runner:
         except BaseException as error:
             outcome = Outcome(closure, error=failures.describe(error))
         try:
-            self._session.end(closure)
+            has_stepped = self._session.end(closure)
         except Exception as error:
             return _worse(outcome, error), False
+        if has_stepped:
+            outcome = Outcome(closure, outcome.value, outcome.error, has_stepped)
         return outcome, True
 
     def _note_duration(self, function: str, seconds: float) -> None:

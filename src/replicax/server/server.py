@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from replicax.cluster import address as addresses
@@ -12,6 +12,7 @@ from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.tasks import TaskName
 from replicax.foundation import errors
 from replicax.server import roles
+from replicax.server.snapshots import DEFAULT_EVERY_S
 from replicax.transport.keys import Keys
 
 # A worker computes in the thread that calls `join`. If none does in this time, in its own.
@@ -43,11 +44,18 @@ class Server:
       start: Whether to start at once.
       keys: A directory made by `replicax keys make`; without, the one that the environment
         variable `REPLICAX_KEYS` names. TCP needs keys.
+      snapshots: For a parameter server, a directory: it saves what it holds there, in a
+        directory of its own, and starts from there. Without, a server that ends takes its
+        variables with it.
+      snapshot_every: The seconds between two snapshots, if there is anything new.
+      on_ending: Called when a worker ends itself, with the reason; see `ending`. A function
+        that it runs may never come to an end: whoever owns the process can end it then.
 
     Raises:
       InvalidArgumentError: If the cluster has no such task.
       AddressInUseError: If another task listens at its address.
       PermissionDeniedError: If its address needs keys and there are none.
+      CheckpointError: If another process keeps its snapshots there, or they cannot be written.
     """
 
     def __init__(
@@ -60,6 +68,9 @@ class Server:
         start: bool = True,
         *,
         keys: str | os.PathLike[str] | Keys | None = None,
+        snapshots: str | os.PathLike[str] | None = None,
+        snapshot_every: float = DEFAULT_EVERY_S,
+        on_ending: Callable[[str], None] | None = None,
     ) -> None:
         del config
         given = _as_def(server_or_cluster_def)
@@ -71,6 +82,10 @@ class Server:
         )
         self._protocol: str | None = given.get("protocol") if protocol is None else protocol
         self._keys = keys
+        roles.require_snapshots_fit(self._name, snapshots, snapshot_every)
+        self._snapshots = snapshots
+        self._snapshot_every = snapshot_every
+        self._on_ending = on_ending
         self._task: roles.RunningTask | None = None
         self._standby: threading.Thread | None = None
         # Protects the life of the task; not held while anything waits.
@@ -111,6 +126,16 @@ class Server:
         return addresses.with_layer(self.address, self._protocol or "grpc")
 
     @property
+    def ending(self) -> str | None:
+        """Why the task has ended itself, for example "the lease of job 'x' ran out".
+
+        None while it serves, or if it was stopped. A process whose task ends itself is of no
+        more use; whatever started it may start another.
+        """
+        task = self._task
+        return None if task is None else task.ending
+
+    @property
     def server_def(self) -> dict[str, Any]:
         """The cluster and the task, as plain values that `Server` accepts."""
         return {
@@ -135,7 +160,15 @@ class Server:
                 return
             where = self._cluster.task_address(self._name.job, self._name.index)
             try:
-                task = roles.make_task(self._name, where, self._protocol, self._keys)
+                task = roles.make_task(
+                    self._name,
+                    where,
+                    self._protocol,
+                    self._keys,
+                    self._snapshots,
+                    self._snapshot_every,
+                    self._on_ending,
+                )
             except errors.AddressInUseError as error:
                 raise errors.AddressInUseError(f"{self._name.label}: {error}") from error
             task.start()
@@ -146,7 +179,7 @@ class Server:
             self._standby.start()
 
     def join(self) -> None:
-        """Serves in this thread until the server is stopped, or interrupted."""
+        """Serves in this thread until the server is stopped or interrupted, or ends itself."""
         if not self._stopping.is_set():
             self.start()
         if self._take():
@@ -194,6 +227,8 @@ class Server:
             self._task.run_forever()
         finally:
             self._is_idle.set()
+            if self._task.ending is not None:
+                self._stopping.set()
 
     def _is_running_here(self) -> bool:
         is_running = not self._is_idle.is_set()

@@ -39,15 +39,21 @@ _PAUSE_S = 1.0
 class WorkerTask:
     """One worker: belongs to one coordinator at a time, and runs its closures in order.
 
-    When it is let go, refused by the servers, or has not heard of its coordinator for the
-    seconds of the setting "orphan", it drops everything of the job and begins a new life,
-    with a new incarnation, in which it can be attached again.
+    When it is let go, or refused by the servers, it drops everything of the job and begins a
+    new life, with a new incarnation, in which it can be attached again. When it was declared
+    dead, or has not heard of its coordinator for the seconds of the setting "orphan", it ends:
+    nobody knows what state it is in, and a new process is as good as new.
 
     Args:
       index: Its index in the job "worker".
       location: Where to listen.
       make_session: Makes its side of a job, when it is attached to one.
       keys: What to prove with who listens; TCP needs them.
+      on_ending: Called when the task ends by itself, with the reason. A closure may still be
+        running then, for ever: whoever owns the process can end it.
+
+    Attributes:
+      ending: Why it has ended by itself; None while it has not.
     """
 
     def __init__(
@@ -57,7 +63,10 @@ class WorkerTask:
         make_session: MakeSession,
         *,
         keys: Keys | None = None,
+        on_ending: Callable[[str], None] | None = None,
     ) -> None:
+        self.ending: str | None = None
+        self._on_ending = on_ending
         self._index = index
         self._task = Task("worker", index)
         self._make_session = make_session
@@ -195,6 +204,16 @@ class WorkerTask:
             self._service.incarnation = new_incarnation()
             self._service.wake()
 
+    def _end(self, why: str) -> None:
+        """Ends the task, because nobody counts on it any more."""
+        if self.ending is not None:
+            return
+        _log.warning("%s ends: %s", self._task, why)
+        self.ending = why
+        self.interrupt()
+        if self._on_ending is not None:
+            self._on_ending(why)
+
     def _on_idle(self, now: float) -> None:
         """Gives up a job whose coordinator was not heard of for too long."""
         job = self._job
@@ -205,13 +224,7 @@ class WorkerTask:
         if pause_s > _PAUSE_S:
             job.heard_s += pause_s
         if job.is_orphaned(now):
-            _log.warning(
-                "%s has not heard of its coordinator for %g s and drops %s",
-                self._task,
-                now - job.heard_s,
-                job,
-            )
-            self._end_life(job)
+            self._end(f"it has not heard of its coordinator for {now - job.heard_s:.1f} s")
 
     # The thread of the socket.
 
@@ -225,7 +238,9 @@ class WorkerTask:
             return self._answer_ping(caller, envelope, body), ()
         if isinstance(body, messages.Detach):
             job = self._job_of(caller, envelope)
-            if job is not None:
+            if body.is_dead and self._newest == (envelope.job, envelope.epoch):
+                self._end("its coordinator has given it up")
+            elif job is not None:
                 self._end_life(job)
             # Said also when nobody asked: the coordinator learns of the new life by it.
             return messages.Done(), ()
@@ -250,9 +265,8 @@ class WorkerTask:
         elif isinstance(body, messages.DropResources):
             job.add(Drop(body.resources))
         elif isinstance(body, messages.Cancel):
-            taken = job.cancel(body.closures)
-            name = str(self._task)
-            ended = [messages.Result(c, None, failures.cancelled(c, name), 0) for c in taken]
+            ended = failures.taken_back(job.cancel(body.closures), str(self._task))
+            job.note_cancelled(ended)
             if ended:
                 return messages.Finished(ended), ()
         return None
@@ -303,6 +317,10 @@ class WorkerTask:
             figures["resources"] = len(runner.resources)
             started_s = runner.started_s
             figures["running_s"] = 0.0 if started_s is None else time.monotonic() - started_s
+            waiting = runner.waiting_for
+            if waiting is not None:
+                since_s = time.monotonic() - waiting[1]
+                figures |= {"waiting_ps": waiting[0], "waiting_s": since_s}
         progress = self._num_run_before + (runner.num_run if runner is not None else 0)
         return messages.Pong(progress, figures)
 

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 from typing_extensions import override
@@ -22,8 +22,10 @@ from replicax.parameter_server.client import ParameterClient
 from replicax.parameter_server.cluster import Cluster
 from replicax.parameter_server.creation import create_part
 from replicax.parameter_server.initial_values import Initial, InitialValue
+from replicax.strategies import parameter_server_options as options
 from replicax.strategies import server_optimizers
 from replicax.strategies.base import Strategy
+from replicax.strategies.consistency import Staleness, settings_of
 from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.unplaced_data import UnplacedDataset
 from replicax.transport import addresses
@@ -244,10 +246,23 @@ class ParameterServerStrategy(Strategy):
       pull_ahead: Whether workers fetch the values for their next step while they compute this
         one. That is faster, and each step then lacks the changes of the step before it on the
         same worker, as it may lack those of other workers anyway.
+      consistency: How much of each other's work workers see. "async": each step uses the values
+        that are there, and changes them when it is done. `rx.Staleness(bound)`: the same, but
+        steps that would lack too many others wait. "sync": the gradients of one step of each
+        worker are averaged, and change the values together.
+      backup_workers: With "sync": so many of the workers need not be waited for; a gradient that
+        comes too late is dropped.
       protocol: "tcp" to talk over TCP also on one machine.
       keys: The directory with the keys of the cluster, which TCP needs; by default that of
         the environment variable REPLICAX_KEYS.
       connect_timeout: How long to wait for parameter servers that are not there yet.
+      job: A name for the job, so that it outlives this process: when the program is started
+        again with the same name while the servers are still there, it takes the job over, and
+        its variables are as they were. See `is_resumed`. Ends with `close`.
+      lease: How many seconds the servers keep the variables of a job without a coordinator.
+      mirror: Whether each server keeps a copy of another one. A change then counts when both have
+        made it, and a server that is lost and started again goes on with all of them. Needs two
+        servers or more, twice the memory, and time.
 
     >>> import replicax as rx
     >>> rx.ParameterServerStrategy(
@@ -265,26 +280,17 @@ class ParameterServerStrategy(Strategy):
         *,
         replicas_per_worker: int | None = None,
         pull_ahead: bool = False,
+        consistency: Literal["async", "sync"] | Staleness = "async",
+        backup_workers: int = 0,
         protocol: str | None = None,
         keys: str | os.PathLike[str] | None = None,
         connect_timeout: float = 60.0,
+        job: str | None = None,
+        lease: float = 300.0,
+        mirror: bool = False,
     ) -> None:
-        if not isinstance(cluster_resolver, ClusterResolver):
-            raise errors.ArgumentTypeError(
-                errors.message(
-                    "`cluster_resolver` must be a ClusterResolver",
-                    f"it is {cluster_resolver!r}",
-                    "Pass e.g. rx.cluster_resolver.TFConfigClusterResolver().",
-                )
-            )
-        if variable_partitioner is not None and not callable(variable_partitioner):
-            raise errors.ArgumentTypeError(
-                errors.message(
-                    "`variable_partitioner` must be callable",
-                    f"it is {variable_partitioner!r}",
-                    "Pass one of rx.experimental.partitioners, or a function of shape and dtype.",
-                )
-            )
+        options.require_resolver(cluster_resolver)
+        options.require_partitioner(variable_partitioner)
         spec = cluster_resolver.cluster_spec()
         parameter_servers.check(spec, cluster_resolver.task_type, cluster_resolver.task_id)
         self._resolver = cluster_resolver
@@ -293,14 +299,20 @@ class ParameterServerStrategy(Strategy):
             [addresses.resolve(str(a), protocol, found) for a in spec.job_tasks(job)]
             for job in ("ps", "worker")
         )
-        replicas = _checked_replicas(replicas_per_worker)
+        replicas = options.checked_replicas(replicas_per_worker)
         settings: dict[str, Any] = {"replicas": replicas, "pull_ahead": bool(pull_ahead)}
-        cluster = Cluster(servers, workers, settings, found, connect_timeout)
+        settings["lease"] = options.checked_lease(lease)
+        if options.checked_mirror(mirror, len(servers)):
+            settings["mirror"] = True
+        settings |= settings_of(consistency, backup_workers, len(workers), bool(pull_ahead))
+        name = options.checked_job(job)
+        cluster = Cluster(servers, workers, settings, found, connect_timeout, name)
         client = ParameterClient(cluster.channels, cluster)
         layout = ReplicaLayout([devices.current()] * (replicas or 1))
         extended = ParameterServerExtended(self, layout, client, cluster, variable_partitioner)
         super().__init__(extended)
-        self._ending = weakref.finalize(self, _leave, cluster, client)
+        # A job with a name waits for its next coordinator, unless this one says that it is over.
+        self._ending = weakref.finalize(self, _leave, cluster, client, keeps=job is not None)
 
     @property
     @override
@@ -308,9 +320,25 @@ class ParameterServerStrategy(Strategy):
         """The resolver that was given; None on a worker."""
         return self._resolver
 
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the servers held the job already, when this process joined it.
+
+        Then the variables that the program makes have the values that they had: there is
+        nothing to restore from a checkpoint. Waits for the servers, if it has to.
+        """
+        extended = self.extended
+        assert isinstance(extended, ParameterServerExtended)
+        cluster = extended.require_cluster("`is_resumed`")
+        cluster.attach()
+        return cluster.is_resumed
+
     def close(self) -> None:
         """Leaves the cluster; the parameter servers drop all variables."""
-        self._ending()
+        ending = self._ending.detach()
+        if ending is not None:
+            _, leave, args, _ = ending
+            leave(*args)
 
     @classmethod
     def on_worker(cls, client: ParameterClient, replicas: int | None) -> ParameterServerStrategy:
@@ -323,8 +351,8 @@ class ParameterServerStrategy(Strategy):
         return strategy
 
 
-def _leave(cluster: Cluster, client: ParameterClient) -> None:
-    cluster.close()
+def _leave(cluster: Cluster, client: ParameterClient, keeps: bool = False) -> None:
+    cluster.close(keeps=keeps)
     client.close()
 
 
@@ -332,18 +360,6 @@ def _keys(directory: str | os.PathLike[str] | None) -> Keys | None:
     if directory is not None:
         return key_files.load(directory, "coordinator")
     return key_files.from_environment("coordinator")
-
-
-def _checked_replicas(count: Any) -> int | None:
-    if count is None or (isinstance(count, int) and not isinstance(count, bool) and count > 0):
-        return count
-    raise errors.InvalidArgumentError(
-        errors.message(
-            "`replicas_per_worker` must be a positive int or None",
-            f"it is {count!r}",
-            "Leave it out to use every accelerator of a worker.",
-        )
-    )
 
 
 def _worker_devices(replicas: int | None) -> list[Any]:

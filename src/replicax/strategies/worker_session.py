@@ -5,7 +5,7 @@ from __future__ import annotations
 from replicax.foundation import errors
 from replicax.parameter_server.client import ParameterClient
 from replicax.strategies.parameter_server import ParameterServerStrategy
-from replicax.transport import addresses, messages
+from replicax.transport import addresses, limits, messages
 from replicax.transport.channel import Channel
 from replicax.transport.keys import Keys
 from replicax.transport.tasks import Task
@@ -40,7 +40,12 @@ class ParameterServerSession:
             channel.job, channel.epoch = job, epoch
             channels.append(channel)
         pulls_ahead = bool(attach.settings.get("pull_ahead"))
-        self._client = ParameterClient(channels, pulls_ahead=pulls_ahead)
+        deadline = attach.settings.get("deadline")
+        self._client = ParameterClient(
+            channels,
+            deadline=deadline if isinstance(deadline, int | float) else limits.DEADLINE,
+            pulls_ahead=pulls_ahead,
+        )
         replicas = attach.settings.get("replicas")
         if replicas is not None and not isinstance(replicas, int):
             raise errors.ProtocolError(
@@ -56,6 +61,7 @@ class ParameterServerSession:
         self.poll = self._client.poll
         self.drain = self._client.drain
         self.pending = self._client.pending
+        self.waiting_for = self._client.waiting_for
 
     def close(self) -> None:
         """Drops everything; what was not sent is lost."""

@@ -1,0 +1,257 @@
+"""What is done when something happens to a parameter server, and how workers are given up.
+
+Pure: events come in as calls with the time as an argument, actions go out as values. The
+caller holds a lock around every call.
+
+Note [Fence before put back]
+    A worker that does not answer may still be running. Before its closures are given to
+    another, each server has confirmed that it takes nothing more from that life of the
+    worker. So every update of a closure comes from one worker at a time, and when `join`
+    returns nothing runs that could still change a variable.
+
+Note [Servers that come back]
+    A server that is lost and keeps snapshots is waited for. It may come back with values that
+    are some seconds old, so whatever ran while it went away is run again: all workers are
+    given up, not blamed, and begin new lives. What they had changed on other servers counts
+    once there; what the lost server has forgotten, it gets again. Before it is used it must
+    hold all parts that it had, and know all lives that were given up.
+"""
+
+from __future__ import annotations
+
+from replicax.coordinator import verdicts
+from replicax.coordinator.actions import (
+    Abandon,
+    Action,
+    Fail,
+    FenceAt,
+    PutBack,
+    Raise,
+    Rejoin,
+    Release,
+)
+from replicax.coordinator.allotment import Crew
+from replicax.coordinator.servers import Fencing, Server
+from replicax.coordinator.timing import Timing
+from replicax.coordinator.workers import Worker, WorkerState
+
+
+class ServerPolicy:
+    """Knows all tasks, and decides about servers; `Policy` adds workers and time.
+
+    Attributes:
+      crew: All workers.
+      servers: All parameter servers, by index.
+    """
+
+    def __init__(self, num_workers: int, num_servers: int, timing: Timing, now: float) -> None:
+        self.crew = Crew(num_workers, now)
+        self.servers = [Server(i, now) for i in range(num_servers)]
+        self._timing = timing
+        self._fencings: dict[int, Fencing] = {}
+        # Lives that were given up; they are never used again.
+        self._fenced: set[int] = set()
+
+    def server_connected(self, index: int, incarnation: int, now: float) -> list[Action]:
+        """A server was reached, or answers as another process than before."""
+        server = self.servers[index]
+        server.heard_s = now
+        if server.incarnation not in (0, incarnation):
+            if not server.is_saved:
+                server.has_lost_variables = True
+                server.loss = verdicts.REPLACED
+                return self._stop_for(server)
+            return [*self.server_lost(index, verdicts.REPLACED, now), Rejoin(index)]
+        server.incarnation = incarnation
+        if server.is_away:
+            return [Rejoin(index)]
+        if not server.has_lost_variables:
+            server.loss = None
+        pending = {f.incarnation for f in self._fencings.values() if index in f.missing}
+        return [FenceAt([index], i) for i in sorted(pending | server.owed)]
+
+    def server_lost(self, index: int, reason: str, now: float) -> list[Action]:
+        """A server does not answer any more: the job waits for it, or cannot go on."""
+        server = self.servers[index]
+        if server.loss is not None or server.is_away:
+            return []
+        if server.is_saved:
+            return self._wait_for(server, reason, now)
+        server.loss = reason
+        return self._stop_for(server)
+
+    def server_heard(self, index: int, now: float) -> list[Action]:
+        """A server has answered a beat."""
+        server = self.servers[index]
+        server.heard_s = now
+        if not server.is_away or now - server.asked_s < self._timing.beat_s:
+            return []
+        # It was frozen, not gone, or its answer to the last question was lost.
+        server.asked_s = now
+        return [Rejoin(index)]
+
+    def server_rejoined(self, index: int, incarnation: int, now: float) -> list[Action]:
+        """A server holds what it must. See Note [Servers that come back]."""
+        server = self.servers[index]
+        if server.incarnation != incarnation:
+            # Another process: it may not know fences that the one before has confirmed.
+            server.owed |= self._fenced
+        server.incarnation = incarnation
+        if not server.is_away:
+            return []
+        if server.owed:
+            return [FenceAt([index], i) for i in sorted(server.owed)]
+        return self._use_again(server, now)
+
+    def server_emptied(self, index: int, text: str) -> list[Action]:
+        """A server came back without what it held."""
+        server = self.servers[index]
+        server.away_s = None
+        server.has_lost_variables = True
+        server.loss = text
+        return self._stop_for(server)
+
+    def server_blamed(
+        self, worker: int, server: int, is_restarted: bool, now: float
+    ) -> list[Action]:
+        """A closure failed because its worker got no answer from a server."""
+        blamed = self.servers[server]
+        if is_restarted and blamed.loss is None:
+            blamed.has_lost_variables = not blamed.is_saved
+            return self.server_lost(server, verdicts.REPLACED, now)
+        num_workers = sum(w.state is WorkerState.READY for w in self.crew.workers)
+        if blamed.is_condemned(worker, num_workers, self._timing, now):
+            reason = "workers got no answer from it, three times in a row"
+            return self.server_lost(server, reason, now)
+        if num_workers > 1 and blamed.has_accuser(worker):
+            self.crew.workers[worker].benched_s = now + self._timing.dead_s
+        return []
+
+    def fence_acknowledged(self, server: int, incarnation: int, now: float) -> list[Action]:
+        """A server has confirmed that it takes nothing more from some life of a worker."""
+        told = self.servers[server]
+        told.heard_s = now
+        told.owed.discard(incarnation)
+        actions = self._use_again(told, now) if told.is_away and not told.owed else []
+        fencing = self._fencings.get(incarnation)
+        if fencing is not None:
+            fencing.missing.discard(server)
+            if not fencing.missing:
+                actions += self._end_fencing(fencing)
+        return actions
+
+    @property
+    def broken_server(self) -> Server | None:
+        """A server that is lost, if there is one."""
+        return next((s for s in self.servers if s.loss is not None), None)
+
+    # How it is done.
+
+    def _release(self, worker: Worker, *, is_dead: bool = False) -> Action:
+        """For a worker that was fenced and whose connection may still be good."""
+        worker.state = WorkerState.FENCED
+        return Release(worker.index, is_dead)
+
+    def _fence(
+        self,
+        worker: Worker,
+        reason: str,
+        now: float,
+        *,
+        is_blamed: bool = True,
+        error: BaseException | None = None,
+    ) -> list[Action]:
+        """Begins to give up a life of a worker. See Note [Fence before put back]."""
+        closures = list(worker.window.values())
+        worker.window.clear()
+        worker.state = WorkerState.CONNECTING
+        worker.reason = reason
+        worker.num_restarts += 1
+        self.crew.refresh(worker)
+        if closures and is_blamed and error is None:
+            closures[0].num_deaths += 1
+        missing = [s.index for s in self.servers if s.is_there]
+        for server in self.servers:
+            if not server.is_there:
+                server.owed.add(worker.incarnation)
+        deadline_s = now + self._timing.dead_s
+        fencing = Fencing(
+            worker.index, worker.incarnation, closures, set(missing), deadline_s, error
+        )
+        self._fenced.add(worker.incarnation)
+        self._fencings[worker.incarnation] = fencing
+        if not missing:
+            return self._end_fencing(fencing)
+        return [FenceAt(missing, worker.incarnation)]
+
+    def _end_fencing(self, fencing: Fencing) -> list[Action]:
+        """The life of the worker can do no more harm: its closures are free."""
+        del self._fencings[fencing.incarnation]
+        if fencing.error is not None:
+            return [Abandon(fencing.closures, fencing.error)] if fencing.closures else []
+        actions: list[Action] = []
+        free = []
+        errands = self.crew.workers[fencing.worker].errands
+        for closure in fencing.closures:
+            if closure.is_settled:
+                # By another worker that ran it as well.
+                continue
+            if closure.num_deaths >= self._timing.poison_limit:
+                actions.append(Fail(closure, verdicts.poison(closure), cancels=False))
+            elif closure.pin is not None:
+                errands.append(closure)
+            else:
+                free.append(closure)
+        return [PutBack(free), *actions] if free else actions
+
+    def _wait_for(self, server: Server, reason: str, now: float) -> list[Action]:
+        """Stops everything until a server is back. See Note [Servers that come back]."""
+        server.away_s = server.asked_s = now
+        server.reason = reason
+        self.crew.is_paused = True
+        actions: list[Action] = []
+        for fencing in list(self._fencings.values()):
+            if server.index in fencing.missing:
+                server.owed.add(fencing.incarnation)
+                fencing.missing.discard(server.index)
+                if not fencing.missing:
+                    actions += self._end_fencing(fencing)
+        for worker in self.crew.workers:
+            if worker.state is WorkerState.READY:
+                actions += self._fence(worker, f"{server} is away", now, is_blamed=False)
+                actions.append(self._release(worker))
+        return actions
+
+    def _use_again(self, server: Server, now: float) -> list[Action]:
+        server.away_s = None
+        server.reason = ""
+        server.heard_s = now
+        server.num_returns += 1
+        self.crew.is_paused = any(s.is_away for s in self.servers)
+        return []
+
+    def _give_up(self, server: Server) -> list[Action]:
+        """Ends the job: a server that was waited for did not come back in time."""
+        server.away_s = None
+        server.loss = f"{server.reason}, and it was not back in {self._timing.return_s:g} s"
+        return self._stop_for(server)
+
+    def _stop_for(self, server: Server) -> list[Action]:
+        """Ends everything, since a server is lost; nothing that runs can succeed."""
+        self.crew.is_paused = any(s.is_away for s in self.servers)
+        actions: list[Action] = [Raise(server.error())]
+        running = [c for w in self.crew.workers for c in w.window.values()]
+        for worker in self.crew.workers:
+            worker.window.clear()
+            self.crew.refresh(worker)
+        for fencing in list(self._fencings.values()):
+            if server.index in fencing.missing:
+                server.owed.add(fencing.incarnation)
+                fencing.missing.discard(server.index)
+            running += fencing.closures
+            fencing.closures = []
+            if not fencing.missing:
+                actions += self._end_fencing(fencing)
+        if running:
+            actions.append(Abandon(running, verdicts.aborted(f"{server} was lost")))
+        return actions

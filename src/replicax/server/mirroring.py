@@ -1,0 +1,260 @@
+"""Tells the mirror of a parameter server what is changed, in a thread of its own.
+
+The thread of the socket never waits for a mirror: two servers may be the mirrors of each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import IO
+
+from replicax.foundation import errors
+from replicax.parameter_server import journal, snapshot_files
+from replicax.parameter_server.service import ParameterStore
+from replicax.server.mirror_log import Batch, MirrorLog, State, Target
+from replicax.transport import addresses, messages, refusals
+from replicax.transport.channel import Channel
+from replicax.transport.keys import Keys
+from replicax.transport.tasks import Task
+from replicax.transport.wakeup import Wakeup
+
+PIECE_BYTES = 8 << 20
+# Messages under way, and what one of them carries.
+_WINDOW = 8
+_MOST_CHANGES = 256
+_MOST_BYTES = 32 << 20
+# A mirror that has nothing to hear is asked so often whether it is still the same; one that is
+# away, so often whether it is back.
+_BEAT_S = 0.5
+_RETRY_S = 0.1
+_IDLE_S = 60.0
+# An answer may take as long as it takes to load a snapshot. Then the mirror is asked anew.
+_ANSWER_S = 60.0
+# A snapshot that is being saved is waited for so long.
+_CUT_S = 60.0
+_JOIN_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class Mirroring:
+    """Keeps the mirror of one server in step, for as long as a job wants it.
+
+    Args:
+      task: The server.
+      store: What it holds.
+      keys: What it proves with who it is.
+      incarnation: The life of its process: the mirror follows one at a time.
+      send: Sends late answers; see `MirrorLog`.
+
+    Attributes:
+      log: What the mirror has not confirmed.
+    """
+
+    def __init__(
+        self, task: Task, store: ParameterStore, keys: Keys | None, incarnation: int, log: MirrorLog
+    ) -> None:
+        self._task = task
+        self._store = store
+        self._keys = keys
+        self._incarnation = incarnation
+        self._log = log
+        self._ending = threading.Event()
+        self._wakeup = Wakeup()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        # The job for which the mirror was reached; the first time, this process replaces others.
+        self._reached: str | None = None
+        # The job in which another process has replaced this one.
+        self._fenced: str | None = None
+
+    def start(self) -> None:
+        """Begins to tell; again is harmless."""
+        with self._lock:
+            if self._thread is None and not self._ending.is_set():
+                name = f"replicax-ps-{self._task.index}-mirror"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
+
+    def wake(self) -> None:
+        """There is something to tell, or nothing any more; from any thread."""
+        self._wakeup.set()
+
+    def reached(self, job: str) -> None:
+        """Notes that this process is the one that the mirror follows."""
+        self._reached = job
+
+    def close(self) -> None:
+        """Ends the thread; answers that wait are not sent."""
+        with self._lock:
+            self._ending.set()
+            thread = self._thread
+        self._wakeup.set()
+        if thread is not None:
+            thread.join(_JOIN_S)
+        self._wakeup.close()
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            self._wakeup.clear()
+            target = self._log.target
+            if target is None or target.job == self._fenced:
+                self._rest(_IDLE_S)
+                continue
+            with self._channel(target) as channel:
+                self._serve(channel, target)
+
+    def _serve(self, channel: Channel, target: Target) -> None:
+        """Follows one job; whatever goes wrong with the mirror, it is tried again."""
+        mirror = Task("ps", target.mirror)
+        while not self._is_over(target):
+            try:
+                self._follow(channel, target.job)
+            except errors.FencedError as error:
+                self._fenced = target.job
+                self._log.lose(State.FENCED)
+                _log.error("%s was replaced, and may change nothing: %s", self._task, error)
+                return
+            except (errors.DistributeError, OSError, snapshot_files.GivenUpError) as error:
+                self._lose(mirror, error)
+            except Exception as error:
+                _log.exception("%s could not be told what is changed", mirror)
+                self._lose(mirror, error)
+            channel.reset()
+            self._ending.wait(_RETRY_S)
+
+    def _lose(self, mirror: Task, error: Exception) -> None:
+        if self._log.state is State.IN_STEP:
+            text = "%s has lost its mirror %s, and acknowledges no change until it is back: %s"
+            _log.warning(text, self._task, mirror, error)
+        self._log.lose()
+
+    def _is_over(self, target: Target) -> bool:
+        found = self._log.target
+        is_same = found is not None and (found.job, found.mirror) == (target.job, target.mirror)
+        return self._ending.is_set() or not is_same
+
+    def _rest(self, seconds: float) -> None:
+        select.select([self._wakeup.fd], [], [], seconds)
+
+    @contextlib.contextmanager
+    def _channel(self, target: Target) -> Iterator[Channel]:
+        location = addresses.resolve(target.attach.servers[target.mirror], None, self._keys)
+        mirror = Task("ps", target.mirror)
+        with Channel(location, self._task, self._keys, self._incarnation, peer=mirror) as channel:
+
+            def given_up() -> Exception | None:
+                text = f"{self._task} does not need its mirror any more."
+                return errors.UnavailableError(text) if self._is_over(target) else None
+
+            channel.job = target.job
+            channel.given_up = given_up
+            yield channel
+
+    def _follow(self, channel: Channel, job: str) -> None:
+        """Finds out how far the mirror is, brings it up to date, and tells it what comes."""
+        target = self._log.target
+        if target is None or target.job != job:
+            return
+        channel.epoch = target.epoch
+        is_known = False
+        with contextlib.suppress(errors.NotFoundError):
+            answer, _ = channel.request(messages.Replicate(0, 0), timeout=_ANSWER_S)
+            assert isinstance(answer, messages.Replicated), answer
+            is_known = self._log.resume(answer.position)
+        if not is_known:
+            self._seed(channel, job)
+        self._reached = job
+        self._tell(channel)
+
+    def _tell(self, channel: Channel) -> None:
+        """Tells what comes, until the mirror needs everything anew."""
+        num_asked = 0
+        while not self._log.needs_seed:
+            self._wakeup.clear()
+            while num_asked < _WINDOW and (batch := self._take()) is not None:
+                self._post(channel, batch)
+                num_asked += 1
+            if not num_asked:
+                self._rest(_BEAT_S)
+                if self._wakeup_is_idle():
+                    channel.post(messages.Replicate(0, 0))
+                    num_asked += 1
+                if self._log.target is None or self._ending.is_set():
+                    return
+                continue
+            # With a full window there is nothing to be woken for.
+            wakeup = self._wakeup.fd if num_asked < _WINDOW else None
+            found = channel.collect(_ANSWER_S, wakeup)
+            if found is not None:
+                num_asked -= 1
+                self._log.confirm(_position(found[1]))
+
+    def _take(self) -> Batch | None:
+        return self._log.take(_MOST_CHANGES, _MOST_BYTES)
+
+    def _wakeup_is_idle(self) -> bool:
+        return not select.select([self._wakeup.fd], [], [], 0)[0]
+
+    def _post(self, channel: Channel, batch: Batch) -> None:
+        is_slow = any(isinstance(change.body, self._store.SLOW) for change in batch.changes)
+        body = messages.Replicate(batch.position, len(batch.changes), is_slow)
+        channel.post(body, [journal.encode(batch.changes), *batch.buffers])
+
+    def _seed(self, channel: Channel, job: str) -> None:
+        """Gives the mirror all that the store holds, while that goes on."""
+        with tempfile.TemporaryFile() as file:
+            position, attach, total = self._cut_into(file, job)
+            num_asked = 0
+            for offset in range(0, total, PIECE_BYTES):
+                file.seek(offset)
+                is_first = self._reached != job
+                seed = messages.Seed(position, offset, total, is_first, attach)
+                channel.post(seed, [file.read(PIECE_BYTES)])
+                num_asked += 1
+                while num_asked >= _WINDOW or (num_asked and offset + PIECE_BYTES >= total):
+                    found = channel.collect(_ANSWER_S)
+                    if found is not None:
+                        num_asked -= 1
+                        if isinstance(found[1], messages.Refused):
+                            raise refusals.to_error(found[1])
+        self._log.end_seed(position)
+        _log.info("%s has given its mirror %d bytes", self._task, total)
+
+    def _cut_into(self, file: IO[bytes], job: str) -> tuple[int, messages.Attach, int]:
+        """Writes a cut; returns its place, what the coordinator had said then, and its length."""
+        taken: list[tuple[int, Target | None]] = []
+
+        def on_cut() -> None:
+            taken.append((self._log.begin_seed(), self._log.target))
+
+        if not self._store.cutting.acquire(timeout=_CUT_S):
+            raise errors.UnavailableError(f"A snapshot of {self._task} takes too long.")
+        try:
+            cut = self._store.snapshot(on_cut)
+            if cut is None:
+                raise errors.UnavailableError(f"{self._task} holds nothing.")
+            try:
+                position, target = taken[0]
+                if target is None or target.job != job:
+                    raise errors.UnavailableError(f"{self._task} holds another job.")
+                is_wanted = lambda: not self._ending.is_set()  # noqa: E731
+                return position, target.attach, snapshot_files.write(file, cut, is_wanted)
+            finally:
+                cut.close()
+        finally:
+            self._store.cutting.release()
+
+
+def _position(answer: messages.Body) -> int:
+    if isinstance(answer, messages.Refused):
+        raise refusals.to_error(answer)
+    assert isinstance(answer, messages.Replicated), answer
+    return answer.position

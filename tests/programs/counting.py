@@ -1,0 +1,38 @@
+"""A program that counts on parameter servers, and goes on where its job stands.
+
+Run as: counting.py CLUSTER TOTAL, where CLUSTER is JSON.
+"""
+
+import json
+import sys
+import time
+
+import replicax as rx
+
+resolver = rx.cluster_resolver.SimpleClusterResolver(
+    rx.train.ClusterSpec(json.loads(sys.argv[1])), task_type="chief", task_id=0
+)
+strategy = rx.ParameterServerStrategy(resolver, job="counting")
+with strategy.scope():
+    done = rx.Variable(0, dtype="int32", name="done")
+    same = rx.Variable(0, dtype="int32", name="same")
+start = int(done.read_value())
+print("resumed" if strategy.is_resumed else "new", start, int(same.read_value()), flush=True)
+
+
+def count() -> None:
+    done.assign_add(1)
+    same.assign_add(1)
+    time.sleep(0.002)
+
+
+with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
+    for _ in range(int(sys.argv[2]) - start):
+        coordinator.schedule(count)
+    while coordinator.status().num_finished < 20:
+        time.sleep(0.01)
+    print("counting", flush=True)
+    coordinator.join(timeout=60)
+print("ended", int(done.read_value()), int(same.read_value()), flush=True)
+sys.stdin.readline()
+strategy.close()

@@ -1,0 +1,225 @@
+"""What the coordinator decides about servers that come back, deadlines and slow closures.
+
+Pure: no threads, no sockets, no clocks.
+"""
+
+from __future__ import annotations
+
+import pytest
+from test_coordinator_policy import FAST, Desk, Shipped, of
+
+from replicax.coordinator import actions as act
+from replicax.coordinator import speculation
+from replicax.coordinator.closures import Closure, State
+from replicax.coordinator.workers import WorkerState
+from replicax.foundation import errors
+
+
+def saved_desk(num_workers: int = 2) -> Desk:
+    """A desk whose servers keep snapshots, with workers in lives 11, 12, ..."""
+    desk = Desk(num_workers)
+    for server in desk.policy.servers:
+        server.is_saved = True
+    for worker in range(num_workers):
+        desk.ready(worker, 11 + worker)
+    return desk
+
+
+def lose(desk: Desk, server: int = 1) -> list[object]:
+    return desk.do(desk.policy.server_lost(server, "the connection was closed", desk.now))
+
+
+def test_bar21_a_server_that_keeps_snapshots_is_waited_for() -> None:
+    desk = saved_desk()
+    closures = desk.put(2)
+    desk.dispatch()
+    actions = lose(desk)
+    # Nothing is raised; both lives are given up, at the server that is left.
+    assert not of(act.Raise, actions)
+    assert of(act.FenceAt, actions) == [act.FenceAt([0], 11), act.FenceAt([0], 12)]
+    assert of(act.Release, actions) == [act.Release(0), act.Release(1)], "no process has to end"
+    for life in (11, 12):
+        desk.do(desk.policy.fence_acknowledged(0, life, desk.now))
+    assert [c.state for c in closures] == [State.QUEUED, State.QUEUED]
+    assert [c.num_deaths for c in closures] == [0, 0], "closures are not blamed"
+    # Workers may join again, and get nothing until the server is there.
+    desk.ready(0, 21)
+    assert desk.dispatch() == {}
+    assert lose(desk) == [], "once is enough"
+
+
+def test_bar21_a_server_is_used_when_it_holds_its_parts_and_knows_who_was_given_up() -> None:
+    desk = saved_desk()
+    desk.put(1)
+    desk.dispatch()
+    lose(desk)
+    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
+    desk.do(desk.policy.fence_acknowledged(0, 12, desk.now))
+    desk.ready(0, 21)
+    assert desk.do(desk.policy.server_connected(1, 2001, desk.now)) == [act.Rejoin(1)]
+    assert desk.dispatch() == {}
+    fences = desk.do(desk.policy.server_rejoined(1, 2001, desk.now))
+    assert fences == [act.FenceAt([1], 11), act.FenceAt([1], 12)]
+    assert desk.dispatch() == {}
+    desk.do(desk.policy.fence_acknowledged(1, 11, desk.now))
+    assert desk.dispatch() == {}
+    desk.do(desk.policy.fence_acknowledged(1, 12, desk.now))
+    assert desk.dispatch() == {0: [0]}
+    assert desk.policy.servers[1].num_returns == 1
+
+
+def test_bar20_a_frozen_server_that_wakes_is_asked_before_it_is_used() -> None:
+    desk = saved_desk(1)
+    desk.put(1)
+    lose(desk)
+    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
+    desk.now += FAST.beat_s
+    assert desk.do(desk.policy.server_heard(1, desk.now)) == [act.Rejoin(1)]
+    assert desk.do(desk.policy.server_heard(1, desk.now)) == [], "not with every message"
+    assert desk.do(desk.policy.server_rejoined(1, 1001, desk.now)) == [act.FenceAt([1], 11)]
+
+
+def test_bar23_a_server_that_comes_back_empty_ends_the_job() -> None:
+    desk = saved_desk()
+    closures = desk.put(1)
+    desk.dispatch()
+    lose(desk)
+    desk.do(desk.policy.server_connected(1, 2001, desk.now))
+    actions = desk.do(desk.policy.server_emptied(1, "part 3 is missing"))
+    (raised,) = of(act.Raise, actions)
+    assert isinstance(raised.error, errors.PSIncarnationError)
+    assert "/job:ps/task:1" in str(raised.error)
+    assert "part 3" in str(raised.error)
+    assert closures[0].is_settled
+
+
+def test_a_server_that_does_not_come_back_in_time_is_given_up() -> None:
+    desk = saved_desk()
+    desk.put(1)
+    lose(desk)
+    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
+    desk.do(desk.policy.fence_acknowledged(0, 12, desk.now))
+    assert not of(act.Raise, desk.tick(FAST.return_s - 0.5))
+    (raised,) = of(act.Raise, desk.tick(1.0))
+    assert isinstance(raised.error, errors.PSUnavailableError)
+    assert "/job:ps/task:1" in str(raised.error)
+    assert "not back in 20 s" in str(raised.error)
+
+
+def test_waiting_for_a_server_is_not_waiting_for_workers() -> None:
+    desk = saved_desk()
+    desk.put(1)
+    lose(desk)
+    assert not of(act.Raise, desk.tick(FAST.no_workers_s + 1.0))
+
+
+def test_a_fence_that_a_lost_server_owes_does_not_hold_up_others() -> None:
+    desk = saved_desk()
+    desk.put(2)
+    desk.dispatch()
+    desk.do(desk.policy.worker_lost(0, "killed", desk.now))
+    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
+    assert len(desk.queue) == 0, "server 1 has not confirmed"
+    lose(desk)
+    assert len(desk.queue) == 1
+    assert desk.policy.servers[1].owed == {11, 12}
+
+
+def test_a_worker_that_reports_a_restarted_server_does_not_end_the_job() -> None:
+    desk = saved_desk()
+    actions = desk.do(desk.policy.server_blamed(0, 1, True, desk.now))
+    assert not of(act.Raise, actions)
+    assert desk.policy.servers[1].is_away
+    assert not desk.policy.servers[1].has_lost_variables
+
+
+# Deadlines.
+
+
+def test_a_closure_that_runs_past_its_deadline_costs_its_worker() -> None:
+    desk = Desk(2)
+    desk.ready(0, 11)
+    closure = Closure(0, Shipped(), deadline_s=1.0)
+    desk.queue.put(closure)
+    desk.dispatch()
+    assert desk.tick(0.9, heard=(0,)) == []
+    done = desk.tick(0.3, heard=(0,))
+    assert done == [act.FenceAt([0, 1], 11), act.Release(0, is_dead=True)]
+    assert closure.num_deaths == 1
+
+
+def test_bar8_a_closure_that_is_always_late_is_given_up_by_name() -> None:
+    desk = Desk(1)
+    closure = Closure(0, Shipped(), deadline_s=0.5)
+    desk.queue.put(closure)
+    for life in (11, 12, 13):
+        desk.ready(0, life)
+        desk.dispatch()
+        desk.tick(0.7, heard=(0,))
+        desk.acknowledge(life)
+    assert isinstance(closure.error, errors.PoisonClosureError)
+    assert "deadline being 0.5 s" in str(closure.error)
+
+
+# Speculation.
+
+
+def slow_desk() -> tuple[Desk, list[Closure]]:
+    """Worker 0 is at a closure for long; worker 1 has ended its own."""
+    desk = Desk(2)
+    desk.ready(0, 11)
+    desk.ready(1, 12)
+    closures = desk.put(2)
+    assert desk.dispatch() == {0: [0], 1: [1]}
+    desk.now += 0.1
+    desk.finish(1, 1)
+    return desk, closures
+
+
+def test_bar10_an_idle_worker_runs_what_another_takes_long_for() -> None:
+    desk, closures = slow_desk()
+    assert speculation.copies(desk.policy.crew, desk.queue, desk.now) == []
+    desk.now += 0.1
+    assert speculation.copies(desk.policy.crew, desk.queue, desk.now) == [
+        act.Dispatch(1, [closures[0]])
+    ]
+    assert closures[0].attempt == 1
+    desk.now += 1.0
+    assert speculation.copies(desk.policy.crew, desk.queue, desk.now) == [], "not a third time"
+
+
+def test_bar10_nothing_is_copied_while_closures_wait() -> None:
+    desk, _ = slow_desk()
+    desk.put(1)
+    desk.now += 1.0
+    assert speculation.copies(desk.policy.crew, desk.queue, desk.now) == []
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_bar10_the_first_result_settles_and_the_second_changes_nothing(first: int) -> None:
+    desk, closures = slow_desk()
+    desk.now += 0.1
+    speculation.copies(desk.policy.crew, desk.queue, desk.now)
+    lives = {0: 11, 1: 12}
+    closure = desk.policy.take_ended(first, lives[first], 0)
+    assert closure is closures[0]
+    desk.queue.finish(closure, None)
+    assert desk.queue.is_idle
+    again = desk.policy.take_ended(1 - first, lives[1 - first], 0)
+    assert again is closures[0], "the slower worker is busy until it says so"
+    assert again.is_settled
+
+
+def test_bar10_a_closure_with_a_copy_outlives_one_of_its_workers() -> None:
+    desk, closures = slow_desk()
+    desk.now += 0.1
+    speculation.copies(desk.policy.crew, desk.queue, desk.now)
+    desk.do(desk.policy.worker_lost(0, "killed", desk.now))
+    assert speculation.runs_elsewhere(desk.policy.crew, closures[0])
+    closure = desk.policy.take_ended(1, 12, 0)
+    assert closure is not None
+    desk.queue.finish(closure, None)
+    desk.acknowledge(11)
+    assert desk.queue.is_idle
+    assert closures[0].state is State.FINISHED
+    assert desk.policy.crew.workers[0].state is WorkerState.CONNECTING
