@@ -1,3 +1,22 @@
-"""Clusters of real processes on this machine, for tests, notebooks and demos."""
+"""Clusters of real processes on this machine, and the faults to try them with.
 
+with rx.testing.LocalCluster(workers=3, ps=2, timing="fast", proxied=("ps",)) as cluster:
+    ...
+    cluster.kill("worker", 1)  # A process ends.
+    cluster.restart("worker", 1)
+    cluster.stop("worker", 2)  # One is frozen, and goes on.
+    cluster.cont("worker", 2)
+    cluster.slow("worker", 0, duty=0.1)  # One is ten times slower.
+    cluster.cut("ps", 0)  # Nothing passes, and nobody is told.
+    cluster.mend("ps", 0)
+    cluster.blip("ps", 1)  # All connections break once.
+    cluster.proxy("ps", 1).harm(drop_requests=0.1, duplicate_requests=0.1)
+    ...
+    assert cluster.proxy("ps", 1).landed["drop_requests"] > 0
+"""
+
+from replicax.testing.disks import fill as fill
+from replicax.testing.disks import small_disk as small_disk
+from replicax.testing.faults import Faults as Faults
 from replicax.testing.local_cluster import LocalCluster as LocalCluster
+from replicax.testing.proxy import Proxy as Proxy

@@ -55,6 +55,7 @@ class Child:
 
         The kernel ends it when the calling thread ends: call this from one that lives.
         """
+        self.close_pipe()
         reading, writing = os.pipe()
         command = [sys.executable, "-m", "replicax", "serve", "--ready-fd", str(writing)]
         command += ["--die-with-parent", str(os.getpid()), *options]

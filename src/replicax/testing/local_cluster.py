@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import json
 import os
-import selectors
 import shutil
 import signal
-import tempfile
-import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver import SimpleClusterResolver
 from replicax.foundation import errors
+from replicax.testing import launching
 from replicax.testing.child import Child
-from replicax.transport import keys
-
-# The name of a socket in a directory has to fit into what the kernel keeps for it.
-_LONGEST_DIRECTORY = 80
-# Ending: the time to end in order, and then to be gone after SIGKILL.
-_ORDERLY_SECONDS = 3.0
-_KILLED_SECONDS = 2.0
+from replicax.testing.proxy import Proxy
 
 
 class LocalCluster:
@@ -41,6 +31,9 @@ class LocalCluster:
     CPU devices unless `env` says otherwise (`JAX_PLATFORMS`), and use sockets in a directory
     that only this user can enter, or TCP on this machine with keys made for this cluster.
 
+    A process that ends itself because the others have given it up (exit code 75) is started
+    again, as a platform would; one that is killed stays away until `restart`.
+
     Args:
       workers: The number of workers.
       ps: The number of parameter servers.
@@ -49,6 +42,12 @@ class LocalCluster:
       env: Environment variables of the processes, beside those of this one.
       devices_per_worker: The CPU devices of each worker, for several replicas on each.
       log_directory: Where the output of the processes is kept; else it goes with the cluster.
+      snapshots: Whether parameter servers keep snapshots, or the directory where they do.
+      snapshot_every: The seconds between two snapshots.
+      proxied: The jobs whose tasks are called through a `Proxy`, such as ("ps",): what is
+        between them and their callers can then be harmed as well. It is slower.
+      restarts: Whether processes that ask for it are started again.
+      seed: What the proxies do by chance follows from it.
     """
 
     def __init__(
@@ -61,19 +60,30 @@ class LocalCluster:
         env: Mapping[str, str] | None = None,
         devices_per_worker: int = 1,
         log_directory: str | os.PathLike[str] | None = None,
+        snapshots: bool | str | os.PathLike[str] = False,
+        snapshot_every: float = 1.0,
+        proxied: Sequence[str] = (),
+        restarts: bool = True,
+        seed: int = 0,
     ) -> None:
         _check(workers, ps, protocol, devices_per_worker)
-        self._counts = {"worker": workers, "ps": ps}
-        self._protocol = protocol
-        self._extra_env = dict(env or {})
+        _check_more(snapshot_every, proxied)
+        extra = dict(env or {})
         if timing is not None:
-            self._extra_env.setdefault("REPLICAX_TIMING", timing)
-        self._devices_per_worker = devices_per_worker
-        self._log_directory = Path(log_directory) if log_directory is not None else None
-        self._children: dict[tuple[str, int], Child] = {}
-        self._directory: Path | None = None
-        self._keys_directory: Path | None = None
-        self._launcher: concurrent.futures.ThreadPoolExecutor | None = None
+            extra.setdefault("REPLICAX_TIMING", timing)
+        self._plan = launching.Plan(
+            {"worker": workers, "ps": ps},
+            protocol,
+            extra,
+            devices_per_worker,
+            Path(log_directory) if log_directory is not None else None,
+            snapshots if isinstance(snapshots, bool) else Path(snapshots),
+            snapshot_every,
+            tuple(proxied),
+            restarts,
+            seed,
+        )
+        self._running: launching.Crew | None = None
         self._end: weakref.finalize[..., Any] | None = None
 
     def __enter__(self) -> Self:
@@ -84,13 +94,13 @@ class LocalCluster:
         self.close()
 
     def __repr__(self) -> str:
-        tasks = ", ".join(f"{count} {job}" for job, count in self._counts.items() if count)
-        state = "running" if self._end is not None else "not running"
-        return f"LocalCluster({tasks}, {self._protocol}, {state})"
+        tasks = ", ".join(f"{count} {job}" for job, count in self._plan.counts.items() if count)
+        state = "running" if self._running is not None else "not running"
+        return f"LocalCluster({tasks}, {self._plan.protocol}, {state})"
 
     def start(self, timeout: float = 60.0) -> None:
         """Starts every process and waits until all of them listen."""
-        if self._end is not None:
+        if self._running is not None:
             raise errors.ContextError(
                 errors.message(
                     "A local cluster is started once",
@@ -98,22 +108,10 @@ class LocalCluster:
                     "Use it, or close it first.",
                 )
             )
-        directory = _short_directory()
-        self._directory = directory
-        # The kernel ends a child when the thread that started it ends. This one lives as
-        # long as the cluster, whichever thread the caller is in.
-        self._launcher = concurrent.futures.ThreadPoolExecutor(1, "replicax-local-cluster")
-        self._end = weakref.finalize(
-            self, _end, os.getpid(), self._children, self._launcher, directory
-        )
+        self._running = crew = launching.Crew(self._plan)
+        self._end = weakref.finalize(self, crew.end)
         try:
-            if self._protocol == "tcp":
-                self._keys_directory = directory / "keys"
-                keys.make(self._keys_directory)
-            self._make_children(directory)
-            for child in self._children.values():
-                self._spawn(child)
-            self.wait_until_ready(timeout)
+            crew.start(timeout)
         except BaseException:
             self.close()
             raise
@@ -122,23 +120,22 @@ class LocalCluster:
         """Ends every process and removes what the cluster wrote; again is harmless."""
         if self._end is not None:
             self._end()
-            self._end = None
-        self._children.clear()
-        self._launcher = self._directory = self._keys_directory = None
+        self._running = self._end = None
 
     @property
     def cluster_spec(self) -> ClusterSpec:
-        """Where the tasks listen."""
-        jobs = ("worker", "ps")
-        addresses = {
-            job: [self._child(job, i).address for i in range(self._counts[job])] for job in jobs
-        }
-        return ClusterSpec({job: found for job, found in addresses.items() if found})
+        """Where the tasks are called: where they listen, or where their proxies do."""
+        crew = self._crew("where its tasks listen")
+        found: dict[str, list[str]] = {}
+        for key, child in crew.children.items():
+            proxy = crew.proxies.get(key)
+            found.setdefault(key[0], []).append(child.address if proxy is None else proxy.address)
+        return ClusterSpec(found)
 
     @property
     def resolver(self) -> SimpleClusterResolver:
         """Says to this process that it is the coordinator of the cluster."""
-        layer = "tcp" if self._protocol == "tcp" else None
+        layer = "tcp" if self._plan.protocol == "tcp" else None
         return SimpleClusterResolver(
             self.cluster_spec, task_type="chief", task_id=0, rpc_layer=layer
         )
@@ -146,14 +143,17 @@ class LocalCluster:
     @property
     def directory(self) -> Path:
         """Where the cluster keeps sockets, keys and logs; it goes when the cluster ends."""
-        if self._directory is None:
-            raise self._not_running("its directory")
-        return self._directory
+        return self._crew("its directory").directory
 
     @property
     def keys_directory(self) -> Path | None:
         """The keys of the cluster, with "tcp"."""
-        return self._keys_directory
+        return self._running.keys_directory if self._running is not None else None
+
+    @property
+    def snapshots_directory(self) -> Path | None:
+        """Where parameter servers keep snapshots, each in a directory `ps-<index>`."""
+        return self._crew("its snapshots").snapshots_directory
 
     def wait_until_ready(self, timeout: float = 60.0) -> None:
         """Waits until every process that was started listens.
@@ -162,171 +162,163 @@ class LocalCluster:
           UnavailableError: If one ends before; with the last lines that it printed.
           DeadlineExceededError: If one does not listen in time.
         """
-        deadline = time.monotonic() + timeout
-        waiting = {c.pipe: c for c in self._children.values() if c.pipe is not None}
-        with selectors.DefaultSelector() as selector:
-            for pipe in waiting:
-                selector.register(pipe, selectors.EVENT_READ)
-            while waiting:
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    raise _late(list(waiting.values()), timeout)
-                for key, _ in ready:
-                    pipe = key.fd
-                    child = waiting[pipe]
-                    is_ready = child.hear()
-                    if child.pipe is not None:
-                        continue
-                    selector.unregister(pipe)
-                    del waiting[pipe]
-                    if not is_ready:
-                        raise _died(child)
+        launching.wait_until_ready(self._crew("its tasks").children.values(), timeout)
+
+    # Processes.
 
     def kill(self, job: str, index: int) -> None:
         """Ends a process at once (SIGKILL)."""
-        self._child(job, index).kill()
+        crew, child = self._task(job, index)
+        crew.duty.set(child, 1)
+        with crew.changing:
+            child.kill()
 
     def stop(self, job: str, index: int) -> None:
         """Freezes a process (SIGSTOP): it keeps its sockets and says nothing."""
-        self._child(job, index).send(signal.SIGSTOP)
+        crew, child = self._task(job, index)
+        crew.duty.set(child, 1)
+        child.send(signal.SIGSTOP)
 
     def cont(self, job: str, index: int) -> None:
-        """Lets a frozen process go on (SIGCONT)."""
-        self._child(job, index).send(signal.SIGCONT)
+        """Lets a frozen or slow process go on (SIGCONT)."""
+        crew, child = self._task(job, index)
+        crew.duty.set(child, 1)
+        child.send(signal.SIGCONT)
+
+    def slow(self, job: str, index: int, duty: float) -> None:
+        """Lets a process run for a part of the time only: it is stopped and goes on in turn.
+
+        Args:
+          job: Its job.
+          index: Its index.
+          duty: The part of the time that it runs; 0.1 makes it ten times slower, 1 ends it.
+        """
+        crew, child = self._task(job, index)
+        crew.duty.set(child, duty)
 
     def terminate(self, job: str, index: int, timeout: float = 10.0) -> int | None:
         """Asks a process to end (SIGTERM), waits, and returns its exit code.
 
         One that has not ended in time is killed.
         """
-        child = self._child(job, index)
-        child.send(signal.SIGTERM)
-        child.send(signal.SIGCONT)
-        if not child.reap(timeout):
-            child.kill()
-        child.close_pipe()
+        crew, child = self._task(job, index)
+        crew.duty.set(child, 1)
+        with crew.changing:
+            child.send(signal.SIGTERM)
+            child.send(signal.SIGCONT)
+            if not child.reap(timeout):
+                child.kill()
+            child.close_pipe()
         return child.exit_code
 
-    def restart(self, job: str, index: int, *, wait: bool = True, timeout: float = 60.0) -> None:
-        """Starts a process again at the same address; kills it first if it is alive."""
-        child = self._child(job, index)
-        child.kill()
-        self._spawn(child)
+    def restart(
+        self,
+        job: str,
+        index: int,
+        *,
+        wait: bool = True,
+        timeout: float = 60.0,
+        empty: bool = False,
+    ) -> None:
+        """Starts a process again at the same address; kills it first if it is alive.
+
+        Args:
+          job: Its job.
+          index: Its index.
+          wait: Whether to wait until it listens.
+          timeout: How long.
+          empty: Whether a parameter server loses its snapshots before.
+        """
+        crew, child = self._task(job, index)
+        crew.duty.set(child, 1)
+        with crew.changing:
+            child.kill()
+            if empty and crew.snapshots_directory is not None:
+                shutil.rmtree(crew.snapshots_directory / f"{job}-{index}", ignore_errors=True)
+            crew.spawn(child)
         if wait:
             self.wait_until_ready(timeout)
 
     def alive(self, job: str, index: int) -> bool:
         """Whether a process is there; a frozen one is."""
-        return self._child(job, index).is_alive
+        return self._task(job, index)[1].is_alive
 
     def pid(self, job: str, index: int) -> int:
         """The id of the process that plays a task, or that played it last."""
-        pid = self._child(job, index).pid
+        pid = self._task(job, index)[1].pid
         assert pid is not None, "children are started when they are made"
         return pid
 
     def logs(self, job: str, index: int, lines: int = 100) -> str:
         """The last lines that a task printed, of all its processes."""
-        return self._child(job, index).tail(lines)
+        return self._task(job, index)[1].tail(lines)
 
-    def _make_children(self, directory: Path) -> None:
-        logs = self._log_directory or directory
-        logs.mkdir(parents=True, exist_ok=True)
-        for job, count in self._counts.items():
-            for index in range(count):
-                child = Child(job, index, logs / f"{job}-{index}.log")
-                child.address = (
-                    "127.0.0.1:0"
-                    if self._protocol == "tcp"
-                    else f"ipc://{directory}/{job[0]}{index}"
+    # What is between processes.
+
+    def proxy(self, job: str, index: int) -> Proxy:
+        """Returns the proxy through which a task is called.
+
+        Raises:
+          InvalidArgumentError: There is none: `proxied` does not name the job.
+        """
+        crew, child = self._task(job, index)
+        found = crew.proxies.get((job, index))
+        if found is None:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"{child} must be called through a proxy",
+                    f"`proxied` is {self._plan.proxied!r}",
+                    f"Pass `proxied=({job!r},)` to LocalCluster.",
                 )
-                self._children[job, index] = child
+            )
+        return found
 
-    def _spawn(self, child: Child) -> None:
-        assert self._launcher is not None
-        options = ["--protocol", self._protocol]
-        if self._keys_directory is not None:
-            options += ["--keys", str(self._keys_directory)]
-        if child.job == "worker" and self._devices_per_worker > 1:
-            options += ["--cpu-devices", str(self._devices_per_worker)]
-        config = {
-            "cluster": self.cluster_spec.as_dict(),
-            "task": {"type": child.job, "index": child.index},
-        }
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-        # Counts the threads that this process needs for its own devices.
-        env.pop("NPROC", None)
-        if self._devices_per_worker == 1:
-            env |= _share_of_machine(child.job, self._counts["worker"])
-        env |= {**self._extra_env, "TF_CONFIG": json.dumps(config)}
-        self._launcher.submit(child.spawn, options, env).result(timeout=30.0)
+    def cut(self, job: str, index: int, caller: tuple[str, int] | None = None) -> None:
+        """Lets nothing pass between a task and those who call it; nobody is told.
 
-    def _child(self, job: str, index: int) -> Child:
-        if self._end is None:
-            raise self._not_running(f"{job} {index}")
-        child = self._children.get((job, index))
+        Args:
+          job: Its job.
+          index: Its index.
+          caller: Who is cut off from it, such as ("worker", 1) or ("coordinator", 0); everybody
+            by default. Only with "ipc".
+        """
+        self.proxy(job, index).cut(caller)
+
+    def mend(self, job: str, index: int) -> None:
+        """Lets everything pass again between a task and those who call it."""
+        self.proxy(job, index).mend()
+
+    def blip(self, job: str, index: int) -> int:
+        """Closes the connections of those who call a task, once; returns how many there were."""
+        return self.proxy(job, index).blip()
+
+    # Inside.
+
+    def _crew(self, asked: str) -> launching.Crew:
+        if self._running is None:
+            raise errors.ContextError(
+                errors.message(
+                    "The tasks of a local cluster are there while it runs",
+                    f"{self!r} was asked for {asked}",
+                    "Use it inside its `with` block.",
+                )
+            )
+        return self._running
+
+    def _task(self, job: str, index: int) -> tuple[launching.Crew, Child]:
+        crew = self._crew(f"{job} {index}")
+        child = crew.children.get((job, index))
         if child is None:
+            counts = self._plan.counts
             raise errors.InvalidArgumentError(
                 errors.message(
                     "A task of the cluster was expected",
-                    f"{job!r} {index!r} was named and it has {self._counts['worker']} workers "
-                    f"and {self._counts['ps']} ps",
+                    f"{job!r} {index!r} was named and it has {counts['worker']} workers "
+                    f"and {counts['ps']} ps",
                     'Name one of them, such as ("worker", 0).',
                 )
             )
-        return child
-
-    def _not_running(self, asked: str) -> errors.ContextError:
-        return errors.ContextError(
-            errors.message(
-                "The tasks of a local cluster are there while it runs",
-                f"{self!r} was asked for {asked}",
-                "Use it inside its `with` block.",
-            )
-        )
-
-
-def _share_of_machine(job: str, num_workers: int) -> dict[str, str]:
-    """Keeps tasks of one machine from waiting, awake, for cores that others compute on."""
-    num_threads = max(1, (os.cpu_count() or 1) // num_workers) if job == "worker" else 1
-    if num_threads > 1:
-        return {"NPROC": str(num_threads)}
-    flags = os.environ.get("XLA_FLAGS", "")
-    return {"NPROC": "1", "XLA_FLAGS": f"{flags} --xla_cpu_multi_thread_eigen=false".strip()}
-
-
-def _end(
-    owner: int,
-    children: dict[tuple[str, int], Child],
-    launcher: concurrent.futures.ThreadPoolExecutor,
-    directory: Path,
-) -> None:
-    """Ends all processes, together, and removes the directory."""
-    if os.getpid() != owner:
-        # A fork of the owner: the cluster is not its own.
-        return
-    for number in (signal.SIGTERM, signal.SIGCONT):
-        for child in children.values():
-            child.send(number)
-    deadline = time.monotonic() + _ORDERLY_SECONDS
-    for child in children.values():
-        child.reap(max(0.0, deadline - time.monotonic()))
-    for child in children.values():
-        child.send(signal.SIGKILL)
-    deadline = time.monotonic() + _KILLED_SECONDS
-    for child in children.values():
-        child.kill(max(0.0, deadline - time.monotonic()))
-    launcher.shutdown(wait=True)
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def _short_directory() -> Path:
-    """A new directory that only this user can enter, with a short name."""
-    made = Path(tempfile.mkdtemp(prefix="rx-"))
-    if len(os.fsencode(made)) <= _LONGEST_DIRECTORY:
-        return made
-    made.rmdir()
-    return Path(tempfile.mkdtemp(prefix="rx-", dir="/tmp"))
+        return crew, child
 
 
 def _check(workers: int, ps: int, protocol: str, devices_per_worker: int) -> None:
@@ -359,23 +351,18 @@ def _check(workers: int, ps: int, protocol: str, devices_per_worker: int) -> Non
         )
 
 
-def _died(child: Child) -> errors.UnavailableError:
-    child.reap(5.0)
-    return errors.UnavailableError(
-        errors.message(
-            "Every task of a local cluster must start",
-            f"{child} ended with exit code {child.exit_code}",
-            f"It printed last:\n{child.tail(20)}",
+def _check_more(snapshot_every: float, proxied: Sequence[str]) -> None:
+    if not snapshot_every > 0:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`snapshot_every` must be positive", f"it is {snapshot_every!r}", "Pass seconds."
+            )
         )
-    )
-
-
-def _late(children: list[Child], timeout: float) -> errors.DeadlineExceededError:
-    names = ", ".join(map(str, children))
-    return errors.DeadlineExceededError(
-        errors.message(
-            f"Every task of a local cluster must listen within {timeout:g} s",
-            f"{names} did not",
-            f"{children[0]} printed last:\n{children[0].tail(20)}",
+    if isinstance(proxied, str) or not set(proxied) <= {"ps", "worker"}:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                '`proxied` must be a sequence of jobs, of "ps" and "worker"',
+                f"it is {proxied!r}",
+                'Pass ("ps",).',
+            )
         )
-    )

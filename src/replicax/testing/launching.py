@@ -1,0 +1,233 @@
+"""How the processes of a local cluster are started and ended."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import selectors
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from replicax.foundation import errors
+from replicax.testing.child import Child
+from replicax.testing.duty import DutyCycles
+from replicax.testing.proxy import Proxy
+from replicax.testing.supervisor import Supervisor
+from replicax.transport import keys
+
+# The name of a socket in a directory has to fit into what the kernel keeps for it.
+_LONGEST_DIRECTORY = 80
+# Ending: the time to end in order, and then to be gone after SIGKILL.
+_ORDERLY_SECONDS = 3.0
+_KILLED_SECONDS = 2.0
+_START_SECONDS = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a local cluster is made of; see `LocalCluster`."""
+
+    counts: Mapping[str, int]
+    protocol: str
+    env: Mapping[str, str]
+    devices_per_worker: int
+    log_directory: Path | None
+    snapshots: bool | Path
+    snapshot_every: float
+    proxied: tuple[str, ...]
+    restarts: bool
+    seed: int
+
+
+class Crew:
+    """The running processes of a cluster, and what acts on them. It does not know its cluster.
+
+    Attributes:
+      directory: Where sockets, keys and logs are.
+      children: The processes, by job and index.
+      proxies: The proxies in front of them.
+      duty: Which of them are slow.
+      keys_directory: The keys, with "tcp".
+      snapshots_directory: Where parameter servers keep snapshots; None if they keep none.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._owner = os.getpid()
+        self.directory = _short_directory()
+        self.children: dict[tuple[str, int], Child] = {}
+        self.proxies: dict[tuple[str, int], Proxy] = {}
+        self.duty = DutyCycles()
+        self.keys_directory: Path | None = None
+        self.snapshots_directory: Path | None = None
+        self._supervisor: Supervisor | None = None
+        # The kernel ends a child when the thread that started it ends. This one lives as
+        # long as the cluster, whichever thread the caller is in.
+        self._launcher = concurrent.futures.ThreadPoolExecutor(1, "replicax-local-cluster")
+        # Who starts a process, and who ends one: the caller and the supervisor both may.
+        self.changing = threading.RLock()
+
+    # Starting.
+
+    def start(self, timeout: float) -> None:
+        """Starts everything, and waits until all processes listen."""
+        plan = self._plan
+        if plan.protocol == "tcp":
+            self.keys_directory = keys.make(self.directory / "keys")
+        if plan.snapshots:
+            given = plan.snapshots
+            self.snapshots_directory = (
+                given if isinstance(given, Path) else self.directory / "snapshots"
+            )
+            self.snapshots_directory.mkdir(parents=True, exist_ok=True)
+        logs = plan.log_directory or self.directory
+        logs.mkdir(parents=True, exist_ok=True)
+        for job, count in plan.counts.items():
+            for index in range(count):
+                child = Child(job, index, logs / f"{job}-{index}.log")
+                is_tcp = plan.protocol == "tcp"
+                where = f"ipc://{self.directory}/{job[0]}{index}"
+                child.address = "127.0.0.1:0" if is_tcp else where
+                self.children[job, index] = child
+        for child in self.children.values():
+            self.spawn(child)
+        wait_until_ready(self.children.values(), timeout)
+        for number, (key, child) in enumerate(self.children.items()):
+            if key[0] in plan.proxied:
+                is_tcp = plan.protocol == "tcp"
+                where = "127.0.0.1:0" if is_tcp else f"{child.address}-proxy"
+                self.proxies[key] = Proxy(where, child.address, plan.seed * 1009 + number)
+        if plan.restarts:
+            self._supervisor = Supervisor(self.children.values(), self._start_again)
+
+    def spawn(self, child: Child) -> None:
+        """Starts a process, which must not be running."""
+        plan = self._plan
+        options = ["--protocol", plan.protocol]
+        if self.keys_directory is not None:
+            options += ["--keys", str(self.keys_directory)]
+        if child.job == "worker" and plan.devices_per_worker > 1:
+            options += ["--cpu-devices", str(plan.devices_per_worker)]
+        if child.job == "ps" and self.snapshots_directory is not None:
+            options += ["--snapshots", str(self.snapshots_directory)]
+            options += ["--snapshot-every", f"{plan.snapshot_every:g}"]
+        cluster: dict[str, list[str]] = {}
+        for (job, _), other in self.children.items():
+            # Where it listens itself; those who call are told of proxies.
+            cluster.setdefault(job, []).append(other.address)
+        config = {"cluster": cluster, "task": {"type": child.job, "index": child.index}}
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+        # Counts the threads that this process needs for its own devices.
+        env.pop("NPROC", None)
+        if plan.devices_per_worker == 1:
+            env |= _share_of_machine(child.job, plan.counts["worker"])
+        env |= {**plan.env, "TF_CONFIG": json.dumps(config)}
+        with self.changing:
+            self._launcher.submit(child.spawn, options, env).result(timeout=_START_SECONDS)
+
+    def _start_again(self, child: Child, pid: int) -> None:
+        with self.changing:
+            if child.pid == pid:
+                self.spawn(child)
+
+    # Ending.
+
+    def end(self) -> None:
+        """Ends all processes, together, and removes the directory."""
+        if os.getpid() != self._owner:
+            # A fork of the owner: the cluster is not its own.
+            return
+        if self._supervisor is not None:
+            self._supervisor.end()
+        self.duty.end()
+        for proxy in self.proxies.values():
+            proxy.close()
+        children = list(self.children.values())
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            for child in children:
+                child.send(number)
+        deadline = time.monotonic() + _ORDERLY_SECONDS
+        for child in children:
+            child.reap(max(0.0, deadline - time.monotonic()))
+        for child in children:
+            child.send(signal.SIGKILL)
+        deadline = time.monotonic() + _KILLED_SECONDS
+        for child in children:
+            child.kill(max(0.0, deadline - time.monotonic()))
+        self._launcher.shutdown(wait=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def wait_until_ready(children: Iterable[Child], timeout: float) -> None:
+    """Waits until every process that was started listens.
+
+    Raises:
+      UnavailableError: If one ends before; with the last lines that it printed.
+      DeadlineExceededError: If one does not listen in time.
+    """
+    deadline = time.monotonic() + timeout
+    waiting = {c.pipe: c for c in children if c.pipe is not None}
+    with selectors.DefaultSelector() as selector:
+        for pipe in waiting:
+            selector.register(pipe, selectors.EVENT_READ)
+        while waiting:
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise _late(list(waiting.values()), timeout)
+            for key, _ in ready:
+                pipe = key.fd
+                child = waiting[pipe]
+                is_ready = child.hear()
+                if child.pipe is not None:
+                    continue
+                selector.unregister(pipe)
+                del waiting[pipe]
+                if not is_ready:
+                    raise _died(child)
+
+
+def _share_of_machine(job: str, num_workers: int) -> dict[str, str]:
+    """Keeps tasks of one machine from waiting, awake, for cores that others compute on."""
+    num_threads = max(1, (os.cpu_count() or 1) // num_workers) if job == "worker" else 1
+    if num_threads > 1:
+        return {"NPROC": str(num_threads)}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {"NPROC": "1", "XLA_FLAGS": f"{flags} --xla_cpu_multi_thread_eigen=false".strip()}
+
+
+def _short_directory() -> Path:
+    """A new directory that only this user can enter, with a short name."""
+    made = Path(tempfile.mkdtemp(prefix="rx-"))
+    if len(os.fsencode(made)) <= _LONGEST_DIRECTORY:
+        return made
+    made.rmdir()
+    return Path(tempfile.mkdtemp(prefix="rx-", dir="/tmp"))
+
+
+def _died(child: Child) -> errors.UnavailableError:
+    child.reap(5.0)
+    return errors.UnavailableError(
+        errors.message(
+            "Every task of a local cluster must start",
+            f"{child} ended with exit code {child.exit_code}",
+            f"It printed last:\n{child.tail(20)}",
+        )
+    )
+
+
+def _late(children: list[Child], timeout: float) -> errors.DeadlineExceededError:
+    names = ", ".join(map(str, children))
+    return errors.DeadlineExceededError(
+        errors.message(
+            f"Every task of a local cluster must listen within {timeout:g} s",
+            f"{names} did not",
+            f"{children[0]} printed last:\n{children[0].tail(20)}",
+        )
+    )

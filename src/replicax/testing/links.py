@@ -1,0 +1,230 @@
+"""One connection through a proxy: two streams, and what happens to what they carry."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import socket
+import struct
+
+import msgspec
+
+from replicax.foundation import errors
+from replicax.testing.faults import Dice, Direction
+from replicax.testing.zmtp import Splitter, Unit, joined
+from replicax.transport import codec, messages
+
+_PIECE = 1 << 18
+# No more is read while so much waits to be written.
+_MOST_WAITING = 8 << 20
+# A message that waits for the next one, to arrive after it, waits no longer than this.
+_LONGEST_WAIT_S = 0.05
+# Greetings with keys come before this many bytes; bits are flipped after them.
+_HANDSHAKE = 1024
+_MOST_NAMES = 4096
+# Closing with unsent data thrown away: the other side is told by a reset.
+_RESET = struct.pack("ii", 1, 0)
+
+
+class Stream:
+    """One direction: what was read at one end and is not yet written at the other."""
+
+    def __init__(self, source: socket.socket, sink: socket.socket, sees_messages: bool) -> None:
+        self.source = source
+        self.sink = sink
+        self.splitter = Splitter() if sees_messages else None
+        self.num_bytes = 0
+        self.is_ended = False
+        # Whole pieces and when each may be written; what is being written.
+        self._waiting: collections.deque[tuple[float, bytes]] = collections.deque()
+        self._num_waiting = 0
+        self._current = memoryview(b"")
+        # A message to be sent after the next one, and when at the latest.
+        self.held: tuple[float, bytes] | None = None
+        self._allowance = 0.0
+        self._allowed_s = 0.0
+
+    @property
+    def can_read(self) -> bool:
+        """Whether there is room for more."""
+        return not self.is_ended and self._num_waiting < _MOST_WAITING
+
+    def put(self, raw: bytes, due_s: float) -> None:
+        """Lets a piece go on, not before some time and not before those put before it."""
+        if self._waiting:
+            due_s = max(due_s, self._waiting[-1][0])
+        self._waiting.append((due_s, raw))
+        self._num_waiting += len(raw)
+
+    def release(self, now: float, is_due: bool = False) -> None:
+        """Puts the message that is held back, now that another has passed it or time is up."""
+        if self.held is not None and (is_due or now >= self.held[0]):
+            raw, self.held = self.held[1], None
+            self.put(raw, now)
+
+    def next_s(self, now: float) -> float:
+        """Returns when there may be something to write; infinity if nothing waits."""
+        if self._current:
+            return now if self._allowance >= 0 else now + 0.005
+        times = [self._waiting[0][0]] if self._waiting else []
+        if self.held is not None:
+            times.append(self.held[0])
+        return min(times, default=float("inf"))
+
+    def write(self, now: float, bytes_per_s: float | None) -> None:
+        """Writes what may be written by now.
+
+        Raises:
+          OSError: The other end is gone.
+        """
+        self.release(now)
+        if bytes_per_s is not None:
+            grown = self._allowance + (now - self._allowed_s) * bytes_per_s
+            self._allowance = min(grown, max(1.0, bytes_per_s / 20))
+        self._allowed_s = now
+        while self._current or (self._waiting and self._waiting[0][0] <= now):
+            if not self._current:
+                self._current = memoryview(self._waiting.popleft()[1])
+            piece = self._current
+            if bytes_per_s is not None:
+                if self._allowance < 1:
+                    return
+                piece = piece[: int(self._allowance)]
+            try:
+                sent = self.sink.send(piece)
+            except BlockingIOError:
+                return
+            self._current = self._current[sent:]
+            self._num_waiting -= sent
+            if bytes_per_s is not None:
+                self._allowance -= sent
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether something could be written if the other end had room."""
+        return bool(self._current)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything that was read was written."""
+        return not self._current and not self._waiting and self.held is None
+
+
+class Link:
+    """A caller, the task that it calls, and the two streams between them.
+
+    Attributes:
+      caller: Who calls, if its greeting could be read.
+      requests: From the caller to the task.
+      replies: From the task to the caller.
+      is_broken: Whether it is to be closed now.
+    """
+
+    def __init__(self, near: socket.socket, far: socket.socket, sees_messages: bool) -> None:
+        near.setblocking(False)
+        far.setblocking(False)
+        self.near, self.far = near, far
+        self.requests = Stream(near, far, sees_messages)
+        self.replies = Stream(far, near, sees_messages)
+        self.caller: tuple[str, int] | None = None
+        self.is_broken = False
+        # The request whose reply breaks the connection; 0, of a notice, stands for any reply.
+        self._breaks_on: int | None = None
+        # The names of the requests that have no reply yet, by number.
+        self._names: collections.OrderedDict[int, str] = collections.OrderedDict()
+
+    def read(self, stream: Stream, dice: Dice, now: float) -> None:
+        """Reads what has come, and decides what happens to it."""
+        try:
+            data = stream.source.recv(_PIECE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            stream.is_ended = True
+            return
+        begun = stream.num_bytes >= _HANDSHAKE
+        stream.num_bytes += len(data)
+        if stream.splitter is None:
+            stream.put(dice.flip(data) if begun else data, now)
+            return
+        direction: Direction = "request" if stream is self.requests else "reply"
+        for unit in stream.splitter.feed(data):
+            if unit.frames is None:
+                stream.put(unit.raw, now)
+            else:
+                self._pass(stream, direction, unit, dice, now)
+            if self.is_broken:
+                return
+
+    def _pass(
+        self, stream: Stream, direction: Direction, unit: Unit, dice: Dice, now: float
+    ) -> None:
+        assert unit.frames is not None
+        number, name = self._look(direction, unit.frames)
+        if name == "Hello":
+            stream.put(joined([_without_lane(unit.frames[0], self)]), now)
+            return
+        if name in ("Welcome", ""):
+            stream.put(unit.raw, now)
+            return
+        if direction == "reply" and self._breaks_on in (0, number):
+            dice.landed["break_before_reply"] += 1
+            self.is_broken = True
+            return
+        self._let(stream, dice.throw(direction, name), number, unit.raw, dice, now)
+
+    def _let(
+        self, stream: Stream, fault: str, number: int, raw: bytes, dice: Dice, now: float
+    ) -> None:
+        if fault.startswith("reorder") and stream.held is None:
+            stream.held = now + _LONGEST_WAIT_S, raw
+            dice.landed[fault] += 1
+            return
+        if fault == "break_before_reply":
+            self._breaks_on = number
+        elif fault and not fault.startswith("reorder"):
+            dice.landed[fault] += 1
+        if not fault.startswith("drop"):
+            stream.put(raw, now + (dice.faults.delay_s if fault == "delay" else 0.0))
+        if fault.startswith("duplicate"):
+            stream.put(raw, now)
+        stream.release(now, is_due=True)
+
+    def _look(self, direction: Direction, frames: list[bytes]) -> tuple[int, str]:
+        """Returns the number of a message, and the name of the request that it is or answers."""
+        try:
+            envelope = codec.decode(frames)[0]
+        except errors.ProtocolError:
+            return 0, ""
+        number, name = envelope.request, type(envelope.body).__name__
+        if name in ("Hello", "Welcome"):
+            return number, name
+        if not number:
+            return number, name
+        if direction == "request":
+            self._names[number] = name
+            if len(self._names) > _MOST_NAMES:
+                self._names.popitem(last=False)
+            return number, name
+        return number, self._names.get(number, name)
+
+    def close(self, is_reset: bool = False) -> None:
+        """Closes both ends; with a reset, where the kind of socket has such."""
+        for end in (self.near, self.far):
+            if is_reset:
+                with contextlib.suppress(OSError):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            end.close()
+
+
+def _without_lane(frame: bytes, link: Link) -> bytes:
+    """Returns a greeting that shares no memory, which would go past the proxy."""
+    found = codec.decode_greeting([frame])
+    if found is None:
+        return frame
+    number, hello = found
+    link.caller = (hello.role, hello.task)
+    plain: messages.Body = msgspec.structs.replace(hello, lane="")
+    return bytes(codec.encode("", 0, hello.incarnation, number, plain)[0])

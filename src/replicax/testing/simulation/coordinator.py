@@ -1,0 +1,221 @@
+"""The coordinator of a simulation: the real dispatcher, before a model of `transport/hub.py`."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from replicax.coordinator.closures import Closure
+from replicax.coordinator.dispatcher import Dispatcher
+from replicax.coordinator.pacing import BoundedStaleness
+from replicax.coordinator.timing import Timing
+from replicax.testing.simulation.channel import location_of
+from replicax.testing.simulation.checks import Checks
+from replicax.testing.simulation.labels import label_of
+from replicax.testing.simulation.line import Line
+from replicax.testing.simulation.network import Network
+from replicax.testing.simulation.plan import Plan
+from replicax.testing.simulation.process import Process
+from replicax.testing.simulation.service import ListeningProcess
+from replicax.testing.simulation.world import World
+from replicax.transport import codec, messages
+from replicax.transport.addresses import Location
+from replicax.transport.keys import Keys
+from replicax.transport.tasks import Task
+
+Setting = int | float | str | bool | None
+
+_IDLE_S = 0.05
+_QUEUE_LIMIT = 1_000
+
+
+class SimulatedCluster:
+    """What the dispatcher knows of the cluster."""
+
+    def __init__(
+        self,
+        servers: Sequence[ListeningProcess],
+        workers: Sequence[ListeningProcess],
+        life: int,
+        plan: Plan,
+        timing: Timing,
+        *,
+        is_saved: bool,
+    ) -> None:
+        self.job, self.epoch = "simulated", 1
+        self.me = Task("coordinator", 0)
+        self.keys: Keys | None = None
+        self.incarnation = life
+        self.workers: Sequence[Location] = [location_of(worker) for worker in workers]
+        self.servers: Sequence[Location] = [location_of(server) for server in servers]
+        self.settings: Mapping[str, Setting] = {"lease": timing.server_orphan_s}
+        self._plan, self._is_saved = plan, is_saved
+        self._numbers = itertools.count(1)
+        self._writes: set[int] = set()
+
+    def attach(self) -> None:
+        """Servers are attached before a history begins."""
+
+    def is_saved(self, server: int) -> bool:
+        """Tells whether a server keeps snapshots."""
+        return self._is_saved
+
+    def attach_again(self, server: int) -> messages.Attach:
+        """Returns what to say to a server that was attached before."""
+        parts = [part for part, place in self._plan.servers.items() if place == server]
+        return messages.Attach([], dict(self.settings), parts)
+
+    def next_closure(self) -> int:
+        """Returns the number of a new closure."""
+        return next(self._numbers)
+
+    def begin_write(self) -> int:
+        """Returns the number of a change that the coordinator makes itself."""
+        number = next(self._numbers)
+        self._writes.add(number)
+        return number
+
+    def end_write(self, number: int) -> None:
+        """Notes that such a change is made, or given up."""
+        self._writes.discard(number)
+
+    def oldest_write(self) -> int | None:
+        """Returns the smallest number of such a change."""
+        return min(self._writes, default=None)
+
+
+class _Peer:
+    """One task, as the hub sees it."""
+
+    def __init__(self, coordinator: SimulatedCoordinator, process: ListeningProcess) -> None:
+        self._coordinator, self._task = coordinator, process.task
+        self.line = Line(
+            coordinator.network, coordinator, process, lambda: coordinator.cluster.incarnation, self
+        )
+        self._life: int | None = None
+        self._is_lost = False
+        self._waiting: collections.deque[tuple[list[Any], str]] = collections.deque()
+
+    def send(self, frames: list[Any], label: str) -> None:
+        if self._is_lost:
+            return
+        if self.line.is_ready:
+            self.line.send(frames, label)
+        else:
+            self._waiting.append((frames, label))
+
+    # What the line says.
+
+    def welcomed(self, welcome: messages.Welcome) -> None:
+        if self._life is not None and self._life != welcome.incarnation:
+            self._lose("it was restarted")
+        self._life = welcome.incarnation
+        self._is_lost = False
+        while self._waiting:
+            self.line.send(*self._waiting.popleft())
+        coordinator = self._coordinator
+        now = coordinator.world.now
+        coordinator.dispatcher.connected(self._task, welcome.incarnation, now)
+        coordinator.observe()
+
+    def answered(self, envelope: messages.Envelope, buffers: list[memoryview]) -> None:
+        coordinator = self._coordinator
+        coordinator.dispatcher.message(self._task, envelope, buffers, coordinator.world.now)
+        coordinator.observe()
+
+    def lost(self, reason: str) -> None:
+        if self._life is not None:
+            self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        self._life = None
+        self._is_lost = True
+        self._waiting.clear()
+        coordinator = self._coordinator
+        coordinator.world.note(f"coordinator 0 has lost {self._task}: {reason}")
+        coordinator.dispatcher.lost(self._task, reason, coordinator.world.now)
+        coordinator.observe()
+
+
+class SimulatedCoordinator(Process):
+    """The process of the coordinator.
+
+    Attributes:
+      dispatcher: The real one.
+      cluster: What it knows of the cluster.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        servers: Sequence[ListeningProcess],
+        workers: Sequence[ListeningProcess],
+        timing: Timing,
+        plan: Plan,
+        checks: Checks,
+    ) -> None:
+        super().__init__(world, Task("coordinator", 0))
+        self.network, self.checks = network, checks
+        is_saved = bool(world.faults.saved_share)
+        self.cluster = SimulatedCluster(
+            servers, workers, world.life(), plan, timing, is_saved=is_saved
+        )
+        self.dispatcher = Dispatcher(self.cluster, self, timing, _QUEUE_LIMIT, world.now)
+        self.dispatcher.speculates = world.random.random() < 0.5
+        if world.random.random() < 0.2:
+            self.dispatcher.crew.pace(BoundedStaleness(world.random.randint(0, 4)))
+        self._servers = list(servers)
+        self._peers = {process.task: _Peer(self, process) for process in (*servers, *workers)}
+        for peer in self._peers.values():
+            peer.line.open()
+        self.later(_IDLE_S, self._tick)
+
+    def add(self, closure: Closure) -> None:
+        """Schedules a closure."""
+        self.world.note(f"the user schedules {closure.id}")
+        self.checks.scheduled(closure)
+        self.dispatcher.add(closure, self.world.now)
+
+    @property
+    def is_working(self) -> bool:
+        """Whether closures are on their way or run."""
+        return bool(self.dispatcher.queue.in_flight)
+
+    def observe(self) -> None:
+        """Looks at what the dispatcher has decided."""
+        if self.dispatcher.policy.broken_server is not None:
+            self.checks.lost_servers()
+        self.checks.results_came(self._strangers())
+
+    def _strangers(self) -> set[int]:
+        """Returns the servers of which the coordinator does not know that they went away."""
+        known = self.dispatcher.policy.servers
+        return {
+            server.task.index
+            for server in self._servers
+            if not server.is_up
+            or known[server.task.index].is_away
+            or known[server.task.index].incarnation not in (0, server.incarnation)
+        }
+
+    # What the dispatcher asks of a hub.
+
+    def send(
+        self, task: Task, body: messages.Body, buffers: Sequence[Any] = (), request: int = 0
+    ) -> None:
+        """Says something to a task."""
+        if isinstance(body, messages.Ping):
+            self.checks.pinged(body.settled)
+        cluster = self.cluster
+        frames = codec.encode(
+            cluster.job, cluster.epoch, cluster.incarnation, request, body, buffers
+        )
+        self._peers[task].send(frames, label_of(body, request))
+
+    def _tick(self) -> None:
+        self.dispatcher.tick(self.world.now)
+        self.observe()
+        self.later(_IDLE_S, self._tick)

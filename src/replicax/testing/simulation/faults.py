@@ -1,0 +1,86 @@
+"""What may go wrong in a simulation, and how often."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+# Faults that single messages meet, and those that befall tasks and connections.
+MESSAGE_FAULTS = ("loss", "drop", "duplicate", "delay")
+INCIDENTS = (
+    "cut",
+    "partition",
+    "pause",
+    "stop",
+    "crash",
+    "coordinator_pause",
+    "server_pause",
+    "server_crash",
+)
+# These end a job unless servers are saved: most histories go without them.
+FATAL = ("server_crash",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """How much goes wrong. Each history draws at random which kinds it meets at all.
+
+    Attributes:
+      loss: The share of messages that are lost, and their connection with them.
+      drop: The share of questions about variables, and of answers, that vanish without a word.
+      duplicate: The share that arrives twice, the second time perhaps much later.
+      delay: The share that is held up, with all that follows on the same connection.
+      interval_s: The mean time between two incidents.
+      kinds: The incidents that may happen. "cut" breaks a connection; "partition" keeps two
+        tasks apart for a while; "pause" stops a worker for a while, "stop" for good; "crash"
+        ends a worker's process, which may come back; "coordinator_pause" and "server_pause"
+        stop those for a while; "server_crash" ends the process of a parameter server.
+      fatal_share: The share of histories in which servers without snapshots may crash, or stop
+        for too long.
+      saved_share: The share of histories in which servers keep snapshots.
+      error_share: The share of histories in which some closures raise errors of their own.
+
+    >>> Faults.none().kinds
+    ()
+    """
+
+    loss: float = 0.02
+    drop: float = 0.03
+    duplicate: float = 0.05
+    delay: float = 0.03
+    interval_s: float = 0.6
+    kinds: tuple[str, ...] = INCIDENTS
+    fatal_share: float = 0.15
+    saved_share: float = 0.4
+    error_share: float = 0.2
+
+    @classmethod
+    def none(cls) -> Faults:
+        """Returns that all goes well."""
+        rates = dict.fromkeys(MESSAGE_FAULTS, 0.0)
+        return cls(**rates, kinds=(), fatal_share=0.0, saved_share=0.0, error_share=0.0)
+
+    def drawn(self, chance: random.Random) -> Faults:
+        """Returns the faults of one history: some kinds alone find what a mixture hides."""
+        rates = {name: getattr(self, name) * (chance.random() < 0.7) for name in MESSAGE_FAULTS}
+        is_saved = chance.random() < self.saved_share
+        is_fatal = not is_saved and chance.random() < self.fatal_share
+        kinds = tuple(
+            kind
+            for kind in self.kinds
+            if chance.random() < 0.5 and (is_fatal or is_saved or kind not in FATAL)
+        )
+        return dataclasses.replace(
+            self,
+            **rates,
+            kinds=kinds,
+            interval_s=self.interval_s * chance.choice((0.5, 1.0, 2.0)),
+            fatal_share=float(is_fatal),
+            saved_share=float(is_saved),
+            error_share=0.1 * (chance.random() < self.error_share),
+        )
+
+    @property
+    def can_lose_servers(self) -> bool:
+        """Whether servers may be away for longer than a job without snapshots survives."""
+        return bool(self.fatal_share or self.saved_share)

@@ -1,0 +1,152 @@
+"""One history, from its seed to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+from replicax.coordinator.timing import Timing
+from replicax.testing.simulation.checks import BrokenRuleError, Checks
+from replicax.testing.simulation.coordinator import SimulatedCoordinator
+from replicax.testing.simulation.faults import Faults
+from replicax.testing.simulation.incidents import Incidents
+from replicax.testing.simulation.network import Network
+from replicax.testing.simulation.plan import Plan
+from replicax.testing.simulation.server import SimulatedServer
+from replicax.testing.simulation.user import CLOSURES_PER_WRITE, User
+from replicax.testing.simulation.worker import SimulatedWorker
+from replicax.testing.simulation.world import World
+from replicax.transport import messages
+
+# A history that takes longer, in virtual seconds, hangs. All bounds of `Timing.fast` and the
+# longest faults together are far below.
+_LONGEST_S = 120.0
+# After that everything that was on the way has arrived, and beats have told what is settled.
+_AFTERMATH_S = 6.0
+_LAST_LINES = 40
+
+
+class SimulationError(AssertionError):
+    """A history in which a rule was broken. Its text says which, how, and how to see it again.
+
+    Attributes:
+      seed: The seed of the history.
+      rule: What was broken.
+    """
+
+    def __init__(self, seed: int, rule: str, trace: list[str]) -> None:
+        lines = "\n".join(trace[-_LAST_LINES:])
+        super().__init__(
+            f"Seed {seed}: {rule}.\nThe last of {len(trace)} lines:\n{lines}\n"
+            f"Replay: python -m replicax.testing.simulation --seed {seed} --trace"
+        )
+        self.seed, self.rule = seed, rule
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """What happened.
+
+    Attributes:
+      seed: Where it comes from.
+      outcome: "done", or the name of the error that ended the job.
+      num_events: How many messages, steps of work, faults and calls of the user there were.
+      landed: How many faults of each kind have hit work that was under way.
+      trace: Everything, line by line.
+      seconds: How long it took, in virtual time.
+    """
+
+    seed: int
+    outcome: str
+    num_events: int
+    landed: dict[str, int]
+    trace: list[str] = dataclasses.field(repr=False)
+    seconds: float
+
+
+def simulate(
+    seed: int,
+    *,
+    num_workers: int = 3,
+    num_servers: int = 2,
+    num_closures: int = 30,
+    faults: Faults | None = None,
+) -> History:
+    """Plays a job on a cluster in one thread, with everything that goes wrong in it.
+
+    The coordinator's decisions and the parameter servers are the real ones; the network, the
+    clock and the computing of workers are simulated. The same seed gives the same history.
+
+    Args:
+      seed: Which history.
+      num_workers: How many workers there are.
+      num_servers: How many parameter servers there are.
+      num_closures: How many closures the user schedules.
+      faults: What may go wrong; everything, if None.
+
+    Raises:
+      SimulationError: An update was lost or made twice, something waits for ever, or another
+        rule was broken.
+
+    Example:
+      >>> history = simulate(7)
+      >>> history.num_events > 200 and history.trace == simulate(7).trace
+      True
+      >>> simulate(7, faults=Faults.none()).outcome
+      'done'
+    """
+    world = World(seed, Faults() if faults is None else faults)
+    with _quiet():
+        try:
+            user = _play(world, num_workers, num_servers, num_closures)
+        except (BrokenRuleError, AssertionError) as error:
+            raise SimulationError(seed, str(error) or repr(error), world.trace) from error
+        except Exception as error:
+            raise SimulationError(seed, f"there was {error!r}", world.trace) from error
+    assert user.outcome is not None
+    return History(seed, user.outcome, world.num_events, dict(world.landed), world.trace, world.now)
+
+
+def _play(world: World, num_workers: int, num_servers: int, num_closures: int) -> User:
+    timing = Timing.fast()
+    network = Network(world)
+    num_numbers = num_closures + num_closures // CLOSURES_PER_WRITE + 1
+    plan = Plan(world, num_servers, num_numbers)
+    checks = Checks(world, plan)
+    servers = [SimulatedServer(world, network, i, plan, checks) for i in range(num_servers)]
+    workers = [SimulatedWorker(world, network, i, servers, plan) for i in range(num_workers)]
+    coordinator = SimulatedCoordinator(world, network, servers, workers, timing, plan, checks)
+    cluster = coordinator.cluster
+    for server in servers:
+        attach = messages.Attach([], dict(cluster.settings))
+        server.prepare(attach, cluster.incarnation, cluster.job, cluster.epoch)
+    user = User(coordinator, servers, plan, num_closures)
+    incidents = Incidents(world, network, checks, coordinator, servers, workers)
+    while user.outcome is None:
+        if world.now > _LONGEST_S:
+            left = coordinator.dispatcher.queue.in_flight
+            raise BrokenRuleError(
+                f"after {_LONGEST_S:g} s the user still waits; in flight are {sorted(left)}"
+            )
+        world.step()
+    world.faults = Faults.none()
+    incidents.end()
+    end_s = world.now + _AFTERMATH_S
+    while world.now < end_s:
+        world.step()
+    checks.ended({s.task.index: s.num_once_entries for s in servers if s.is_up})
+    return user
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps warnings about simulated faults out of the logs."""
+    logger = logging.getLogger("replicax")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,90 @@
+"""A model of `transport/service.py`: a process that listens, and knows who calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from replicax.foundation import errors
+from replicax.testing.simulation.labels import label_of
+from replicax.testing.simulation.network import Network, Wire
+from replicax.testing.simulation.process import Process
+from replicax.testing.simulation.world import World
+from replicax.transport import codec, messages, refusals
+from replicax.transport.callers import Caller
+from replicax.transport.tasks import Task, library_version
+
+Answer = tuple[messages.Body, Sequence[Any]]
+
+
+class ListeningProcess(Process):
+    """A process that answers.
+
+    Attributes:
+      incarnation: Its life.
+    """
+
+    def __init__(self, world: World, network: Network, task: Task) -> None:
+        super().__init__(world, task)
+        self._network = network
+        self.incarnation = world.life()
+        self._callers: dict[int, tuple[Wire, Caller]] = {}
+
+    def handle(
+        self, caller: Caller, envelope: messages.Envelope, buffers: list[memoryview]
+    ) -> Answer | None:
+        """Answers a message, or raises why not."""
+        raise NotImplementedError
+
+    def crash(self) -> None:
+        """Ends the process; its callers notice."""
+        super().crash()
+        self._callers.clear()
+        self._network.cut_off(self)
+
+    def start(self) -> None:
+        """Begins a new process, with a new life."""
+        super().start()
+        self.incarnation = self.world.life()
+
+    def send(
+        self, caller: Caller, body: messages.Body, buffers: Sequence[Any] = (), request: int = 0
+    ) -> None:
+        """Says something to a caller, if it is still there."""
+        found = self._callers.get(int.from_bytes(caller.identity))
+        if found is not None:
+            frames = codec.encode(
+                caller.job, caller.epoch, self.incarnation, request, body, buffers
+            )
+            self._network.send(found[0], frames, label_of(body, request), is_up=False)
+
+    def received(self, wire: Wire, frames: list[bytes]) -> None:
+        """Takes a message from the network."""
+        envelope, buffers = codec.decode(frames)
+        body = envelope.body
+        if isinstance(body, messages.Hello):
+            identity = wire.number.to_bytes(8)
+            caller = Caller(identity, body.role, body.task, body.incarnation)
+            caller.expected = body.first
+            self._callers[wire.number] = wire, caller
+            me = self.task
+            self.send(
+                caller, messages.Welcome(library_version(), me.role, me.index, self.incarnation)
+            )
+            return
+        found = self._callers.get(wire.number)
+        if found is None:
+            return
+        caller = found[1]
+        if envelope.incarnation != caller.incarnation or caller.misses(envelope.request):
+            self.send(caller, refusals.hello_first(), (), envelope.request)
+            return
+        caller.job, caller.epoch = envelope.job, envelope.epoch
+        if type(body) not in messages.ALLOWED[caller.role, self.task.role]:
+            raise AssertionError(f"{caller} may not send {type(body).__name__} to {self}")
+        try:
+            answer = self.handle(caller, envelope, buffers)
+        except errors.DistributeError as error:
+            answer = refusals.from_error(error), ()
+        if answer is not None:
+            self.send(caller, answer[0], answer[1], envelope.request)

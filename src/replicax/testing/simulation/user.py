@@ -1,0 +1,128 @@
+"""The user of a simulated cluster: schedules closures, changes variables itself, and waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from replicax.coordinator import shipping
+from replicax.coordinator.closures import Closure
+from replicax.foundation import errors
+from replicax.testing.simulation.channel import Channel
+from replicax.testing.simulation.client import Client
+from replicax.testing.simulation.coordinator import SimulatedCoordinator
+from replicax.testing.simulation.plan import Plan
+from replicax.testing.simulation.process import Steps
+from replicax.testing.simulation.service import ListeningProcess
+from replicax.transport import limits
+
+_LOOK_S = 0.05
+# One change of its own for so many closures.
+CLOSURES_PER_WRITE = 6
+_FINAL = (errors.PSUnavailableError, errors.NoWorkersError, errors.FencedError)
+
+
+class User:
+    """A program that schedules closures and joins them.
+
+    Attributes:
+      outcome: How it ended: "done", or the name of the error that it could not go on after.
+      num_errors: How many errors of closures it was told.
+    """
+
+    def __init__(
+        self,
+        coordinator: SimulatedCoordinator,
+        servers: Sequence[ListeningProcess],
+        plan: Plan,
+        num_closures: int,
+    ) -> None:
+        self._coordinator, self._plan = coordinator, plan
+        self._num_closures = num_closures
+        self._function = shipping.ship(len)
+        self._late_share = 0.2 * (coordinator.world.random.random() < 0.2)
+        self.outcome: str | None = None
+        self.num_errors = 0
+        self._servers = servers
+        self._client = self._new_client()
+        self._steps = self._program()
+        self._coordinator.later(0.0, self._step, "compute")
+
+    def _new_client(self) -> Client:
+        coordinator, cluster = self._coordinator, self._coordinator.cluster
+        job, life = (cluster.job, cluster.epoch), cluster.incarnation
+        return Client(
+            [
+                Channel(coordinator.network, coordinator, server, life, job, limits.DEADLINE)
+                for server in self._servers
+            ]
+        )
+
+    def _step(self) -> None:
+        for seconds in self._steps:
+            self._coordinator.later(seconds, self._step, "compute")
+            return
+        self._coordinator.world.note(f"the user is done: {self.outcome}")
+
+    def _program(self) -> Steps:
+        chance, queue = self._coordinator.world.random, self._coordinator.dispatcher.queue
+        num_left, num_writes = self._num_closures, self._num_closures // CLOSURES_PER_WRITE
+        while num_left:
+            yield from self._settle_errors()
+            if self.outcome is not None:
+                return
+            if num_writes and chance.random() < 0.15:
+                num_writes -= 1
+                yield from self._write()
+                continue
+            for _ in range(min(num_left, chance.randint(1, 8))):
+                num_left -= 1
+                number = self._coordinator.cluster.next_closure()
+                # Now and then too little time, so that workers are given up for it.
+                deadline_s = 1.0 if chance.random() < self._late_share else None
+                self._coordinator.add(Closure(number, self._function, deadline_s=deadline_s))
+            yield chance.uniform(0.0, 0.6)
+        while True:
+            yield from self._settle_errors()
+            if self.outcome is not None:
+                return
+            if queue.is_idle:
+                self.outcome = "done"
+                return
+            yield _LOOK_S
+
+    def _settle_errors(self) -> Steps:
+        """Takes errors until there is none, as `schedule` and `join` raise them."""
+        dispatcher, world = self._coordinator.dispatcher, self._coordinator.world
+        while True:
+            error = dispatcher.pending_error()
+            if error is not None:
+                world.note(f"the user gets {type(error).__name__}")
+                self._coordinator.checks.require_reason(error, is_final=True)
+                self.num_errors += 1
+                if isinstance(error, _FINAL):
+                    self.outcome = type(error).__name__
+                    self._coordinator.checks.lost_servers()
+                    return
+            elif dispatcher.queue.error is None:
+                return
+            yield _LOOK_S
+
+    def _write(self) -> Steps:
+        """Changes variables outside of closures, and waits for it."""
+        coordinator, client = self._coordinator, self._client
+        number = coordinator.cluster.begin_write()
+        coordinator.world.note(f"the user writes {number}")
+        client.begin(number)
+        for server, update, payload in self._plan.changes(number):
+            client.collect(number, server, (update, payload))
+        client.end(number)
+        client.post_changes()
+        while client.is_waiting:
+            yield 0.01
+        error = dict(client.settled())[number]
+        coordinator.cluster.end_write(number)
+        coordinator.checks.wrote(number, is_acknowledged=error is None)
+        if error is not None:
+            coordinator.checks.require_reason(error, is_final=False)
+            client.close()
+            self._client = self._new_client()

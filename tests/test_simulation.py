@@ -1,0 +1,279 @@
+"""RELIABILITY bar 29: simulated histories break no rule, and saboteurs are found (bar 54)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from replicax.coordinator import actions as act
+from replicax.coordinator import reports, shipping
+from replicax.coordinator.closures import Closure, State
+from replicax.coordinator.courier import Courier
+from replicax.coordinator.deliveries import Deliveries
+from replicax.coordinator.policy import Policy
+from replicax.coordinator.queue import ClosureQueue
+from replicax.coordinator.timing import Timing
+from replicax.coordinator.workers import Worker
+from replicax.foundation import errors
+from replicax.parameter_server.jobs import Job
+from replicax.parameter_server.once import OnceTable
+from replicax.server import failures, job
+from replicax.testing import sabotaged, saboteurs
+from replicax.testing.simulation import Faults, SimulationError, __main__, batches, simulate
+from replicax.transport import messages
+from replicax.transport.tasks import Task
+
+# Nothing here waits for real time; a busy machine may still need long.
+pytestmark = pytest.mark.timeout(300)
+# As many as fit into a few seconds; the slow test plays the 10,000 of bar 29.
+_QUICK = range(100)
+_LEAST_EVENTS = 200
+# Every kind must have hit work that was under way.
+_KINDS = {
+    "coordinator_pause",
+    "crash",
+    "cut",
+    "delay",
+    "duplicate",
+    "loss",
+    "partition",
+    "pause",
+    "reordered",
+    "reply_dropped",
+    "reply_lost",
+    "request_dropped",
+    "request_lost",
+    "server_crash",
+    "server_pause",
+    "stop",
+}
+
+
+@pytest.fixture(scope="module")
+def tally() -> batches.Tally:
+    return batches.run_batch(_QUICK)
+
+
+def test_bar_29_no_rule_is_broken(tally: batches.Tally) -> None:
+    assert not tally.broken, next(iter(tally.broken.values()))
+    assert tally.num_histories == len(_QUICK)
+
+
+def test_bar_29_histories_are_long_and_mostly_end_well(tally: batches.Tally) -> None:
+    assert tally.fewest_events is not None
+    assert tally.fewest_events >= _LEAST_EVENTS
+    assert tally.outcomes["done"] > len(_QUICK) / 2
+    assert set(tally.outcomes) <= {
+        "done",
+        "NoWorkersError",
+        "PSIncarnationError",
+        "PSUnavailableError",
+    }
+
+
+def test_bar_29_every_kind_of_fault_lands_in_the_midst_of_work(tally: batches.Tally) -> None:
+    assert set(tally.landed) == _KINDS
+
+
+def test_bar_29_the_same_seed_gives_the_same_history() -> None:
+    first, second = simulate(3), simulate(3)
+    assert first.trace == second.trace
+    assert first == second
+    assert first.trace != simulate(4).trace
+
+
+def test_nothing_goes_wrong_without_faults() -> None:
+    history = simulate(0, faults=Faults.none(), num_workers=2, num_servers=1, num_closures=20)
+    assert history.outcome == "done"
+    assert not history.landed
+    assert not [line for line in history.trace if "FAULT" in line or "Refused" in line]
+
+
+@pytest.mark.parametrize("name", ["dedup", "fencing", "heartbeats", "watermark"])
+def test_bar_54_saboteurs_are_found_within_1000_seeds(name: str) -> None:
+    def found() -> Iterator[SimulationError]:
+        for seed in range(1_000):
+            try:
+                simulate(seed)
+            except SimulationError as error:
+                yield error
+
+    with saboteurs.at_work(name):
+        error = next(found())
+    rule = {
+        "dedup": "times instead of",
+        "fencing": "which was fenced there",
+        "heartbeats": "the user still waits",
+        "watermark": "times instead of",
+    }
+    assert rule[name] in error.rule
+    # The safeguard is back.
+    simulate(error.seed)
+
+
+def test_a_broken_rule_says_how_to_see_it_again() -> None:
+    with saboteurs.at_work("dedup"):
+        tally = batches.run_batch(range(100), None)
+    seed, story = next(iter(tally.broken.items()))
+    assert f"python -m replicax.testing.simulation --seed {seed} --trace" in story
+    assert story.count("\n") >= 40
+    assert "Exchange" in story
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_bar_29_ten_thousand_histories_replay_in_other_processes() -> None:
+    tally = batches.Tally()
+    for batch in batches.run_batches(range(10_000), num_processes=2):
+        tally.merge(batch)
+    assert not tally.broken, next(iter(tally.broken.values()))
+    assert tally.num_histories == 10_000
+    assert tally.fewest_events is not None
+    assert tally.fewest_events >= _LEAST_EVENTS
+    # Whatever Python's hashes are there.
+    command = [sys.executable, "-m", "replicax.testing.simulation", "--seed", "3", "--trace"]
+    environment = {**os.environ, "PYTHONHASHSEED": "77"}
+    found = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=300
+    ).stdout
+    assert found.startswith("\n".join(simulate(3).trace))
+
+
+# The command.
+
+
+def test_the_command_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["--seeds", "0:3"]) == 0
+    out = capsys.readouterr().out
+    assert "3 histories in" in out
+    assert "rules broken: 0" in out
+
+
+def test_the_command_shows_one_history(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["--seed", "3", "--trace"]) == 0
+    assert capsys.readouterr().out.startswith("\n".join(simulate(3).trace))
+    assert __main__.main(["--seeds", "0:1000", "--saboteur", "dedup"]) == 1
+    out = capsys.readouterr().out
+    assert "rules broken: 1" in out
+    assert "Replay: " in out
+
+
+# Saboteurs.
+
+
+def test_saboteurs_leave_no_trace() -> None:
+    methods = [OnceTable.is_new, OnceTable.is_stale, Job.fence, os.fsync]
+    for name in saboteurs.NAMES:
+        with saboteurs.at_work(name):
+            pass
+    assert [OnceTable.is_new, OnceTable.is_stale, Job.fence, os.fsync] == methods
+    with pytest.raises(errors.InvalidArgumentError, match="dedup, fencing"):
+        saboteurs.apply("nobody")
+
+
+def test_the_sabotaged_command_runs_the_ordinary_one() -> None:
+    code = (
+        "from replicax.testing import sabotaged\n"
+        "from replicax.parameter_server.once import OnceTable\n"
+        "try:\n"
+        "    sabotaged.main(['dedup', 'serve', '--help'])\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0\n"
+        "table = OnceTable()\n"
+        "table.record(1, (0, 0))\n"
+        "assert table.is_new(1, (0, 0))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "serve" in found.stdout
+    with pytest.raises(errors.InvalidArgumentError):
+        sabotaged.main([])
+
+
+# What histories have brought to light.
+
+
+def _call(closure: int, attempt: int) -> job.Call:
+    return job.Call(messages.ClosureCall(closure, attempt, "", [], 0), ())
+
+
+def test_S152_a_closure_that_was_taken_back_does_not_run_when_the_order_comes_again() -> None:
+    held = job.Job("job", 1, 7, messages.Attach([], {}), None, 1)
+    assert held.add_calls([_call(1, 0), _call(2, 0)]) == []
+    ended = failures.taken_back(held.cancel([2]), "/job:worker/task:0")
+    held.note_cancelled(ended)
+    assert [(r.closure, r.attempt) for r in ended] == [(2, 0)]
+    # After a break the coordinator says everything again, and is answered again.
+    assert held.add_calls([_call(1, 0), _call(2, 0)]) == [(ended[0], ())]
+    assert held.num_open == 1
+    # The next attempt is another matter.
+    assert held.add_calls([_call(2, 1)]) == []
+    assert held.num_open == 2
+    held.forget_settled(3)
+    assert held.add_calls([_call(2, 0)]) == []
+
+
+def test_S152_an_old_report_of_a_recall_does_not_concern_the_next_attempt() -> None:
+    policy = Policy(1, 1, Timing.fast(), 0.0)
+    policy.worker_connected(0, 7, 0.0)
+    policy.worker_attached(0, 0.0)
+    queue = ClosureQueue()
+    closure = Closure(1, shipping.ship(len))
+    queue.put(closure)
+    policy.crew.dispatch(queue, 0.0)
+    assert policy.take_ended(0, 7, 1, attempt=0) is closure
+    queue.put_back([closure])
+    policy.crew.dispatch(queue, 0.1)
+    assert closure.attempt == 1
+    assert policy.take_ended(0, 7, 1, attempt=0) is None
+    assert policy.take_ended(0, 7, 1) is closure
+
+
+def test_S152_a_recall_is_never_an_error_of_the_closure() -> None:
+    closure = Closure(1, shipping.ship(len))
+    error = failures.cancelled(1, "/job:worker/task:0")
+    assert reports.judge(closure, 0, error, num_servers=1) == reports.Again()
+    own = failures.describe(errors.CancelledError("mine"))
+    assert isinstance(reports.judge(closure, 0, own, num_servers=1), errors.CancelledError)
+
+
+def test_bar_21_a_restored_server_learns_of_all_lives_that_were_given_up() -> None:
+    policy = Policy(1, 1, Timing.fast(), 0.0)
+    policy.servers[0].is_saved = True
+    policy.server_connected(0, 50, 0.0)
+    policy.worker_connected(0, 7, 0.0)
+    policy.worker_attached(0, 0.0)
+    policy.worker_lost(0, "it ended", 1.0)
+    # Confirmed, but perhaps not in the snapshot that the next process starts from.
+    policy.fence_acknowledged(0, 7, 1.1)
+    policy.server_lost(0, "it ended", 2.0)
+    assert policy.server_connected(0, 51, 3.0) == [act.Rejoin(0)]
+    assert policy.server_rejoined(0, 51, 3.1) == [act.FenceAt([0], 7)]
+    assert policy.servers[0].is_away
+    policy.fence_acknowledged(0, 7, 3.2)
+    assert policy.servers[0].is_there
+
+
+def test_bar_10_a_worker_is_free_when_another_has_settled_what_it_had() -> None:
+    worker = Worker(0, 0.0)
+    closure = Closure(1, shipping.ship(len))
+    worker.assign([closure], 0.0)
+    closure.settle(State.FINISHED, None, None)
+    said: list[messages.Body] = []
+
+    class Hub:
+        def send(
+            self, task: Task, body: messages.Body, buffers: Any = (), request: int = 0
+        ) -> None:
+            said.append(body)
+
+    cluster: Any = None
+    Deliveries(Courier(cluster, Hub(), 1.0)).resend(worker)
+    assert not worker.window
+    assert not said
