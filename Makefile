@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint bench torture clean
 
 demo: .venv/.ready  ## train one program under every strategy, then on parameter servers
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,12 @@ lint: .venv/.ready  ## style, types, layers, spelling
 
 bench: .venv/.ready  ## speed, side by side with the peers
 	$(BIN)/python -m benchmarks.run
+
+# How long the soak lasts.
+MINUTES ?= 30
+
+torture: .venv/.ready  ## faults of every kind, for hours: out/torture/table.md, soak.png
+	$(BIN)/python -m torture.run --minutes $(MINUTES)
 
 clean:
 	rm -rf .venv .venv-peers out

@@ -98,6 +98,7 @@ OWN_NAMES = {
     "PerReplicaSpec",
     "ReplicaLayout",
     "ShardedVariable",
+    "Staleness",
     "SyncOnReadVariable",
     "TensorSpec",
     "Variable",

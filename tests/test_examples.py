@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 # A tour with tables and pictures, not an example to start from.
-LONG = {"demo", "demo_recommender"}
+LONG = {"demo", "demo_recommender", "staleness"}
 
 
 def run(name: str, *arguments: str) -> str:
@@ -114,10 +114,19 @@ def test_checkpoint_resume_ends_like_a_run_that_was_not_stopped(tmp_path: Path) 
     assert resumed[-1].startswith("y = ")
 
 
+@pytest.mark.slow
+def test_staleness_is_measured_where_it_is_allowed(tmp_path: Path) -> None:
+    picture = tmp_path / "staleness.png"
+    output = run("staleness", "sync", "async", "--seconds", "2", "--picture", str(picture))
+    sync, free = numbers(r"staleness [\d.]+ on average, (\d+) at most", output)
+    assert sync == 0 < free
+    assert picture.stat().st_size > 10_000
+
+
 def test_every_example_is_checked_and_short() -> None:
     files = {file.stem: file for file in EXAMPLES.glob("*.py")}
     # These are checked above, in a file of their own, and as a part of the demo.
-    others = {"checkpoint_resume", "parameter_server", "demo_recommender"}
+    others = {"checkpoint_resume", "parameter_server", "demo_recommender", "staleness"}
     assert files.keys() == CHECKS.keys() | others
     lengths = {name: len(file.read_text().splitlines()) for name, file in files.items()}
     assert {name: n for name, n in lengths.items() if n >= 120}.keys() <= LONG

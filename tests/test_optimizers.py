@@ -25,6 +25,8 @@ from vocabulary import (
 
 import replicax as rx
 
+pytestmark = pytest.mark.on_top
+
 ADAM = optax.adam(0.1)
 
 

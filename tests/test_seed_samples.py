@@ -11,6 +11,8 @@ import pytest
 
 import replicax as rx
 
+pytestmark = pytest.mark.on_top
+
 CPU = "/job:localhost/replica:0/task:0/device:CPU:"
 
 

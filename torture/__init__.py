@@ -1,0 +1,1 @@
+"""Promises put to the test by real faults: `python -m torture.run`."""

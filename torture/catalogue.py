@@ -1,0 +1,32 @@
+"""All bars, by theme; importing this module registers them."""
+
+from __future__ import annotations
+
+from torture import (
+    closures,
+    consistency,
+    coordinators,
+    delivery,
+    endurance,
+    hostile,
+    launchers,
+    partitions,
+    recovery,
+    saboteurs,
+    stragglers,
+)
+from torture.bars import chosen as chosen
+
+THEMES = (
+    closures,
+    stragglers,
+    coordinators,
+    delivery,
+    partitions,
+    consistency,
+    recovery,
+    hostile,
+    endurance,
+    launchers,
+    saboteurs,
+)

@@ -1,0 +1,57 @@
+"""A program that counts on parameter servers until it is killed: `python -m torture.driver`.
+
+It takes its job over if the servers hold it already. The exit status is 3 if another program
+has taken it over from this one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+
+import replicax as rx
+from replicax.cluster.spec import ClusterSpec
+from replicax.coordinator.timing import Timing
+from replicax.foundation import errors
+
+_REFUSED = 3
+
+
+def main(spec: str, batch: int) -> int:
+    """Counts in batches; says after each how far it is."""
+    start = time.monotonic()
+    resolver = rx.cluster_resolver.SimpleClusterResolver(
+        ClusterSpec(json.loads(spec)), task_type="chief", task_id=0
+    )
+    strategy = rx.ParameterServerStrategy(resolver, job="counting")
+    # Workers that had no coordinator for a while have ended, and need time to start again.
+    timing = dataclasses.replace(Timing.fast(), no_workers_s=60.0)
+    coordinator = rx.coordinator.ClusterCoordinator(strategy, timing=timing)
+    with strategy.scope():
+        counter = rx.Variable(0.0, name="counter")
+
+    def count() -> None:
+        time.sleep(0.005)
+        counter.assign_add(1.0)
+
+    try:
+        _say(found=float(counter.numpy()), seconds=time.monotonic() - start)
+        while True:
+            for _ in range(batch):
+                coordinator.schedule(count)
+            coordinator.join(timeout=60)
+            _say(found=float(counter.numpy()))
+    except errors.FencedError:
+        _say(refused_s=time.monotonic())
+        return _REFUSED
+
+
+def _say(**content: float) -> None:
+    sys.stdout.write(json.dumps(content) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

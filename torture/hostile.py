@@ -1,0 +1,125 @@
+"""Bars about disks that forget and strangers that knock, which the saboteurs' bars rest on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import zmq
+
+import replicax as rx
+from replicax.foundation import errors
+from torture.bars import Outcome, Plan, bar
+from torture.jobs import cluster
+from torture.programs import run_program
+
+# Saves once, with a safeguard off if one is named.
+_SAVE = """
+import contextlib, sys
+import numpy as np
+import replicax as rx
+from replicax.testing import saboteurs
+directory, saboteur = sys.argv[1:]
+variable = rx.Variable(np.ones(1 << 18, np.float32))
+off = saboteurs.at_work(saboteur) if saboteur else contextlib.nullcontext()
+with off, rx.train.CheckpointManager(rx.train.Checkpoint(v=variable), directory) as manager:
+    manager.save()
+"""
+_CALL = re.compile(r"(fsync|fdatasync|rename|renameat|renameat2)\((.*)\)\s+= (\S+)")
+
+
+@bar(
+    36,
+    promise="a save reaches the disk in order: data, manifest, rename, directory",
+    limit="the order, as the kernel saw it",
+)
+def order_of_a_save(plan: Plan) -> Outcome:
+    """Traces the system calls of a save."""
+    target, trace = plan.directory / "run", plan.directory / "trace"
+    command = ["strace", "-f", "-y", "-e", "trace=fsync,fdatasync,rename,renameat,renameat2"]
+    command += ["-o", str(trace), sys.executable, "-c", _SAVE, str(target), plan.saboteur]
+    done = run_program(command, plan, seconds=120)
+    events = _events(trace, target)
+    outcome = Outcome(f"{len(events)} calls: {_short(events)}", {"calls": len(events)})
+    outcome.require(done.status == 0, f"the save failed: {done.last_line}")
+    renames = [i for i, (call, _) in enumerate(events) if call == "rename"]
+    outcome.require_landed(len(renames) == 1, f"{len(renames)} renames were seen")
+    if renames:
+        before = [path for call, path in events[: renames[0]] if call == "sync"]
+        after = [path for call, path in events[renames[0] :] if call == "sync"]
+        data = [i for i, path in enumerate(before) if "arrays/" in path]
+        manifest = [i for i, path in enumerate(before) if path.endswith("manifest.json")]
+        outcome.require(bool(data), "the data was not synced before the rename")
+        outcome.require(bool(manifest), "the manifest was not synced before the rename")
+        outcome.require(after[-1:] == [str(target)], "the directory was not synced after it")
+        if data and manifest:
+            outcome.require(max(data) < manifest[-1], "data was synced after the manifest")
+    return outcome
+
+
+def _events(trace: Path, target: Path) -> list[tuple[str, str]]:
+    """The syncs and renames below a directory, in order."""
+    found: list[tuple[str, str]] = []
+    for line in trace.read_text().splitlines():
+        match = _CALL.search(line)
+        if match is None or str(target) not in match[2] or match[3] != "0":
+            continue
+        paths = re.findall(r'[<"](/[^>"]*)[>"]', match[2])
+        is_rename = match[1].startswith("rename")
+        if is_rename and Path(paths[-1]).parent != target:
+            # Inside of what is not yet there for others.
+            continue
+        found.append(("rename" if is_rename else "sync", paths[-1]))
+    return found
+
+
+def _short(events: list[tuple[str, str]]) -> str:
+    counts = [0, 0]
+    is_after = False
+    for call, _ in events:
+        is_after |= call == "rename"
+        counts[is_after] += call == "sync"
+    return f"{counts[0]} syncs, rename, {counts[1]} syncs"
+
+
+@bar(
+    42,
+    promise="a stranger with keys of its own is turned away",
+    limit="refused each time, no effect",
+)
+def strangers(plan: Plan) -> Outcome:
+    """Calls servers with a key pair that nobody knows, and the public keys that all know."""
+    times = plan.size(10, 1)
+    refused, served = 0, 0
+    with cluster(plan, workers=1, ps=1, protocol="tcp") as made:
+        assert made.keys_directory is not None
+        for turn in range(times):
+            forged = plan.directory / f"forged-{turn}"
+            shutil.copytree(made.keys_directory, forged)
+            public, secret = zmq.curve_keypair()
+            (forged / "coordinator.public").write_bytes(public)
+            (forged / "coordinator.secret").write_bytes(secret)
+            start = time.monotonic()
+            try:
+                strategy = rx.ParameterServerStrategy(
+                    made.resolver, keys=forged, connect_timeout=2.0
+                )
+                try:
+                    with strategy.scope():
+                        rx.Variable(1.0)
+                finally:
+                    strategy.close()
+            except errors.DistributeError:
+                refused += 1
+            plan.say(f"{turn + 1} of {times}, {time.monotonic() - start:.1f} s")
+        strategy = rx.ParameterServerStrategy(made.resolver, keys=made.keys_directory)
+        with strategy.scope():
+            served = float(rx.Variable(7.0).numpy()) == 7.0
+        strategy.close()
+    outcome = Outcome(f"{refused} of {times} refused", {"refused": refused})
+    outcome.require(refused == times, f"{times - refused} strangers were let in")
+    outcome.require_landed(served, "the servers serve nobody")
+    return outcome

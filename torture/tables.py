@@ -1,0 +1,84 @@
+"""The table of a run: on the screen, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+_COLUMNS = ("bar", "promise", "figure", "limit", "verdict", "seconds")
+_COLORS = {"pass": "green", "fail": "red", "void": "yellow"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+      bar: The numbers of the bars.
+      promise: What is promised.
+      figure: What was measured.
+      limit: The pass figure.
+      verdict: "pass", "fail", or "void" if the faults did not land.
+      seconds: How long it took.
+      reasons: Why it did not pass.
+      numbers: What was measured, for machines.
+    """
+
+    bar: str
+    promise: str
+    figure: str
+    limit: str
+    verdict: str
+    seconds: float
+    reasons: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the promise was put to the test, and kept."""
+        return self.verdict == "pass"
+
+
+def for_screen(rows: Sequence[Row]) -> Table:
+    """Returns the table as it is shown on a terminal."""
+    table = Table(title="Torture")
+    for column in _COLUMNS:
+        table.add_column(column, justify="right" if column in ("bar", "seconds") else "left")
+    for row in rows:
+        color = _COLORS[row.verdict]
+        cells = [*_cells(row)]
+        cells[4] = f"[{color}]{row.verdict}"
+        table.add_row(*cells)
+    return table
+
+
+def as_markdown(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
+    """Returns the table as Markdown, with what was found where a bar did not pass."""
+    lines = ["# Torture", "", *(f"- {key}: {value}" for key, value in machine.items()), ""]
+    lines.append("| " + " | ".join(_COLUMNS) + " |")
+    lines.append("|" + " --- |" * len(_COLUMNS))
+    for row in rows:
+        cells = [cell.replace("|", "\\|").replace("\n", " ") for cell in _cells(row)]
+        lines.append("| " + " | ".join(cells) + " |")
+    reasons = [f"- bar {row.bar}: {reason}" for row in rows for reason in row.reasons]
+    if reasons:
+        lines += ["", "What was found:", "", *reasons]
+    return "\n".join(lines) + "\n"
+
+
+def save(directory: Path, rows: Sequence[Row], machine: Mapping[str, Any]) -> None:
+    """Writes `table.md` and `table.json`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {"machine": dict(machine), "table": [dataclasses.asdict(row) for row in rows]}
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    (directory / "table.json").write_text(text + "\n")
+    (directory / "table.md").write_text(as_markdown(rows, machine))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (row.bar, row.promise, row.figure, row.limit, row.verdict, f"{row.seconds:.0f}")
