@@ -133,6 +133,17 @@ def test_a_worker_that_reports_a_restarted_server_does_not_end_the_job() -> None
     assert not desk.policy.servers[1].has_lost_variables
 
 
+def test_bar30_a_coordinator_that_was_replaced_says_so_at_once() -> None:
+    desk = saved_desk()
+    closures = desk.put(3)
+    desk.dispatch()
+    desk.do(desk.policy.worker_lost(0, "killed", desk.now))
+    error = errors.FencedError("another one has the job")
+    desk.do(desk.policy.job_lost(error))
+    assert all(c.is_settled for c in closures)
+    assert desk.queue.take_error() is error
+
+
 # Deadlines.
 
 

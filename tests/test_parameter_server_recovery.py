@@ -63,13 +63,16 @@ def test_bar21_bar23_servers_come_back_from_snapshots_and_never_empty() -> None:
 
         # The coordinator's own reads and writes wait for it as well.
         desk.cluster.restart("ps", 0, wait=False)
+        first = int(a.read_value())
+        assert before // 2 <= first <= 600
         a.assign_add(1)
-        assert int(a.read_value()) == 601
+        assert int(a.read_value()) == first + 1
 
         # A server that comes back without its variables is refused.
         desk.cluster.restart("ps", 1, empty=True)
         with pytest.raises(rx.errors.PSIncarnationError, match="/job:ps/task:1"):
             b.read_value()
+        becomes(lambda: coordinator.status().servers[1].state == "lost", "it is given up")
         with pytest.raises(rx.errors.PSIncarnationError, match="/job:ps/task:1"):
             coordinator.join(timeout=30)
 
@@ -123,11 +126,11 @@ def said(program: subprocess.Popen[str]) -> list[str]:
 
 def test_bar30_a_coordinator_comes_back_and_the_former_one_is_refused() -> None:
     with own_cluster(workers=2, ps=2, timing=None) as desk:
-        with counting(desk, 100_000) as first:
+        with counting(desk, 3_000) as first:
             assert said(first) == ["new", "0", "0"]
             assert said(first) == ["counting"]
             os.kill(first.pid, signal.SIGSTOP)
-            with counting(desk, 100_000) as second:
+            with counting(desk, 3_000) as second:
                 word, done, same = said(second)
                 assert word == "resumed"
                 assert done == same
@@ -138,7 +141,7 @@ def test_bar30_a_coordinator_comes_back_and_the_former_one_is_refused() -> None:
                 assert "FencedError" in problem
                 assert second.poll() is None
         # SIGKILL: nobody could say good-bye.
-        with counting(desk, int(done) + 600) as third:
+        with counting(desk, int(done) + 300) as third:
             word, done, same = said(third)
             assert (word, done) == ("resumed", same)
             assert said(third) == ["counting"]
@@ -171,8 +174,9 @@ def test_bad_leases_are_refused_early(desk: Desk, lease: Any) -> None:
 
 def test_bar4_bar5_a_worker_that_wakes_up_too_late_is_refused_and_ends() -> None:
     with own_cluster(workers=2, ps=1, restarts=False) as desk:
-        (a,) = make_counters(desk.strategy(), "a")
-        coordinator = desk.coordinator(a.distribute_strategy)
+        strategy = desk.strategy()
+        (a,) = make_counters(strategy, "a")
+        coordinator = desk.coordinator(strategy)
 
         def count() -> None:
             a.assign_add(1)
@@ -192,8 +196,9 @@ def test_bar4_bar5_a_worker_that_wakes_up_too_late_is_refused_and_ends() -> None
 
 def test_a_closure_with_a_deadline_ends_with_its_worker() -> None:
     with own_cluster(workers=2, ps=1) as desk:
-        (a,) = make_counters(desk.strategy(), "a")
-        coordinator = desk.coordinator(a.distribute_strategy)
+        strategy = desk.strategy()
+        (a,) = make_counters(strategy, "a")
+        coordinator = desk.coordinator(strategy)
 
         def count() -> None:
             a.assign_add(1)
@@ -225,8 +230,9 @@ def test_bad_deadlines_are_refused_early(desk: Desk, deadline: Any) -> None:
 @pytest.mark.slow
 def test_bar10_speculation_saves_the_tail_and_counts_once() -> None:
     with own_cluster(workers=2, ps=1) as desk:
-        (a,) = make_counters(desk.strategy(), "a")
-        coordinator = desk.coordinator(a.distribute_strategy, speculate=True)
+        strategy = desk.strategy()
+        (a,) = make_counters(strategy, "a")
+        coordinator = desk.coordinator(strategy, speculate=True)
 
         def count() -> None:
             a.assign_add(1)

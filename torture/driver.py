@@ -25,7 +25,8 @@ def main(spec: str, batch: int) -> int:
     resolver = rx.cluster_resolver.SimpleClusterResolver(
         ClusterSpec(json.loads(spec)), task_type="chief", task_id=0
     )
-    strategy = rx.ParameterServerStrategy(resolver, job="counting")
+    lease = Timing.fast().server_orphan_s
+    strategy = rx.ParameterServerStrategy(resolver, job="counting", lease=lease)
     # Workers that had no coordinator for a while have ended, and need time to start again.
     timing = dataclasses.replace(Timing.fast(), no_workers_s=60.0)
     coordinator = rx.coordinator.ClusterCoordinator(strategy, timing=timing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from typing import Any
 
+import replicax as rx
 from replicax.coordinator.timing import Timing
 from replicax.foundation import errors
 from torture.bars import ROOT, Outcome, Plan, bar
@@ -48,6 +50,64 @@ class Pace:
         self._thread.join()
 
 
+@dataclasses.dataclass
+class Losses:
+    """What became of the updates when servers were killed.
+
+    Attributes:
+      slowest_s: The longest time until closures ended again.
+      lost: The most updates that one kill cost one variable.
+      excess: By how much that was more than the kill may have cost, at worst.
+      doubled: How many updates counted twice, at worst.
+      num_reset: How often a variable fell below what was settled before.
+      num_landed: How many kills met work.
+    """
+
+    slowest_s: float = 0.0
+    lost: float = 0.0
+    excess: float = 0.0
+    doubled: float = 0.0
+    num_reset: int = 0
+    num_landed: int = 0
+
+
+def _kill_servers(plan: Plan, work: Job, times: int) -> Losses:
+    """Kills servers at random times under load, and starts them again."""
+    chance, found = plan.chance(), Losses()
+    first, expected = 0, [0.0] * 3
+    for turn in range(times):
+        pace, feeder = Pace(work), Feeder(work, first)
+        feeder.start()
+        time.sleep(_INTERVAL + _SLACK + chance.random())
+        index, running = chance.randrange(2), work.coordinator.status().num_running
+        found.num_landed += running > 0
+        bound = pace.since(time.monotonic() - _INTERVAL - _SLACK) + running
+        killed_s = time.monotonic()
+        work.cluster.kill("ps", index)
+        work.cluster.restart("ps", index)
+        pace.end()
+        found.slowest_s = max(found.slowest_s, _until_work(work, feeder, killed_s))
+        feeder.end()
+        work.coordinator.join(timeout=60)
+        values, count = work.values(), feeder.num_scheduled - first
+        lost = [e + count - v for e, v in zip(expected, values, strict=True)]
+        found.lost = max(found.lost, *lost)
+        found.excess = max(found.excess, max(lost) - bound)
+        found.doubled = max(found.doubled, -min(lost))
+        found.num_reset += any(v < e for e, v in zip(expected, values, strict=True))
+        expected, first = values, feeder.num_scheduled
+        plan.say(f"{turn + 1} of {times} kills, {found.slowest_s:.1f} s, lost {found.lost:g}")
+    return found
+
+
+def _judge(outcome: Outcome, found: Losses, times: int) -> None:
+    outcome.require(found.slowest_s <= 10, f"it took {found.slowest_s:.1f} s")
+    outcome.require(found.doubled == 0, f"{found.doubled:g} updates counted twice")
+    outcome.require(found.num_reset == 0, f"{found.num_reset} times variables were set back")
+    landed = found.num_landed
+    outcome.require_landed(landed == times, f"{landed} of {times} kills met work")
+
+
 @bar(
     21,
     promise="a killed server comes back from its snapshot, and training goes on",
@@ -55,42 +115,62 @@ class Pace:
     minutes=15,
 )
 def restored_server(plan: Plan) -> Outcome:
-    """Kills servers that save every second, at random times, under load."""
-    times, chance = plan.size(20, 2), plan.chance()
-    slowest, lost_most, landed, reset = 0.0, 0.0, 0, 0
-    outcome = Outcome()
+    """Kills servers that save every second."""
+    times = plan.size(20, 2)
     of_cluster = {"snapshots": True, "snapshot_every": _INTERVAL}
     with job(plan, workers=2, of_cluster=of_cluster) as work:
-        first, expected = 0, [0.0] * 3
-        for turn in range(times):
-            pace, feeder = Pace(work), Feeder(work, first)
-            feeder.start()
-            time.sleep(_INTERVAL + _SLACK + chance.random())
-            index = chance.randrange(2)
-            landed += work.coordinator.status().num_running > 0
-            bound = pace.since(time.monotonic() - _INTERVAL - _SLACK)
-            bound += work.coordinator.status().num_running
-            killed_s = time.monotonic()
-            work.cluster.kill("ps", index)
-            work.cluster.restart("ps", index)
-            pace.end()
-            slowest = max(slowest, _until_work(work, feeder, killed_s))
-            feeder.end()
-            work.coordinator.join(timeout=60)
-            values, count = work.values(), feeder.num_scheduled - first
-            lost = [e + count - v for e, v in zip(expected, values, strict=True)]
-            lost_most = max(lost_most, *lost)
-            reset += any(value < e for e, value in zip(expected, values, strict=True))
-            outcome.require(min(lost) >= 0, f"counters grew by too much: {lost}")
-            outcome.require(max(lost) <= bound, f"{max(lost):g} updates were lost, not {bound}")
-            expected, first = values, feeder.num_scheduled
-            plan.say(f"{turn + 1} of {times} kills, {slowest:.1f} s, lost {lost_most:g}")
-    outcome.figure = f"back in {slowest:.1f} s, lost ≤ {lost_most:g}, {landed} kills"
-    outcome.numbers = {"slowest_s": slowest, "lost": lost_most, "landed": landed}
-    outcome.require(slowest <= 10, f"it took {slowest:.1f} s")
-    outcome.require(reset == 0, f"{reset} times a variable fell below what was settled before")
-    outcome.require_landed(landed == times, f"{landed} of {times} kills met work")
+        found = _kill_servers(plan, work, times)
+    outcome = Outcome(
+        f"back in {found.slowest_s:.1f} s, lost ≤ {found.lost:g}, {found.num_landed} kills",
+        {"slowest_s": found.slowest_s, "lost": found.lost, "landed": found.num_landed},
+    )
+    outcome.require(found.excess == 0, f"{found.excess:g} more updates were lost than allowed")
+    _judge(outcome, found, times)
     return outcome
+
+
+@bar(
+    22,
+    promise="a killed server with a mirror comes back with every update",
+    limit="lost 0, 20 times; ≥ 0.4 of the rate without a mirror",
+    minutes=15,
+)
+def mirrored_server(plan: Plan) -> Outcome:
+    """Kills servers whose variables another one mirrors; compares the rates."""
+    times, count = plan.size(20, 2), plan.size(2000, 300)
+    with job(plan, workers=2) as work:
+        alone = _rate(work, count)
+    with job(plan, workers=2, of_strategy={"mirror": True}) as work:
+        ratio = _rate(work, count) / alone
+    with job(plan, workers=2, of_strategy={"mirror": True}) as work:
+        found = _kill_servers(plan, work, times)
+    outcome = Outcome(
+        f"lost {found.lost:g}, back in {found.slowest_s:.1f} s, {ratio:.2f} of the rate",
+        {"slowest_s": found.slowest_s, "lost": found.lost, "ratio": ratio},
+    )
+    outcome.require(found.lost == 0, f"{found.lost:g} updates were lost")
+    # A smoke run is too short for a comparison.
+    outcome.require(plan.quick or ratio >= 0.4, f"{ratio:.2f} of the rate is left")
+    _judge(outcome, found, times)
+    return outcome
+
+
+def _rate(work: Job, count: int) -> float:
+    """Returns closures per second, the best of three bursts."""
+    counters, best = work.counters, 0.0
+
+    @rx.function
+    def update() -> None:
+        for counter in counters:
+            counter.assign_add(1.0)
+
+    for _ in range(4):
+        start = time.monotonic()
+        for _ in range(count):
+            work.coordinator.schedule(update)
+        work.coordinator.join(timeout=120)
+        best = max(best, count / (time.monotonic() - start))
+    return best
 
 
 def _until_work(work: Job, feeder: Feeder, since: float) -> float:

@@ -21,6 +21,7 @@ from torture.tables import Row
 _PR_SET_CHILD_SUBREAPER = 36
 # Whoever lives on after the bar must be gone by then: a lease in the fast profile and more.
 _GONE_SECONDS = 5.0
+_END_SECONDS = 20.0
 
 
 class Supervisor:
@@ -115,10 +116,9 @@ def run_alone(
     try:
         for content in _lines(process, time.monotonic() + seconds):
             if "outcome" in content:
-                process.wait(20.0)
-                return content["outcome"]
+                return _ended(process, content["outcome"])
             say(content["say"])
-        ended = f"the process of the bar ended with {process.wait(20.0)}"
+        ended = f"the process of the bar ended with {process.wait(_END_SECONDS)}"
     except TimeoutError:
         ended = f"it did not end within {seconds:.0f} s"
     except subprocess.TimeoutExpired:
@@ -130,6 +130,16 @@ def run_alone(
         process.stdout.close()
     failure = f"{ended}; see {os.path.relpath(path, ROOT)}"
     return {"figure": "-", "verdict": "fail", "failures": [failure], "voids": [], "numbers": {}}
+
+
+def _ended(process: subprocess.Popen[bytes], outcome: dict[str, Any]) -> dict[str, Any]:
+    """Waits for the end of a bar that has said what it found."""
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        outcome["failures"].append(f"its process was still there after {_END_SECONDS:g} s")
+        outcome["verdict"] = "fail"
+    return outcome
 
 
 def _lines(process: subprocess.Popen[bytes], deadline: float) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ print("resumed" if strategy.is_resumed else "new", start, int(same.read_value())
 def count() -> None:
     done.assign_add(1)
     same.assign_add(1)
-    time.sleep(0.002)
+    time.sleep(0.01)
 
 
 with rx.coordinator.ClusterCoordinator(strategy) as coordinator:

@@ -166,6 +166,8 @@ class Dispatcher:
 
     def tick(self, now: float) -> None:
         """Some time has passed."""
+        if self.replaced is not None:
+            return
         self._perform(self.policy.tick(self.queue, now))
         if now - self._beat_s >= self._timing.beat_s:
             self._beat_s = now
@@ -304,7 +306,7 @@ class Dispatcher:
         """Another coordinator has taken the job over: this one has no say any more."""
         if self.replaced is None:
             self.replaced = text
-            self._perform([act.Raise(errors.FencedError(text))])
+            self._perform(self.policy.job_lost(errors.FencedError(text)))
 
     def _welcome(self, index: int, now: float) -> None:
         """A worker has joined: it gets its resources, then closures."""

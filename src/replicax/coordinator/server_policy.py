@@ -31,9 +31,11 @@ from replicax.coordinator.actions import (
     Release,
 )
 from replicax.coordinator.allotment import Crew
+from replicax.coordinator.closures import Closure
 from replicax.coordinator.servers import Fencing, Server
 from replicax.coordinator.timing import Timing
 from replicax.coordinator.workers import Worker, WorkerState
+from replicax.foundation import errors
 
 
 class ServerPolicy:
@@ -126,6 +128,13 @@ class ServerPolicy:
         if num_workers > 1 and blamed.has_accuser(worker):
             self.crew.workers[worker].benched_s = now + self._timing.dead_s
         return []
+
+    def job_lost(self, error: errors.FencedError) -> list[Action]:
+        """Another coordinator has taken the job over: whatever runs is its business now."""
+        running = self._take_running()
+        self._fencings.clear()
+        ended = [Abandon(running, verdicts.aborted("another coordinator has the job"))]
+        return [Raise(error), *(ended if running else [])]
 
     def fence_acknowledged(self, server: int, incarnation: int, now: float) -> list[Action]:
         """A server has confirmed that it takes nothing more from some life of a worker."""
@@ -240,18 +249,24 @@ class ServerPolicy:
         """Ends everything, since a server is lost; nothing that runs can succeed."""
         self.crew.is_paused = any(s.is_away for s in self.servers)
         actions: list[Action] = [Raise(server.error())]
-        running = [c for w in self.crew.workers for c in w.window.values()]
-        for worker in self.crew.workers:
-            worker.window.clear()
-            self.crew.refresh(worker)
+        running = self._take_running()
         for fencing in list(self._fencings.values()):
             if server.index in fencing.missing:
                 server.owed.add(fencing.incarnation)
                 fencing.missing.discard(server.index)
-            running += fencing.closures
-            fencing.closures = []
             if not fencing.missing:
                 actions += self._end_fencing(fencing)
         if running:
             actions.append(Abandon(running, verdicts.aborted(f"{server} was lost")))
         return actions
+
+    def _take_running(self) -> list[Closure]:
+        """Takes all closures from those that have them."""
+        running = [c for w in self.crew.workers for c in w.window.values()]
+        for worker in self.crew.workers:
+            worker.window.clear()
+            self.crew.refresh(worker)
+        for fencing in self._fencings.values():
+            running += fencing.closures
+            fencing.closures = []
+        return running

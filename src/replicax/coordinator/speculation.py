@@ -1,5 +1,8 @@
 """Runs closures a second time that a worker takes unusually long for. Pure, like the policy.
 
+That goes for those that wait behind such a closure, too: a worker that is frozen does not give
+them back.
+
 Their updates count once, whichever attempt sends them first, and the first result that comes
 is the result. The slower attempt is not stopped: what it still sends is refused or passed over.
 """
@@ -30,13 +33,13 @@ def copies(crew: Crew, queue: ClosureQueue, now: float) -> list[Action]:
         return []
     limit_s = max(_FACTOR * usual_s, _LEAST_S)
     busy = sorted((w for w in crew.workers if w.window), key=lambda w: w.since_s)
+    late = [c for w in busy if now - w.since_s >= limit_s for c in w.window.values()]
     actions: list[Action] = []
-    for slow in busy:
-        if not idle or now - slow.since_s < limit_s:
-            break
-        closure = next(iter(slow.window.values()))
+    for closure in late:
         if closure.is_settled or closure.pin is not None or _num_holders(crew, closure) > 1:
             continue
+        if not idle:
+            break
         worker = idle.pop(0)
         closure.give_to(worker.index)
         worker.assign([closure], now)

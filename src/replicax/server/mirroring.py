@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from replicax.foundation import errors
+from replicax.foundation import errors, lazy
 from replicax.parameter_server import journal, snapshot_files
 from replicax.parameter_server.service import ParameterStore
 from replicax.server.mirror_log import Batch, MirrorLog, State, Target
@@ -22,6 +21,11 @@ from replicax.transport.channel import Channel
 from replicax.transport.keys import Keys
 from replicax.transport.tasks import Task
 from replicax.transport.wakeup import Wakeup
+
+if TYPE_CHECKING:
+    import zmq
+else:
+    zmq = lazy.module("zmq")
 
 PIECE_BYTES = 8 << 20
 # Messages under way, and what one of them carries.
@@ -50,9 +54,6 @@ class Mirroring:
       store: What it holds.
       keys: What it proves with who it is.
       incarnation: The life of its process: the mirror follows one at a time.
-      send: Sends late answers; see `MirrorLog`.
-
-    Attributes:
       log: What the mirror has not confirmed.
     """
 
@@ -106,7 +107,7 @@ class Mirroring:
             self._wakeup.clear()
             target = self._log.target
             if target is None or target.job == self._fenced:
-                self._rest(_IDLE_S)
+                self._is_woken(_IDLE_S)
                 continue
             with self._channel(target) as channel:
                 self._serve(channel, target)
@@ -141,8 +142,9 @@ class Mirroring:
         is_same = found is not None and (found.job, found.mirror) == (target.job, target.mirror)
         return self._ending.is_set() or not is_same
 
-    def _rest(self, seconds: float) -> None:
-        select.select([self._wakeup.fd], [], [], seconds)
+    def _is_woken(self, seconds: float) -> bool:
+        """Waits until there is something to do, or for some seconds."""
+        return bool(zmq.zmq_poll([(self._wakeup.fd, 1)], int(seconds * 1e3)))
 
     @contextlib.contextmanager
     def _channel(self, target: Target) -> Iterator[Channel]:
@@ -183,8 +185,7 @@ class Mirroring:
                 self._post(channel, batch)
                 num_asked += 1
             if not num_asked:
-                self._rest(_BEAT_S)
-                if self._wakeup_is_idle():
+                if not self._is_woken(_BEAT_S):
                     channel.post(messages.Replicate(0, 0))
                     num_asked += 1
                 if self._log.target is None or self._ending.is_set():
@@ -199,9 +200,6 @@ class Mirroring:
 
     def _take(self) -> Batch | None:
         return self._log.take(_MOST_CHANGES, _MOST_BYTES)
-
-    def _wakeup_is_idle(self) -> bool:
-        return not select.select([self._wakeup.fd], [], [], 0)[0]
 
     def _post(self, channel: Channel, batch: Batch) -> None:
         is_slow = any(isinstance(change.body, self._store.SLOW) for change in batch.changes)

@@ -144,6 +144,7 @@ class ParameterServerTask:
         self._service.close()
         if self._lane_thread.ident is not None:
             self._lane_thread.join(_JOIN_SECONDS)
+        self._replicas.clear()
         if self._snapshots is not None:
             # Last: nothing can change any more.
             self._snapshots.close()

@@ -44,7 +44,8 @@ class _Replica:
 class _Transfer:
     """A snapshot that is on its way, in a file that has no name."""
 
-    def __init__(self, incarnation: int, position: int) -> None:
+    def __init__(self, job: str, incarnation: int, position: int) -> None:
+        self.job = job
         self.incarnation = incarnation
         self.position = position
         self.file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
@@ -106,11 +107,11 @@ class Replicas:
     def clear(self, *, but: str | None = None) -> None:
         """Drops all copies whose job is over: all but those of one job."""
         with self._lock:
-            kept = {owner: r for owner, r in self._replicas.items() if r.job == but}
-            self._replicas = kept
+            self._replicas = {o: r for o, r in self._replicas.items() if r.job == but}
             transfers: list[_Transfer] = []
             for found in (self._coming, self._going):
-                transfers += [found.pop(owner) for owner in list(found) if owner not in kept]
+                over = [owner for owner, transfer in found.items() if transfer.job != but]
+                transfers += map(found.pop, over)
         for transfer in transfers:
             transfer.close()
 
@@ -166,13 +167,8 @@ class Replicas:
         """Makes the changes that are new."""
         changes = journal.decode(buffers[0]) if buffers else []
         if len(changes) != body.count or body.position > replica.position:
-            raise errors.ProtocolError(
-                errors.message(
-                    f"{body.count} changes from place {replica.position} on were expected",
-                    f"{len(changes)} from {body.position} on came",
-                    "Nothing is to be done: the copy is made anew.",
-                )
-            )
+            required = f"{body.count} changes from place {replica.position} on are expected"
+            raise _broken(required, f"{len(changes)} from {body.position} on")
         used = 1
         for place, change in enumerate(changes, body.position):
             own = buffers[used : used + change.num_buffers]
@@ -192,9 +188,8 @@ class Replicas:
             replica.position += 1
             num_failures = len(answer.failures) if isinstance(answer, messages.Exchanged) else 0
             if num_failures != change.num_failures:
-                raise errors.DataLossError(
-                    f"{num_failures} closures failed here, and {change.num_failures} there."
-                )
+                required = f"{change.num_failures} closures of an exchange fail at its owner"
+                raise _broken(required, num_failures)
 
     def _seed(
         self, caller: Caller, job: str, body: messages.Seed, buffers: Sequence[Any]
@@ -209,15 +204,15 @@ class Replicas:
             return messages.Done()
         coming = self._coming.get(owner)
         if body.offset == 0 and not _is_same(coming, caller, body.position):
-            coming = _Transfer(caller.incarnation, body.position)
+            coming = _Transfer(job, caller.incarnation, body.position)
             self._replace(self._coming, owner, coming)
         piece = memoryview(buffers[0]) if buffers else memoryview(b"")
         if coming is None or not _is_same(coming, caller, body.position):
-            raise errors.DataLossError(f"{caller} must send a snapshot from its beginning.")
+            raise _broken(f"{caller} must send a snapshot from its beginning", body.offset)
         if body.offset + piece.nbytes <= coming.num_bytes and body.total > coming.num_bytes:
             return messages.Done()
         if body.offset != coming.num_bytes or body.offset + piece.nbytes > body.total:
-            raise errors.DataLossError(f"{caller} must send the pieces of a snapshot in order.")
+            raise _broken(f"{caller} must send the pieces of a snapshot in order", body.offset)
         coming.file.seek(body.offset)
         coming.file.write(piece)
         coming.num_bytes += piece.nbytes
@@ -245,7 +240,7 @@ class Replicas:
         finally:
             self._replace(self._coming, caller.task, None)
         if state.job != job:
-            raise errors.DataLossError(f"{caller} has sent a snapshot of job {state.job!r}.")
+            raise _broken(f"{caller} must send a snapshot of job {job!r}", state.job)
         replica = _Replica(store, job, caller.incarnation, coming.position)
         with self._lock:
             self._replicas[caller.task] = replica
@@ -262,13 +257,13 @@ class Replicas:
                     self._replace(self._going, owner, going)
             self._require_followed(replica, caller)
             if going is None or not _is_same(going, caller, replica.position):
-                raise errors.DataLossError(f"{caller} must fetch a snapshot from its beginning.")
+                raise _broken(f"{caller} must fetch a snapshot from its beginning", body.offset)
             going.file.seek(body.offset)
             piece = going.file.read(PIECE_BYTES)
             return messages.ReplicaPiece(going.position, going.num_bytes), [piece]
 
     def _cut_of(self, replica: _Replica) -> _Transfer:
-        going = _Transfer(replica.incarnation, replica.position)
+        going = _Transfer(replica.job, replica.incarnation, replica.position)
         try:
             cut = replica.store.snapshot()
             assert cut is not None, "a copy was attached when it was made"
@@ -338,3 +333,8 @@ class Replicas:
 def _is_same(transfer: _Transfer | None, caller: Caller, position: int) -> bool:
     found = None if transfer is None else (transfer.incarnation, transfer.position)
     return found == (caller.incarnation, position)
+
+
+def _broken(required: str, found: object) -> errors.DataLossError:
+    todo = "Nothing is to be done: it is tried again."
+    return errors.DataLossError(errors.message(required, f"it is {found!r} here", todo))

@@ -79,6 +79,7 @@ class Connection:
         self._keys = keys
         self._context: zmq.Context | None = None
         self._opened_at = 0.0
+        self._observed_at = 0.0
         self._reopen_at: float | None = None
         self._has_handshake = False
         # How often there was no handshake, and whether there is another key to try.
@@ -260,6 +261,10 @@ class Connection:
 
     def observe(self, now: float) -> None:
         """Takes note of what happened to the connection, and opens a new one if it broke."""
+        gap, self._observed_at = now - self._observed_at, now
+        if self.down_since is not None and gap > limits.RESET / 2:
+            # This process was stopped or busy: nobody could be reached meanwhile.
+            self.down_since += gap
         if self.location.scheme == "inproc":
             self._observe_name(now)
         while self._monitor is not None and frames.has_message(self._monitor):
