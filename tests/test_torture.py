@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -180,8 +181,32 @@ def test_marks_say_which_closure_a_process_is_in(tmp_path: Path) -> None:
     assert (first.kind, first.number, last.kind, last.number) == ("begin", 7, "begin", 8)
     assert marks.next_begin(8, first.when) == last.when
     assert marks.next_begin(9, 0.0) is None
-    assert marks.ended_by(mine, 0.0) == 1
     assert 0 <= marks.longest_gap(first.when) < 60
+
+
+def test_bar5_only_halves_that_began_late_count_as_late(tmp_path: Path) -> None:
+    marks = Marks(tmp_path / "marks")
+    mine = os.getpid()
+    with marks.around(1):
+        marks.middle(1)
+        assert marks.running(mine) == 1
+        woken_s = time.monotonic()
+        time.sleep(0.001)
+    # It had its answers before.
+    assert marks.whole_halves(mine, woken_s) == 0
+
+    def refused() -> None:
+        with marks.around(2):
+            marks.middle(2)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        refused()
+    assert marks.whole_halves(mine, woken_s) == 0
+    with marks.around(3):
+        marks.middle(3)
+    assert marks.whole_halves(mine, woken_s) == 1
+    assert marks.whole_halves(mine + 1, woken_s) == 0
 
 
 def test_a_plan_has_sizes_and_repeats_its_choices(tmp_path: Path) -> None:

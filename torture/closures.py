@@ -162,8 +162,9 @@ def stopped_worker(plan: Plan) -> Outcome:
             else:
                 work.coordinator.join(timeout=15)
             worst = max(worst, time.monotonic() - start - left * seconds)
+            woken_s = time.monotonic()
             slowest_end = max(slowest_end, _wake(work, index, pid))
-            accepted += work.marks.ended_by(pid, start)
+            accepted += work.marks.whole_halves(pid, woken_s)
             work.coordinator.join(timeout=60)
             total = first + count
             work.cluster.restart("worker", index)

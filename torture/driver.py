@@ -17,6 +17,8 @@ from replicax.coordinator.timing import Timing
 from replicax.foundation import errors
 
 _REFUSED = 3
+# Servers end so long after their coordinator.
+LEASE_S = 10.0
 
 
 def main(spec: str, batch: int) -> int:
@@ -25,8 +27,7 @@ def main(spec: str, batch: int) -> int:
     resolver = rx.cluster_resolver.SimpleClusterResolver(
         ClusterSpec(json.loads(spec)), task_type="chief", task_id=0
     )
-    lease = Timing.fast().server_orphan_s
-    strategy = rx.ParameterServerStrategy(resolver, job="counting", lease=lease)
+    strategy = rx.ParameterServerStrategy(resolver, job="counting", lease=LEASE_S)
     # Workers that had no coordinator for a while have ended, and need time to start again.
     timing = dataclasses.replace(Timing.fast(), no_workers_s=60.0)
     coordinator = rx.coordinator.ClusterCoordinator(strategy, timing=timing)

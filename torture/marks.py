@@ -21,7 +21,7 @@ class Mark:
     """One line of a process."""
 
     pid: int
-    # "begin" or "end".
+    # "begin", "middle" or "end".
     kind: str
     number: int
     when: float
@@ -41,6 +41,10 @@ class Marks:
         yield
         self._write("end", number)
 
+    def middle(self, number: int) -> None:
+        """Marks that a closure goes on with its second half."""
+        self._write("middle", number)
+
     def running(self, pid: int) -> int | None:
         """Returns the closure that a process is in, or was in when it died."""
         try:
@@ -49,7 +53,7 @@ class Marks:
                 words = file.read().splitlines()[-1].split()
         except (FileNotFoundError, IndexError):
             return None
-        return int(words[1]) if words[0] == b"begin" else None
+        return int(words[1]) if words[0] != b"end" else None
 
     def all(self) -> list[Mark]:
         """Returns all marks in the order of time."""
@@ -66,9 +70,14 @@ class Marks:
         pairs = zip([begin, *ends], ends, strict=False)
         return max((later - earlier for earlier, later in pairs), default=0.0)
 
-    def ended_by(self, pid: int, after: float) -> int:
-        """Returns how many closures a process ended after some instant."""
-        return sum(m.pid == pid and m.kind == "end" and m.when > after for m in self.all())
+    def whole_halves(self, pid: int, after: float) -> int:
+        """Returns how many second halves a process began and ended after some instant.
+
+        One that began before may have had its answers by then: its end says nothing.
+        """
+        late = [m for m in self.all() if m.pid == pid and m.when > after]
+        begun = {m.number for m in late if m.kind == "middle"}
+        return sum(m.kind == "end" and m.number in begun for m in late)
 
     def next_begin(self, number: int, after: float) -> float | None:
         """Returns when a closure was begun after some instant, the first time."""

@@ -16,6 +16,7 @@ import replicax as rx
 from replicax.coordinator.timing import Timing
 from replicax.foundation import errors
 from torture.bars import ROOT, Outcome, Plan, bar
+from torture.driver import LEASE_S
 from torture.endurance import Feeder
 from torture.jobs import Job, cluster, is_there, job, until
 
@@ -273,7 +274,7 @@ def restarted_coordinator(plan: Plan) -> Outcome:
             driver.count(chance)
             plan.say(f"{turn + 1} of {times}, {slowest:.1f} s, {found:g} counted")
         driver.end()
-        left = _left_after(tasks, Timing.fast().server_orphan_s + 5)
+        left = _left_after(tasks, LEASE_S + 5)
     outcome = Outcome(
         f"back in {slowest:.1f} s, {exact} of {times} continue, {refused} of {stopped} old refused",
         {"slowest_s": slowest, "exact": exact, "refused": refused, "left": left},

@@ -21,7 +21,6 @@ class Timing:
       no_workers_s: Closures wait so long for a worker, when none is left.
       handshake_s: A connection must say who it is within this time.
       worker_orphan_s: A worker waits so long for its coordinator before it drops the job.
-      server_orphan_s: A parameter server waits so long.
       data_s: A parameter server must answer a worker within this time, and more for many bytes.
       return_s: A parameter server that keeps snapshots may be away for so long.
       blame_s: Reports about one parameter server count together for so long.
@@ -37,7 +36,6 @@ class Timing:
     no_workers_s: float = 300.0
     handshake_s: float = 5.0
     worker_orphan_s: float = 30.0
-    server_orphan_s: float = 300.0
     data_s: float = 60.0
     return_s: float = 300.0
     blame_s: float = 60.0
@@ -73,7 +71,6 @@ class Timing:
             no_workers_s=5.0,
             handshake_s=1.0,
             worker_orphan_s=3.0,
-            server_orphan_s=10.0,
             data_s=5.0,
             return_s=20.0,
             blame_s=10.0,

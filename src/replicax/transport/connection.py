@@ -80,6 +80,7 @@ class Connection:
         self._context: zmq.Context | None = None
         self._opened_at = 0.0
         self._observed_at = 0.0
+        self._is_refused = False
         self._reopen_at: float | None = None
         self._has_handshake = False
         # How often there was no handshake, and whether there is another key to try.
@@ -280,6 +281,7 @@ class Connection:
                 self._reopen_at = None
             self._has_handshake = True
             self.down_since = None
+            self._is_refused = False
             return
         if event == zmq.EVENT_DISCONNECTED:
             self.reason = "the connection was closed"
@@ -290,6 +292,9 @@ class Connection:
             self._reopen_at = max(now, self._opened_at + pause)
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self.reason = "nobody listens there"
+            # Tried anew since it broke: whoever was there has ended, and need not be waited for.
+            was_met = self.incarnation is not None and self.down_since is not None
+            self._is_refused = was_met and self._opened_at > (self.down_since or 0.0)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refusal = errors.PermissionDeniedError(
                 errors.message(
@@ -323,7 +328,9 @@ class Connection:
             self.down_since = None
 
     def is_lost(self, now: float) -> bool:
-        """Says whether the peer has been away for longer than a connection may break."""
+        """Says whether the peer has ended, or is away for longer than a connection may break."""
+        if self._is_refused:
+            return True
         return self.down_since is not None and now - self.down_since >= limits.RESET
 
     def next_check(self, now: float) -> float:

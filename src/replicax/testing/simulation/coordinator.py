@@ -29,6 +29,8 @@ Setting = int | float | str | bool | None
 
 _IDLE_S = 0.05
 _QUEUE_LIMIT = 1_000
+# Servers keep a job so long without a coordinator.
+_LEASE_S = 10.0
 
 
 class SimulatedCluster:
@@ -40,7 +42,6 @@ class SimulatedCluster:
         workers: Sequence[ListeningProcess],
         life: int,
         plan: Plan,
-        timing: Timing,
         *,
         is_saved: bool,
     ) -> None:
@@ -50,7 +51,7 @@ class SimulatedCluster:
         self.incarnation = life
         self.workers: Sequence[Location] = [location_of(worker) for worker in workers]
         self.servers: Sequence[Location] = [location_of(server) for server in servers]
-        self.settings: Mapping[str, Setting] = {"lease": timing.server_orphan_s}
+        self.settings: Mapping[str, Setting] = {"lease": _LEASE_S}
         self._plan, self._is_saved = plan, is_saved
         self._numbers = itertools.count(1)
         self._writes: set[int] = set()
@@ -160,9 +161,7 @@ class SimulatedCoordinator(Process):
         super().__init__(world, Task("coordinator", 0))
         self.network, self.checks = network, checks
         is_saved = bool(world.faults.saved_share)
-        self.cluster = SimulatedCluster(
-            servers, workers, world.life(), plan, timing, is_saved=is_saved
-        )
+        self.cluster = SimulatedCluster(servers, workers, world.life(), plan, is_saved=is_saved)
         self.dispatcher = Dispatcher(self.cluster, self, timing, _QUEUE_LIMIT, world.now)
         self.dispatcher.speculates = world.random.random() < 0.5
         if world.random.random() < 0.2:
