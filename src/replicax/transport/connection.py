@@ -294,7 +294,7 @@ class Connection:
             self.reason = "nobody listens there"
             # Tried anew since it broke: whoever was there has ended, and need not be waited for.
             was_met = self.incarnation is not None and self.down_since is not None
-            self._is_refused = was_met and self._opened_at > (self.down_since or 0.0)
+            self._is_refused = was_met and self._opened_at >= (self.down_since or 0.0)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refusal = errors.PermissionDeniedError(
                 errors.message(
