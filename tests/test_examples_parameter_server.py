@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "parameter_server.py"
-GUIDE = ROOT / "docs" / "guides" / "parameter-servers.md"
+GUIDES = ROOT / "docs" / "guides"
 STEPS_PER_EPOCH = 60
 
 
@@ -110,12 +110,24 @@ def test_S196_S201_S202_one_file_plays_every_role_and_a_second_chief_goes_on(
     assert not [name for name, text in logs.items() if "Traceback" in text], logs
 
 
-@pytest.mark.slow
-def test_the_snippets_of_the_guide_are_one_program(tmp_path: Path) -> None:
-    snippets = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+def run_snippets(guide: str, tmp_path: Path) -> str:
+    text = (GUIDES / guide).read_text()
+    snippets = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     program = tmp_path / "guide.py"
     # In a directory of this test, not in one that all runs share.
     program.write_text("\n".join(snippets).replace("/tmp/", f"{tmp_path}/"))
-    output = run(program=program)
+    return run(program=program)
+
+
+@pytest.mark.slow
+def test_the_snippets_of_the_guide_are_one_program(tmp_path: Path) -> None:
+    output = run_snippets("parameter-servers.md", tmp_path)
     assert "no such luck This happened on /job:worker/task:" in output
     assert (tmp_path / "parameter-servers" / "weight").exists()
+
+
+@pytest.mark.slow
+def test_the_snippets_about_faults_are_one_program(tmp_path: Path) -> None:
+    output = run_snippets("faults.md", tmp_path)
+    assert "its deadline being 0.5 s" in output
+    assert "a new job" in output

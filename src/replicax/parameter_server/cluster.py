@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import secrets
@@ -241,11 +240,7 @@ class Cluster:
             self._is_closed = True
         for channel in self.channels:
             if was_attached and not keeps and channel.peer_incarnation is not None:
-                # One that is gone, or has another master, has nothing left to drop.
-                with contextlib.suppress(
-                    errors.UnavailableError, errors.DeadlineExceededError, errors.FencedError
-                ):
-                    channel.request(messages.Detach(), timeout=limits.LINGER)
+                _detach(channel)
             channel.close()
 
 
@@ -258,6 +253,19 @@ def left() -> errors.ContextError:
             "Make a new strategy, and restore the variables from a checkpoint.",
         )
     )
+
+
+def _detach(channel: Channel) -> None:
+    """Lets a server go. One that is gone, or has another master, has nothing left to drop."""
+    for _ in range(2):
+        try:
+            channel.request(messages.Detach(), timeout=limits.LINGER)
+            return
+        except errors.PSIncarnationError:
+            # It came back since it was asked last.
+            channel.reset()
+        except (errors.UnavailableError, errors.DeadlineExceededError, errors.FencedError):
+            return
 
 
 def _attach(channel: Channel, attach: messages.Attach, deadline: float) -> messages.Attached:
