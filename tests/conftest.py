@@ -42,6 +42,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("run", ["threaded", "compiled", "inside"], indirect=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves to the slow suite what relatives do inside a function: they are compiled alike."""
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if params.get("run") == "inside" and params.get("strategy") in RELATIVES:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def strategy(request: pytest.FixtureRequest) -> Any:
     """Each strategy in turn; `@pytest.mark.strategies(...)` picks some."""

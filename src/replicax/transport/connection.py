@@ -81,6 +81,8 @@ class Connection:
         self._opened_at = 0.0
         self._observed_at = 0.0
         self._is_refused = False
+        # Whether the socket has not been connected yet; else it is not refused, but cut off again.
+        self._is_untried = True
         self._reopen_at: float | None = None
         self._has_handshake = False
         # How often there was no handshake, and whether there is another key to try.
@@ -98,6 +100,7 @@ class Connection:
         """Starts to connect and puts the greeting first."""
         if self._context is None:
             self._context = context.acquire()
+        self._is_untried = True
         socket = self._context.socket(zmq.DEALER)
         self.socket = socket
         socket.linger = 0
@@ -284,6 +287,7 @@ class Connection:
             self._is_refused = False
             return
         if event == zmq.EVENT_DISCONNECTED:
+            self._is_untried = False
             self.reason = "the connection was closed"
             self._num_failures += not self._has_handshake
             # What waits in the socket was for the old connection. Without a handshake ZeroMQ may
@@ -294,7 +298,8 @@ class Connection:
             self.reason = "nobody listens there"
             # Tried anew since it broke: whoever was there has ended, and need not be waited for.
             was_met = self.incarnation is not None and self.down_since is not None
-            self._is_refused = was_met and self._opened_at >= (self.down_since or 0.0)
+            is_anew = self._is_untried and self._opened_at >= (self.down_since or 0.0)
+            self._is_refused = was_met and is_anew
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refusal = errors.PermissionDeniedError(
                 errors.message(
