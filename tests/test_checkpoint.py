@@ -597,6 +597,7 @@ def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
         rx.train.Checkpoint().restore(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saver", "reader"),
     [

@@ -717,7 +717,13 @@ def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("transformation", [optax.sgd(0.3), optax.adam(0.05)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    "transformation",
+    [
+        pytest.param(optax.sgd(0.3), id="sgd", marks=pytest.mark.slow),
+        pytest.param(optax.adam(0.05), id="adam"),
+    ],
+)
 def test_sync_training_is_that_of_one_process_on_all_batches(
     desk: Desk, transformation: Any
 ) -> None:

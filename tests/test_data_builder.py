@@ -380,6 +380,7 @@ def test_positions_of_other_datasets_are_refused() -> None:
         iter(Dataset.range(4)).set_state({})
 
 
+@pytest.mark.slow
 def test_a_fresh_process_goes_on_in_the_middle_of_a_shuffled_epoch(lines: list[str]) -> None:
     code = textwrap.dedent(
         """

@@ -46,6 +46,7 @@ def accuracy_on_test(training: Training) -> float:
     return float(training.accuracy.result())
 
 
+@pytest.mark.slow
 @pytest.mark.strategies(*LEARNERS)
 def test_every_strategy_learns_the_same_digits(
     strategy: Any, expected: dict[str, np.ndarray]

@@ -477,6 +477,7 @@ def test_lookups_differentiate_to_rows(strategy: Any, run: Any, loss: Any) -> No
         np.testing.assert_allclose(own.to_dense(), dense, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.strategies("virtual_2", "central_2")
 def test_tied_embeddings_are_dense(strategy: Any, run: Any) -> None:
     with strategy.scope():
@@ -496,6 +497,7 @@ def test_tied_embeddings_are_dense(strategy: Any, run: Any) -> None:
         np.testing.assert_allclose(dense_of(own), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.strategies("mirrored_2")
 @pytest.mark.parametrize("where", ["scan", "checkpoint", "cond", "vmap"])
 def test_lookups_inside_nested_code(strategy: Any, run: Any, where: str) -> None:
