@@ -218,13 +218,7 @@ class ServerPolicy:
         server.away_s = server.asked_s = now
         server.reason = reason
         self.crew.is_paused = True
-        actions: list[Action] = []
-        for fencing in list(self._fencings.values()):
-            if server.index in fencing.missing:
-                server.owed.add(fencing.incarnation)
-                fencing.missing.discard(server.index)
-                if not fencing.missing:
-                    actions += self._end_fencing(fencing)
+        actions = self._owe_fences(server)
         for worker in self.crew.workers:
             if worker.state is WorkerState.READY:
                 actions += self._fence(worker, f"{server} is away", now, is_blamed=False)
@@ -250,14 +244,20 @@ class ServerPolicy:
         self.crew.is_paused = any(s.is_away for s in self.servers)
         actions: list[Action] = [Raise(server.error())]
         running = self._take_running()
+        actions += self._owe_fences(server)
+        if running:
+            actions.append(Abandon(running, verdicts.aborted(f"{server} was lost")))
+        return actions
+
+    def _owe_fences(self, server: Server) -> list[Action]:
+        """Goes on without a server's word; it hears of the fences when it is back."""
+        actions: list[Action] = []
         for fencing in list(self._fencings.values()):
             if server.index in fencing.missing:
                 server.owed.add(fencing.incarnation)
                 fencing.missing.discard(server.index)
-            if not fencing.missing:
-                actions += self._end_fencing(fencing)
-        if running:
-            actions.append(Abandon(running, verdicts.aborted(f"{server} was lost")))
+                if not fencing.missing:
+                    actions += self._end_fencing(fencing)
         return actions
 
     def _take_running(self) -> list[Closure]:
