@@ -27,7 +27,8 @@ class Checks:
     Note [What a snapshot may lose]
         A server that comes back has its state of some moment before. What changed after that
         moment is lost there, for closures that count as finished by the time at which the
-        coordinator knows. All others are run again, and complete in the end.
+        coordinator knows. All others are run again, and complete in the end. A change of the
+        coordinator's own is not run again where it was acknowledged before.
     """
 
     def __init__(self, world: World, plan: Plan) -> None:
@@ -37,7 +38,7 @@ class Checks:
         # All closures, and those of them whose end was not looked at yet.
         self._closures: dict[int, Closure] = {}
         self._open: dict[int, Closure] = {}
-        # Changes of the coordinator's own that it takes for made.
+        # Changes of the coordinator's own, from the moment when they are sent.
         self._writes: set[int] = set()
         # Closures and writes that a server may have lost. See Note [What a snapshot may lose].
         self._excused: set[tuple[int, int]] = set()
@@ -50,10 +51,13 @@ class Checks:
         """The user has scheduled a closure."""
         self._closures[closure.id] = self._open[closure.id] = closure
 
+    def writes(self, number: int) -> None:
+        """The coordinator begins to make a change of its own."""
+        self._writes.add(number)
+
     def wrote(self, number: int, *, is_acknowledged: bool) -> None:
         """A change of the coordinator's own was made, or it does not know."""
         if is_acknowledged:
-            self._writes.add(number)
             self._require_complete(number)
 
     def pinged(self, settled: int) -> None:

@@ -112,6 +112,7 @@ class User:
         coordinator, client = self._coordinator, self._client
         number = coordinator.cluster.begin_write()
         coordinator.world.note(f"the user writes {number}")
+        coordinator.checks.writes(number)
         client.begin(number)
         for server, update, payload in self._plan.changes(number):
             client.collect(number, server, (update, payload))
