@@ -164,6 +164,7 @@ class FakeCluster:
         self._ids = itertools.count(1)
         self.write: int | None = None
         self.num_attached = 0
+        self.fenced: set[int] = set()
 
     @staticmethod
     def _place(scheme: str, name: str) -> addresses.Location:

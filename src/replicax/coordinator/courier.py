@@ -31,6 +31,7 @@ class Cluster(Protocol):
       workers: Where the workers listen.
       servers: Where the parameter servers listen.
       settings: Plain options of the job, by name.
+      fenced: Lives of workers that were given up.
     """
 
     job: str
@@ -41,6 +42,7 @@ class Cluster(Protocol):
     workers: Sequence[Location]
     servers: Sequence[Location]
     settings: Mapping[str, int | float | str | bool | None]
+    fenced: set[int]
 
     def attach(self) -> None:
         """Takes the parameter servers into the job, if they are not; waits for them."""

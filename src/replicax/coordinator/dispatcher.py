@@ -46,7 +46,8 @@ class Dispatcher:
         self._cluster = cluster
         self._timing = timing
         self.queue = ClosureQueue(queue_limit)
-        self.policy = Policy(len(cluster.workers), len(cluster.servers), timing, now)
+        counts = len(cluster.workers), len(cluster.servers)
+        self.policy = Policy(*counts, timing, now, cluster.fenced)
         for server in self.policy.servers:
             server.is_saved = cluster.is_saved(server.index)
         self.crew = self.policy.crew
@@ -233,6 +234,9 @@ class Dispatcher:
         """Decides about a closure that did not end well; tells whether it has run."""
         verdict = reports.judge(closure, worker, error, len(self.policy.servers))
         if isinstance(verdict, Exception):
+            if speculation.runs_elsewhere(self.crew, closure):
+                # The other attempt decides, and must have ended before anybody is told.
+                return True
             self._perform([act.Fail(closure, verdict, cancels=True)])
             return True
         if isinstance(verdict, reports.Fenced):

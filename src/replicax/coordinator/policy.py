@@ -29,8 +29,15 @@ class Policy(ServerPolicy):
       servers: All parameter servers, by index.
     """
 
-    def __init__(self, num_workers: int, num_servers: int, timing: Timing, now: float) -> None:
-        super().__init__(num_workers, num_servers, timing, now)
+    def __init__(
+        self,
+        num_workers: int,
+        num_servers: int,
+        timing: Timing,
+        now: float,
+        fenced: set[int] | None = None,
+    ) -> None:
+        super().__init__(num_workers, num_servers, timing, now, set() if fenced is None else fenced)
         self._last_tick_s = now
         self._patience = Patience(timing.no_workers_s)
         # Since when closures that run are waited for after an error.

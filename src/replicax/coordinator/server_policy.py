@@ -44,15 +44,23 @@ class ServerPolicy:
     Attributes:
       crew: All workers.
       servers: All parameter servers, by index.
+
+    Args:
+      num_workers: How many workers there are.
+      num_servers: How many servers there are.
+      timing: How long to wait for what.
+      now: The time.
+      fenced: Where to note lives that were given up; they are never used again.
     """
 
-    def __init__(self, num_workers: int, num_servers: int, timing: Timing, now: float) -> None:
+    def __init__(
+        self, num_workers: int, num_servers: int, timing: Timing, now: float, fenced: set[int]
+    ) -> None:
         self.crew = Crew(num_workers, now)
         self.servers = [Server(i, now) for i in range(num_servers)]
         self._timing = timing
         self._fencings: dict[int, Fencing] = {}
-        # Lives that were given up; they are never used again.
-        self._fenced: set[int] = set()
+        self._fenced = fenced
 
     def server_connected(self, index: int, incarnation: int, now: float) -> list[Action]:
         """A server was reached, or answers as another process than before."""

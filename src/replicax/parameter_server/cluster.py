@@ -24,6 +24,10 @@ _CREATION_S = 60.0
 _CREATION_S_PER_BYTE = 1 / (10 << 20)
 
 
+# As many lives that were given up fit into a header; more are told one by one.
+_MOST_FENCED = 4_000
+
+
 class Cluster:
     """Parameter servers and workers of one job.
 
@@ -72,6 +76,8 @@ class Cluster:
         # By server: the parts that it must hold, and whether they outlive its process.
         self._held: list[set[int]] = [set() for _ in servers]
         self._saved = [False for _ in servers]
+        # Lives that were given up; the coordinator adds to it while it works.
+        self.fenced: set[int] = set()
         self._found: list[frozenset[int]] = [frozenset() for _ in servers]
         self._closures = itertools.count(1)
         self._numbers = itertools.count(1)
@@ -194,7 +200,8 @@ class Cluster:
         """Returns what to say to a server that was attached before: it must hold its parts."""
         with self._writing:
             parts = sorted(self._held[server])
-        return messages.Attach(self._urls, self.settings, parts)
+        fenced = sorted(self.fenced.copy())[-_MOST_FENCED:]
+        return messages.Attach(self._urls, self.settings, parts, fenced)
 
     def recover(self, error: errors.UnavailableError) -> bool:
         """Waits until the server that an error names is back; False if that cannot be."""

@@ -231,6 +231,8 @@ class ParameterStore:
                     exchange.apply_rest(self._storage)
             self._num_makes += epoch > held.epoch
             self._num_changes += epoch > held.epoch
+            # Before it answers anybody: a life that was given up may be the first to ask.
+            held.fence(body.fenced)
             held.take(epoch, incarnation, lease_s, now)
             self._storage.accumulation.configure(body)
             self._journal.attached(job, body, Change("coordinator", incarnation, epoch, body))

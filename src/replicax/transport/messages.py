@@ -105,11 +105,13 @@ class Attach(Body, frozen=True):
       settings: Plain options of the job, by name.
       parts: For a parameter server that was attached before: the parts that it must hold. One
         that lacks any of them refuses. None at the beginning.
+      fenced: Lives that were given up: from the first request on, nothing is taken from them.
     """
 
     servers: list[str]
     settings: dict[str, int | float | str | bool | None]
     parts: list[int] | None = None
+    fenced: list[int] = []
 
 
 class Detach(Body, frozen=True):

@@ -53,6 +53,7 @@ class SimulatedCluster:
         self.servers: Sequence[Location] = [location_of(server) for server in servers]
         self.settings: Mapping[str, Setting] = {"lease": _LEASE_S}
         self._plan, self._is_saved = plan, is_saved
+        self.fenced: set[int] = set()
         self._numbers = itertools.count(1)
         self._writes: set[int] = set()
 
@@ -66,7 +67,7 @@ class SimulatedCluster:
     def attach_again(self, server: int) -> messages.Attach:
         """Returns what to say to a server that was attached before."""
         parts = [part for part, place in self._plan.servers.items() if place == server]
-        return messages.Attach([], dict(self.settings), parts)
+        return messages.Attach([], dict(self.settings), parts, sorted(self.fenced))
 
     def next_closure(self) -> int:
         """Returns the number of a new closure."""
