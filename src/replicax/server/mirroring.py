@@ -126,6 +126,7 @@ class Mirroring:
             except (errors.DistributeError, OSError, snapshot_files.GivenUpError) as error:
                 self._lose(mirror, error)
             except Exception as error:
+                # Whatever it is: without this thread answers would be held back for ever.
                 _log.exception("%s could not be told what is changed", mirror)
                 self._lose(mirror, error)
             channel.reset()
