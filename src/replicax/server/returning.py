@@ -107,6 +107,7 @@ class Returning:
                 if self._store.marks().job != envelope.job:
                     self._fetch(envelope)
             except Exception:
+                # The answer says what is missing then.
                 _log.exception("%s could not fetch what it held", self._task)
             self._answer(request)
 
