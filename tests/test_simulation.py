@@ -279,7 +279,7 @@ def test_bar_10_a_worker_is_free_when_another_has_settled_what_it_had() -> None:
     assert not said
 
 
-@pytest.mark.parametrize("seed", [440, 980, 1219])
+@pytest.mark.parametrize("seed", [440, 980, 1219, 6328])
 def test_bar_29_histories_that_once_broke_a_rule(seed: int) -> None:
     """A write across a restore; a zombie before the fences; an error while a copy still runs."""
     simulate(seed)

@@ -19,7 +19,7 @@ Note [Servers that come back]
 
 from __future__ import annotations
 
-from replicax.coordinator import verdicts
+from replicax.coordinator import speculation, verdicts
 from replicax.coordinator.actions import (
     Abandon,
     Action,
@@ -210,8 +210,8 @@ class ServerPolicy:
         free = []
         errands = self.crew.workers[fencing.worker].errands
         for closure in fencing.closures:
-            if closure.is_settled:
-                # By another worker that ran it as well.
+            if closure.is_settled or speculation.runs_elsewhere(self.crew, closure):
+                # Another worker runs it as well, and decides.
                 continue
             if closure.num_deaths >= self._timing.poison_limit:
                 actions.append(Fail(closure, verdicts.poison(closure), cancels=False))
