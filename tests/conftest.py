@@ -7,7 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+# Tests compile the same small programs over and over; JAX keeps them on disk, for all processes
+# of a run, and for the next one.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / "out" / "jax-cache")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import replicax as rx
 
@@ -83,13 +89,22 @@ def _new_threads(known: set[threading.Thread]) -> list[threading.Thread]:
     return [t for t in new if t.is_alive() and not t.name.startswith(_ALLOWED_THREADS)]
 
 
+def _children(process: psutil.Process) -> set[int]:
+    try:
+        # Looks whether there is any, without waiting for it: the list takes milliseconds.
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return set()
+    return {c.pid for c in process.children(recursive=True)}
+
+
 @pytest.fixture(autouse=True)
 def police() -> Iterator[None]:
     """Fails a test that leaves an environment variable, thread, process, file or scope."""
     env = dict(os.environ)
     threads = set(threading.enumerate())
     process = psutil.Process()
-    children = {c.pid for c in process.children(recursive=True)}
+    children = _children(process)
     num_fds = process.num_fds()
     yield
     env.pop("PYTEST_CURRENT_TEST", None)
@@ -100,8 +115,7 @@ def police() -> Iterator[None]:
     while (left := _new_threads(threads)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left, f"threads leaked: {left}"
-    known = children | kept_processes()
-    assert {c.pid for c in process.children(recursive=True)} <= known, "processes leaked"
+    assert _children(process) <= children | kept_processes(), "processes leaked"
     if process.num_fds() > num_fds + 2:
         gc.collect()
         assert process.num_fds() <= num_fds + 2, "file descriptors leaked"
