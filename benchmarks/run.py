@@ -34,6 +34,7 @@ from benchmarks import (
     parameter_server,
     parameter_server_scale,
     secure_transport,
+    snapshots,
     sparse_step,
     tf_environment,
     virtual_replicas,
@@ -51,6 +52,7 @@ BENCHMARKS: tuple[ModuleType, ...] = (
     checkpoints,
     parameter_server,
     parameter_server_scale,
+    snapshots,
     secure_transport,
 )
 PACKAGES = ("replicax", "jax", "jaxlib", "numpy")
