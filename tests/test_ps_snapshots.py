@@ -101,6 +101,7 @@ def test_bar21_a_frozen_part_keeps_its_value_whatever_is_changed(
 ) -> None:
     """Random changes between pieces, of rows and of all, with readers that hold on to values."""
     monkeypatch.setattr(frozen, "PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr(frozen, "_CHUNK_BYTES", 3000)
     rng = np.random.default_rng(seed)
     part = make_part(shape)
     part.replace(rng.normal(size=shape).astype(np.float32))
@@ -158,11 +159,11 @@ def test_a_frozen_part_costs_the_rows_that_are_touched() -> None:
     for _ in range(10):
         part.put_rows(numbers, rows)
     assert part._block is block, "nothing was copied but rows"
-    assert sum(kept.nbytes for _, kept in view._preserved) == rows.nbytes
+    assert view.num_preserved_bytes == rows.nbytes
     for start in view.pieces():
         assert not view.read(start).any()
     part.put_rows(numbers + 1, rows)
-    assert not view._preserved, "what was read needs no copy"
+    assert view.num_preserved_bytes == 0, "what was read needs no copy"
     part.thaw(view)
     part.replace(np.zeros(part.shape, np.float32))
     assert part._block is block
@@ -350,7 +351,7 @@ def test_bar21_changes_during_the_write_are_not_in_the_snapshot(
         caller.create(number, value)
     pieces = 0
 
-    def change() -> bool:
+    def change(_: float) -> bool:
         nonlocal pieces
         pieces += 1
         rows = np.unique(rng.integers(0, 200_000, 500)).astype(np.int32)
@@ -378,7 +379,7 @@ def test_bar21_a_cut_that_is_given_up_thaws_all_parts(directory: SnapshotDirecto
         caller.create(number, np.zeros(1_500_000, np.float64))
     answers = iter([True, False])
     with pytest.raises(GivenUpError):
-        save(caller.store, directory, is_wanted=lambda: next(answers))
+        save(caller.store, directory, is_wanted=lambda _: next(answers))
     parts = [caller.store._storage.part(n) for n in range(3)]
     assert all(part._frozen is None for part in parts)
     assert list(directory._path.glob("*.tmp")) == [] and numbers_in(directory) == []
@@ -809,14 +810,28 @@ def test_changes_are_saved_at_their_time_and_failures_wait_for_the_next() -> Non
     assert schedule.is_due(marks(3, 2), is_busy=False, now=70.0)
 
 
-def test_saving_rests_longer_than_it_works_but_not_for_ever() -> None:
+def test_saving_rests_longer_than_it_works_and_ends_in_time() -> None:
     pace = Pace(limit_s=15.0, now=100.0)
-    assert pace.rest(100.004) == 0, "many small pieces rest together"
-    assert pace.rest(100.01) == pytest.approx(0.03)
-    pace.rested(100.04)
-    assert pace.rest(100.05) == pytest.approx(0.03)
-    assert pace.rest(114.0) == pytest.approx(1.0)
-    assert pace.rest(116.0) == 0
+    assert pace.rest(100.004, 0.01) == 0, "many small pieces rest together"
+    assert pace.rest(100.01, 0.02) == pytest.approx(0.09)
+    pace.rested(100.1)
+    assert pace.rest(100.11, 0.03) == pytest.approx(0.09)
+
+
+@pytest.mark.parametrize(
+    ("work_s", "takes_s"), [(0.1, 1.0), (1.0, 10.0), (3.0, 15.0), (7.0, 15.0), (40.0, 80.0)]
+)
+def test_a_snapshot_takes_what_it_may_but_never_all_of_the_processor(
+    work_s: float, takes_s: float
+) -> None:
+    pace, now, num_pieces = Pace(limit_s=15.0, now=0.0), 0.0, 200
+    for piece in range(num_pieces):
+        rest_s = pace.rest(now, piece / num_pieces)
+        if rest_s:
+            now += rest_s
+            pace.rested(now)
+        now += work_s / num_pieces
+    assert now == pytest.approx(takes_s, rel=0.1)
 
 
 def test_marks_tell_what_is_new() -> None:

@@ -104,14 +104,14 @@ class SnapshotDirectory:
             os.close(lock)
 
     def save(
-        self, cut: Cut, *, num_kept: int = 2, is_wanted: Callable[[], bool] = lambda: True
+        self, cut: Cut, *, num_kept: int = 2, is_wanted: Callable[[float], bool] = lambda _: True
     ) -> Saved:
         """Writes a snapshot, and removes all but the newest.
 
         Args:
           cut: What to write; it is not closed.
           num_kept: How many snapshots stay, with this one.
-          is_wanted: Asked now and then.
+          is_wanted: Asked before each piece, with the share of all bytes that is written.
 
         Raises:
           CheckpointError: It could not be written; those that were there before still are.
@@ -200,7 +200,7 @@ class SnapshotDirectory:
                 file.unlink()
 
 
-def write(file: IO[bytes], cut: Cut, is_wanted: Callable[[], bool] = lambda: True) -> int:
+def write(file: IO[bytes], cut: Cut, is_wanted: Callable[[float], bool] = lambda _: True) -> int:
     """Writes a snapshot into an empty file; returns its length."""
     sections = cut.state.sections()
     sums = [np.zeros(-(-size // piece), "<u4") for size, piece in sections]
@@ -211,10 +211,10 @@ def write(file: IO[bytes], cut: Cut, is_wanted: Callable[[], bool] = lambda: Tru
         required = f"The header of a snapshot has at most {_MAX_HEADER_BYTES} bytes"
         todo = "Use fewer variables on each parameter server."
         raise errors.CheckpointError(errors.message(required, found, todo))
-    offset = first
+    offset, end = first, first + sum(size for size, _ in sections)
     for section, (size, piece_size) in enumerate(sections):
         for start, piece in cut.pieces(section):
-            if not is_wanted():
+            if not is_wanted((offset + start) / end):
                 raise GivenUpError
             found_sum = zlib.crc32(piece.data)
             sums[section][start // piece_size] = found_sum

@@ -244,7 +244,7 @@ class Mirroring:
                 position, target = taken[0]
                 if target is None or target.job != job:
                     raise errors.UnavailableError(f"{self._task} holds another job.")
-                is_wanted = lambda: not self._ending.is_set()  # noqa: E731
+                is_wanted = lambda _: not self._ending.is_set()  # noqa: E731
                 return position, target.attach, snapshot_files.write(file, cut, is_wanted)
             finally:
                 cut.close()

@@ -23,7 +23,11 @@ _GIVE_UP_S = 3.0
 _QUIET_S = 0.2
 _LOOK_S = 0.1
 # Saving rests so much longer than it works: training needs the processor and the memory, too.
-_REST = 3.0
+_MOST_REST = 9.0
+# Also when there is more to save than fits between two snapshots.
+_LEAST_REST = 1.0
+# Which part of the time between two snapshots one may take.
+_SHARE = 0.8
 # Not worth a rest.
 _SHORTEST_WORK_S = 0.005
 _NOTHING = Marks(None, 0, 0, 0)
@@ -85,27 +89,32 @@ class Pace:
     """Decides how long to rest between two pieces of a snapshot. Pure: time is a parameter.
 
     >>> pace = Pace(limit_s=10.0, now=0.0)
-    >>> pace.rest(now=0.01)
-    0.03
-    >>> pace.rested(now=0.04)
-    >>> pace.rest(now=0.041)
+    >>> pace.rest(now=0.01, done=0.5)
+    0.09
+    >>> pace.rested(now=0.1)
+    >>> pace.rest(now=0.101, done=0.6)
     0.0
 
     Args:
-      limit_s: After so long there is no more rest: the next snapshot must not wait.
+      limit_s: How long the snapshot may take, if need be with shorter rests.
       now: The time.
     """
 
     def __init__(self, limit_s: float, now: float) -> None:
         self._until_s = now + limit_s
         self._since_s = now
+        self._worked_s = 0.0
 
-    def rest(self, now: float) -> float:
-        """Returns the seconds to rest."""
-        worked_s = now - self._since_s
-        if worked_s < _SHORTEST_WORK_S:
+    def rest(self, now: float, done: float) -> float:
+        """Returns the seconds to rest, when this share of the work is done."""
+        piece_s = now - self._since_s
+        if piece_s < _SHORTEST_WORK_S or done <= 0:
             return 0.0
-        return max(0.0, min(worked_s * _REST, self._until_s - now))
+        self._worked_s += piece_s
+        self._since_s = now
+        left_s = self._worked_s * (1 / done - 1)
+        affordable = (self._until_s - now - left_s) / (left_s + piece_s)
+        return piece_s * min(max(affordable, _LEAST_REST), _MOST_REST)
 
     def rested(self, now: float) -> None:
         """Notes that work goes on after a rest."""
@@ -222,7 +231,7 @@ class Snapshots:
             try:
                 # Snapshots of another job are of no use once there is one of this.
                 num_kept = 2 if cut.state.job == self._job else 1
-                pace = Pace(self._every_s / 2, began_s)
+                pace = Pace(self._every_s * _SHARE, began_s)
                 is_wanted = functools.partial(self._is_wanted, cut.marks, pace)
                 saved = self._files.save(cut, num_kept=num_kept, is_wanted=is_wanted)
             finally:
@@ -232,9 +241,9 @@ class Snapshots:
         self._seconds = time.monotonic() - began_s
         self._schedule.saved(cut.marks, began_s)
 
-    def _is_wanted(self, marks: Marks, pace: Pace) -> bool:
+    def _is_wanted(self, marks: Marks, pace: Pace, done: float) -> bool:
         """Tells whether to go on with a snapshot, when it is time to."""
-        rest_s = pace.rest(time.monotonic())
+        rest_s = pace.rest(time.monotonic(), done)
         # Whoever ends the process waits for the snapshot.
         if rest_s and not self._ending.wait(rest_s):
             pace.rested(time.monotonic())
