@@ -26,7 +26,7 @@ def at_work(name: str) -> Iterator[None]:
     """Takes a safeguard away for a while, in this process.
 
     Args:
-      name: One of `NAMES`: "dedup" makes changes that were made before again; "fencing" lets
+      name: One of `NAMES`: "dedup" makes changes again, and notes none; "fencing" lets
         servers ignore fences; "heartbeats" takes every silent task for alive; "watermark"
         forgets settled closures without refusing them; "fsync" writes files without waiting
         for the disk; "key check" lets every key in, as that of a coordinator.
@@ -71,7 +71,10 @@ def _patches_of(name: str) -> list[_Patch]:
 
 
 def _dedup() -> list[_Patch]:
-    return [(OnceTable, "is_new", lambda self, closure, key: True)]
+    return [
+        (OnceTable, "is_new", lambda self, closure, key: True),
+        (OnceTable, "record", lambda self, closure, key: None),
+    ]
 
 
 def _fencing() -> list[_Patch]:
