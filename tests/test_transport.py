@@ -70,6 +70,20 @@ def test_small_buffers_are_aligned_in_their_frame() -> None:
     assert bytes(frames[1]) == b"a" + bytes(63) + b"b" * 65 + bytes(63) + b"c"
 
 
+@pytest.mark.parametrize("more", [0, 1, limits.FRAME - 1, limits.FRAME])
+def test_bar50_long_buffers_are_cut_into_frames_and_put_together(more: int) -> None:
+    long = random.Random(more).randbytes(2 * limits.FRAME + more)
+    buffers = [b"short", long, b"x" * limits.FRAME]
+    frames = codec.encode("", 0, 1, 1, messages.Done(), buffers)
+    assert max(map(len, frames)) <= limits.FRAME
+    _, received = codec.decode([bytes(f) for f in frames])
+    assert [bytes(b) for b in received] == buffers
+    first, second = frames[2], frames[3]
+    for wrong in ([first[1:], bytes(second) + b"x"], [first[1:], second], [first]):
+        with pytest.raises(errors.ProtocolError):
+            codec.decode([*frames[:2], *wrong, *frames[4:]])
+
+
 @pytest.mark.parametrize(
     "array",
     [

@@ -1,13 +1,14 @@
 """Messages as frames, and frames as messages.
 
 The first frame is the envelope. Buffers may lie in shared memory (`lane.py`); of the others, all
-below 32 KiB follow joined in one frame, each at a multiple of 64 bytes; each larger buffer is a
-frame of its own. `Envelope.sizes` says which is
-which. Nothing is believed: counts and sizes are compared with what came before anything is used.
+below 32 KiB follow joined in one frame, each at a multiple of 64 bytes; each larger buffer has
+frames of its own, of 1 MiB but for the last. `Envelope.sizes` says which is which. Nothing is
+believed: counts and sizes are compared with what came before anything is used.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -129,7 +130,12 @@ def encode(
     joined = _join(memory)
     if joined is not None:
         frames.append(joined)
-    frames.extend(m for m in memory if len(m) >= limits.SMALL)
+    for m in memory:
+        if len(m) > limits.FRAME:
+            view = memoryview(m)
+            frames.extend(view[i : i + limits.FRAME] for i in range(0, len(m), limits.FRAME))
+        elif len(m) >= limits.SMALL:
+            frames.append(m)
     return frames
 
 
@@ -224,10 +230,7 @@ def _split(sizes: list[int], frames: Sequence[Any]) -> list[memoryview]:
     end = 0
     for size in sizes:
         if size >= limits.SMALL:
-            view = next(large)
-            if len(view) != size:
-                raise _broken("a buffer does not have the size that the header says")
-            buffers.append(view)
+            buffers.append(_whole(large, size))
         elif size:
             start = end + mask & ~mask
             end = start + size
@@ -237,13 +240,30 @@ def _split(sizes: list[int], frames: Sequence[Any]) -> list[memoryview]:
     return buffers
 
 
+def _whole(frames: Iterator[memoryview], size: int) -> memoryview:
+    """Takes the next large buffer from its frames: as it lies there, or put together."""
+    if size <= limits.FRAME:
+        view = next(frames)
+        if len(view) != size:
+            raise _broken("a buffer does not have the size that the header says")
+        return view
+    parts = list(itertools.islice(frames, -(-size // limits.FRAME)))
+    last = size - (len(parts) - 1) * limits.FRAME
+    if [len(part) for part in parts] != [limits.FRAME] * (len(parts) - 1) + [last]:
+        raise _broken("the frames of a buffer do not have the size that the header says")
+    whole = np.empty(size, np.uint8)
+    for i, part in enumerate(parts):
+        whole[i * limits.FRAME :][: len(part)] = part
+    return whole.data
+
+
 def _place(sizes: list[int], frames: Sequence[Any]) -> tuple[memoryview, Iterator[memoryview]]:
     """Returns the frame of the small buffers, and those of the large ones."""
     mask = limits.ALIGNMENT - 1
     end = num_large = 0
     for size in sizes:
         if size >= limits.SMALL:
-            num_large += 1
+            num_large += -(-size // limits.FRAME)
         elif size:
             end = (end + mask & ~mask) + size
     if min(sizes) < 0 or sum(sizes) > limits.MESSAGE:

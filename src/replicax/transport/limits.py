@@ -15,6 +15,10 @@ GREETING = 4 * KIB
 SMALL = 32 * KIB
 ALIGNMENT = 64
 
+# Larger buffers are cut into frames of this size: one is ciphered while the one before travels,
+# and the one before that is deciphered.
+FRAME = MIB
+
 # Frames from here on are sent from the memory they lie in. Below, a copy costs less than the
 # thread that ZeroMQ's Python side needs to learn when the memory is free again.
 LENT = 512 * KIB
