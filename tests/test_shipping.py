@@ -142,6 +142,18 @@ def test_equal_functions_have_one_name() -> None:
     assert shipping.ship(make(1)).sha != shipping.ship(make(2)).sha
 
 
+def test_bar13_calls_of_one_function_wait_with_one_pickle() -> None:
+    def call() -> None:
+        pass
+
+    first = shipping.ship(call)
+    assert shipping.ship(call) is first
+    gone = weakref.ref(first)
+    del first
+    gc.collect()
+    assert gone() is None
+
+
 def test_arrays_lie_beside_the_pickle_and_are_copies() -> None:
     big = np.zeros(100_000)
     half = np.zeros(100_000, jnp.bfloat16)

@@ -59,6 +59,8 @@ class Shipped:
 
 # What was shipped, per function and (weak) strategy; None for any strategy.
 _shipped: weakref.WeakKeyDictionary[Function, dict[Any, Shipped]] = weakref.WeakKeyDictionary()
+# By name: thousands of calls of one plain function wait with one pickle.
+_alike: weakref.WeakValueDictionary[str, Shipped] = weakref.WeakValueDictionary()
 
 
 def ship(fn: Callable[..., Any], strategy: Any = None) -> Shipped:
@@ -91,7 +93,8 @@ def ship(fn: Callable[..., Any], strategy: Any = None) -> Shipped:
 def _ship_now(fn: Any, strategy: Any) -> Shipped:
     name = getattr(fn, "__name__", None) or getattr(fn, "name", None) or type(fn).__name__
     buffers = _dump(fn, strategy, str(name))
-    return Shipped(fingerprint.of_buffers(buffers), buffers)
+    shipped = Shipped(fingerprint.of_buffers(buffers), buffers)
+    return _alike.setdefault(shipped.sha, shipped)
 
 
 def pack_arguments(
