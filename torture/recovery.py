@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -258,15 +259,17 @@ def restarted_coordinator(plan: Plan) -> Outcome:
         driver = _Driver(spec)
         driver.count(chance)
         for turn in range(times):
-            before, old = driver.reported, driver
-            is_stopped = turn % 4 == 2
-            landed += driver.process.poll() is None
-            old.process.send_signal(signal.SIGSTOP if is_stopped else signal.SIGKILL)
+            is_stopped, old = turn % 4 == 2, driver
+            landed += old.process.poll() is None
+            old.strike(signal.SIGSTOP if is_stopped else signal.SIGKILL)
             driver = _Driver(spec)
             found = driver.resumed()
             slowest = max(slowest, driver.attached_s)
             # One batch may have been on its way.
-            exact += before <= found <= before + _BATCH
+            is_exact = old.reported <= found <= old.reported + _BATCH
+            if not is_exact:
+                plan.say(f"{found:g} counted, after {old.reported:g} that were reported")
+            exact += is_exact
             if is_stopped:
                 stopped += 1
                 refused += old.wakes_up_refused()
@@ -304,7 +307,8 @@ class _Driver:
         self.reported = 0.0
         self.attached_s = 0.0
         command = [sys.executable, "-m", "torture.driver", spec, str(_BATCH)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, bufsize=0)
+        self._unread = b""
 
     def resumed(self) -> float:
         """Waits until it has the job; returns what it found."""
@@ -318,16 +322,22 @@ class _Driver:
         for _ in range(chance.randrange(2, 6)):
             self.reported = float(self._next()["found"])
 
+    def strike(self, number: signal.Signals) -> None:
+        """Sends a signal that ends it or stops it; `reported` is then the last it has said."""
+        self.process.send_signal(number)
+        for said in self._rest():
+            self.reported = float(said["found"])
+
     def wakes_up_refused(self) -> bool:
         """Lets a stopped one go on; tells whether it was soon refused, and ended."""
         start = time.monotonic()
         self.process.send_signal(signal.SIGCONT)
         try:
-            lines = self.process.communicate(timeout=30)[0].splitlines()
+            self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             return False
-        last = json.loads(lines[-1]) if lines else {}
-        return last.get("refused_s", start + 60) - start < 2.0
+        said = self._rest()
+        return bool(said) and said[-1].get("refused_s", start + 60) - start < 2.0
 
     def end(self) -> None:
         """Ends it, if it has not."""
@@ -337,8 +347,23 @@ class _Driver:
             self.process.stdout.close()
 
     def _next(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a driver ended with exit status {self.process.wait(20)}")
+        while b"\n" not in self._unread:
+            if not self._read():
+                raise RuntimeError(f"a driver ended with exit status {self.process.wait(20)}")
+        line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
+
+    def _rest(self) -> list[dict[str, Any]]:
+        """Returns all that it has said and nobody has read."""
+        assert self.process.stdout is not None
+        while select.select([self.process.stdout], [], [], 0.2)[0] and self._read():
+            pass
+        *lines, self._unread = self._unread.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def _read(self) -> bool:
+        """Reads some of what it has said, and waits for it; False at its end."""
+        assert self.process.stdout is not None
+        found = self.process.stdout.read(1 << 16)
+        self._unread += found or b""
+        return bool(found)
