@@ -65,7 +65,7 @@ class Crew:
         hungry = [self.workers[i] for i in self.hungry]
         for worker in sorted(hungry, key=lambda w: (len(w.window), w.index)):
             room = min(worker.limit, share) - len(worker.window)
-            if room <= 0 or worker.benched_s > now:
+            if room <= 0 or worker.benched_s > now or (worker.window and queue.is_next_suspect):
                 continue
             closures = queue.take(room, worker.index)
             if not closures:

@@ -46,7 +46,7 @@ class Closure:
       state: Where it stands.
       worker: The worker that it was given to last.
       attempt: How often it was given to a worker before.
-      num_deaths: How many workers were lost while it ran.
+      num_deaths: How many workers were lost while it ran, or may have.
       num_misses: How often a worker did not know its function.
       is_recalled: Whether its worker was asked to give it back unstarted.
       is_awaited: Whether a thread waits for just this result.

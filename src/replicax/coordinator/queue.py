@@ -87,10 +87,18 @@ class ClosureQueue:
         self._waiting.append(closure)
         self._ledger.append(closure)
 
+    @property
+    def is_next_suspect(self) -> bool:
+        """Whether the closure that has waited longest is to run alone."""
+        return bool(self._waiting) and self._waiting[0].num_deaths > 0
+
     def take(self, count: int, worker: int) -> list[Closure]:
-        """Gives the closures that have waited longest to a worker."""
-        taken = []
-        for _ in range(min(count, len(self._waiting))):
+        """Gives the closures that have waited longest to a worker; a suspect comes alone."""
+        taken: list[Closure] = []
+        is_alone = self.is_next_suspect
+        for _ in range(1 if is_alone else min(count, len(self._waiting))):
+            if not is_alone and self._waiting[0].num_deaths:
+                break
             closure = self._waiting.popleft()
             closure.give_to(worker)
             self.in_flight[closure.id] = closure

@@ -9,6 +9,13 @@ Note [Fence before put back]
     worker. So every update of a closure comes from one worker at a time, and when `join`
     returns nothing runs that could still change a variable.
 
+Note [Who is to blame]
+    The closure that a worker ran when it was lost may have ended it, and did so if that
+    happens again and again. As a rule that is the first one that it had not reported. But a
+    worker reports quick closures together, so that it may have been at any of them: then all
+    count one loss. A closure that counts one runs alone from then on, so all further losses
+    are its own, and no other is ever named.
+
 Note [Servers that come back]
     A server that is lost and keeps snapshots is waited for. It may come back with values that
     are some seconds old, so whatever ran while it went away is run again: all workers are
@@ -179,14 +186,17 @@ class ServerPolicy:
         error: BaseException | None = None,
     ) -> list[Action]:
         """Begins to give up a life of a worker. See Note [Fence before put back]."""
-        closures = list(worker.window.values())
+        closures, suspects = list(worker.window.values()), worker.suspects(now)
         worker.window.clear()
         worker.state = WorkerState.CONNECTING
         worker.reason = reason
         worker.num_restarts += 1
         self.crew.refresh(worker)
-        if closures and is_blamed and error is None:
-            closures[0].num_deaths += 1
+        if is_blamed and error is None:
+            limit = self._timing.poison_limit
+            for closure in suspects:
+                # Nobody is condemned for what another may have done.
+                closure.num_deaths += closure is suspects[0] or closure.num_deaths + 1 < limit
         missing = [s.index for s in self.servers if s.is_there]
         for server in self.servers:
             if not server.is_there:

@@ -20,6 +20,8 @@ _VERY_LONG_S = 1.0
 _FIRST_WINDOW = 2
 # The coordinator remembers which functions a worker has; the worker itself keeps more.
 _NUM_FUNCTIONS = 900
+# What a worker has finished, it has reported after this time. See Note [Who is to blame].
+_UNREPORTED_S = 0.5
 _SMOOTHING = 0.5
 _SLOW_SMOOTHING = 0.1
 
@@ -87,7 +89,7 @@ class Worker:
     @property
     def limit(self) -> int:
         """How many closures it may hold."""
-        if self.is_paced:
+        if self.is_paced or self._has_suspect:
             return 1
         if self.estimate_s is None:
             return _FIRST_WINDOW
@@ -96,6 +98,10 @@ class Worker:
         if self.estimate_s > _LONG_S:
             return _FIRST_WINDOW
         return int(min(max(_WINDOW_S / max(self.pace_s, 1e-6), WINDOW), _LARGEST_WINDOW))
+
+    @property
+    def _has_suspect(self) -> bool:
+        return len(self.window) == 1 and next(iter(self.window.values())).num_deaths > 0
 
     @property
     def is_hungry(self) -> bool:
@@ -108,6 +114,11 @@ class Worker:
             self.since_s = now
         for closure in closures:
             self.window[closure.id] = closure
+
+    def suspects(self, now: float) -> list[Closure]:
+        """Returns the closures that may have ended it. See Note [Who is to blame]."""
+        closures = list(self.window.values())
+        return closures if now - self.since_s < _UNREPORTED_S else closures[:1]
 
     def note_finished(self, count: int, now: float) -> None:
         """Learns from `count` closures that were finished since the last time."""
