@@ -117,7 +117,7 @@ def run_alone(code: str, *args: object, timeout: float = 100) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_thousand_unawaited_steps(devices: int, threads: int) -> None:
     run_alone(STEPS, devices, threads, 1000)

@@ -194,6 +194,7 @@ def test_bar4_bar5_a_worker_that_wakes_up_too_late_is_refused_and_ends() -> None
         assert int(a.read_value()) == 300
 
 
+@pytest.mark.slow
 def test_a_closure_with_a_deadline_ends_with_its_worker() -> None:
     with own_cluster(workers=2, ps=1) as desk:
         strategy = desk.strategy()
