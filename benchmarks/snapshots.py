@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import parameter_server
 from benchmarks.harness import Measured, Row, Settings, at_most, compete, main
 
 CASES = ("embedding", "mlp")
@@ -25,6 +26,8 @@ MOST_SLOWDOWN = 0.10
 
 
 def ours(case: str, seconds: float) -> dict[str, float]:
+    import jax.numpy as jnp
+
     import replicax as rx
 
     num_snapshots = max(1, round(2 * seconds))
@@ -33,7 +36,9 @@ def ours(case: str, seconds: float) -> dict[str, float]:
     ) as cluster:
         strategy = rx.ParameterServerStrategy(cluster.resolver)
         with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
-            step, arguments = our_step(case, strategy)
+            with strategy.scope():
+                table = rx.Variable(lambda: jnp.ones((ROWS, WIDTH)), name="table")
+            step, arguments = our_step(case, strategy, coordinator, table)
 
             def burst() -> None:
                 for _ in range(BURST):
@@ -71,18 +76,19 @@ def compare(burst: Callable[[], Any], directory: Path, num_snapshots: int) -> di
     }
 
 
-def our_step(case: str, strategy: Any) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
+def our_step(
+    case: str, strategy: Any, coordinator: Any, table: Any
+) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
     """Returns what to schedule, and what gives the arguments of each closure."""
     import jax.numpy as jnp
     import numpy as np
 
     import replicax as rx
 
+    if case == "mlp":
+        mlp, args = parameter_server.our_mlp(strategy, coordinator, HIDDEN, LAYERS, BATCH)
+        return mlp, lambda: args
     random = np.random.default_rng(0)
-    with strategy.scope():
-        table = rx.Variable(lambda: jnp.ones((ROWS, WIDTH)), name="table")
-        weights = [rx.Variable(jnp.full((HIDDEN, HIDDEN), 0.01)) for _ in range(LAYERS)]
-    inputs = random.normal(size=(BATCH, HIDDEN)).astype(np.float32)
 
     @rx.function
     def embedding(ids: Any) -> None:
@@ -92,22 +98,8 @@ def our_step(case: str, strategy: Any) -> tuple[Any, Callable[[], tuple[Any, ...
         rows = rx.grad(loss, table)()
         table.scatter_sub(rows.map_values(lambda values: 0.1 * values))
 
-    @rx.function
-    def mlp() -> None:
-        def loss() -> Any:
-            hidden = inputs
-            for weight in weights:
-                hidden = jnp.maximum(hidden @ weight, 0.0)
-            return jnp.mean(hidden * hidden)
-
-        for weight, gradient in zip(weights, rx.grad(loss, weights)(), strict=True):
-            weight.assign_sub(0.01 * gradient)
-
-    def arguments() -> tuple[Any, ...]:
-        # Other rows every time: whatever a snapshot costs per row is to be paid.
-        return () if case == "mlp" else (random.integers(0, ROWS, NUM_IDS),)
-
-    return mlp if case == "mlp" else embedding, arguments
+    # Other rows every time: whatever a snapshot costs per row is to be paid.
+    return embedding, lambda: (random.integers(0, ROWS, NUM_IDS),)
 
 
 CONTESTANTS = {"ours": ours}
