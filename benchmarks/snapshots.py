@@ -20,8 +20,8 @@ CASES = ("embedding", "mlp")
 ROWS, WIDTH, NUM_IDS = 4 << 20, 64, 4096
 LAYERS, HIDDEN, BATCH = 4, 512, 64
 BURST = 40
-# How often a snapshot begins; as a rule, it takes about half of this.
-EVERY_S = 24.0
+# How often a snapshot begins, by default; it takes up to four fifths of that.
+EVERY_S = 30.0
 MOST_SLOWDOWN = 0.10
 
 
