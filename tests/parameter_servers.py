@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,13 @@ import replicax as rx
 from replicax.coordinator.timing import Timing
 
 FixedShards = rx.experimental.partitioners.FixedShardsPartitioner
+
+# Processes that die are noticed at once, whatever the times are. Those that are silent are waited
+# for longer than in the profile for tests: on a machine with much else to do a process may get no
+# turn for seconds. Tests of what is done about silence take a shorter `dead_s`.
+STEADY = dataclasses.replace(
+    Timing.fast(), dead_s=20.0, no_workers_s=60.0, worker_orphan_s=20.0, return_s=60.0
+)
 
 
 # Clusters that live longer than a test.
@@ -62,7 +70,7 @@ class Desk:
     def coordinator(self, strategy: Any = None, **options: Any) -> Any:
         """Makes the coordinator of a strategy, a new one without parts by default."""
         strategy = strategy or self.strategy()
-        options.setdefault("timing", Timing.fast())
+        options.setdefault("timing", STEADY)
         self._coordinator = rx.coordinator.ClusterCoordinator(strategy, **options)
         return self._coordinator
 
@@ -102,7 +110,13 @@ def own_cluster(**options: Any) -> Iterator[Desk]:
             desk.leave()
 
 
-def becomes(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> None:
+def until_all_idle(coordinator: Any) -> None:
+    """Waits until all workers have joined; who joins late finds nothing left to do."""
+    status = coordinator.status
+    becomes(lambda: all(w.state == "idle" for w in status().workers), "all workers have joined")
+
+
+def becomes(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
     """Waits for something that other processes do."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -52,7 +52,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend runs
 assert len(jax.devices()) == 3
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 
 
 # Every name of tf.distribute (2.21), and where it stands. A reason means: not offered yet.

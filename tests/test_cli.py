@@ -81,6 +81,6 @@ def test_damage_is_told(directory: Path) -> None:
 def test_the_command_is_installed(directory: Path) -> None:
     command = Path(sys.executable).with_name("replicax")
     done = subprocess.run(
-        [str(command), "checkpoint", "verify", str(directory)], capture_output=True, timeout=60
+        [str(command), "checkpoint", "verify", str(directory)], capture_output=True, timeout=250
     )
     assert done.returncode == 0 and done.stdout.count(b"valid") == 2

@@ -226,7 +226,7 @@ def test_an_iterator_that_is_left_early_leaves_nothing_behind(lines: list[str]) 
         next(iterator)
         del iterator
         gc.collect()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while threading.active_count() > before:
             assert time.monotonic() < deadline, threading.enumerate()
             time.sleep(0.01)
@@ -412,7 +412,7 @@ def test_a_fresh_process_goes_on_in_the_middle_of_a_shuffled_epoch(lines: list[s
             capture_output=True,
             text=True,
             check=True,
-            timeout=100,
+            timeout=250,
         )
         return json.loads(done.stdout)
 

@@ -102,7 +102,7 @@ assert float(v[0]) == steps * 4
 """
 
 
-def run_alone(code: str, *args: object, timeout: float = 100) -> None:
+def run_alone(code: str, *args: object, timeout: float = 250) -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMMON + code, *map(str, args)],
         capture_output=True,

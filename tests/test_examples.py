@@ -25,7 +25,7 @@ def run(name: str, *arguments: str) -> str:
         cwd=ROOT,
         env=env,
         check=False,
-        timeout=100,
+        timeout=250,
         capture_output=True,
         text=True,
     )

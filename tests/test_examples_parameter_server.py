@@ -31,7 +31,7 @@ def run(*arguments: str, program: Path = EXAMPLE, **env: str) -> str:
         [sys.executable, program, *arguments],
         env=environment(**env),
         check=False,
-        timeout=100,
+        timeout=250,
         capture_output=True,
         text=True,
     )

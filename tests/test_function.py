@@ -1040,7 +1040,7 @@ for bare in (lambda: body(one), lambda: jax.lax.scan(scan_body, 0.0, one[None])[
 def test_reads_in_nested_bodies_in_eager_code_are_refused() -> None:
     """A body traced inside the first function of a process must not be cached for eager code."""
     done = subprocess.run(
-        [sys.executable, "-c", EAGER_BODY], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", EAGER_BODY], capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -45,7 +45,7 @@ def channel(directory: Path, server: Server) -> Channel:
 
 
 def is_answered(one: Channel) -> bool:
-    return one.request(PING, timeout=20)[0] == messages.Done()
+    return one.request(PING, timeout=60)[0] == messages.Done()
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def _record(proxy: ByteProxy, place: Place, number: int) -> list[bytes]:
     """A session of so many questions; returns what the caller sent, piece by piece."""
     with _through(proxy, place) as channel:
         for i in range(number):
-            channel.request(messages.Ping(i), timeout=20)
+            channel.request(messages.Ping(i), timeout=60)
     (session,) = proxy.sessions
     return session
 
@@ -69,7 +69,7 @@ def test_bar47_a_recorded_session_is_worth_nothing(tcp: Place, reached: Reached)
                         raw.sendall(piece)
                 seconds_until_closed(raw)
         with tcp.channel() as good:
-            good.request(messages.Ping(-1), timeout=20)
+            good.request(messages.Ping(-1), timeout=60)
     assert reached.numbers == [*range(NUM_FRAMES), -1]
 
 
@@ -79,7 +79,7 @@ def test_bar47_a_repeated_frame_breaks_its_own_connection(tcp: Place, reached: R
         num_repeats = 0
         with _through(proxy, tcp) as channel:
             for i in range(80):
-                channel.request(messages.Ping(i), timeout=20)
+                channel.request(messages.Ping(i), timeout=60)
                 session = proxy.sessions[-1]
                 if len(session) >= 6 and proxy.upstream is not None:
                     # The last one, the one before, and a whole conversation.
@@ -99,7 +99,7 @@ def test_bar47_a_handshake_that_is_reflected_opens_nothing(
     monkeypatch.setattr(limits, "HANDSHAKE", 0.5)
     with tcp.serve(reached) as service:
         with dial(service.address) as raw, contextlib.suppress(OSError):
-            raw.settimeout(20)
+            raw.settimeout(60)
             while data := raw.recv(65_536):
                 raw.sendall(data)
         assert reached.numbers == []
@@ -141,9 +141,9 @@ def test_bar47_recorded_messages_change_nothing_on_one_machine(tmp_path: Path) -
         with place.channel() as coordinator, place.channel(worker, incarnation=99) as channel:
             for c in (coordinator, channel):
                 c.job, c.epoch = "job", 1
-            coordinator.request(messages.Attach([], {}), timeout=20)
+            coordinator.request(messages.Attach([], {}), timeout=60)
             part = messages.CreatePart(1, "v", (1,), "float32", messages.Given())
-            coordinator.request(part, [0 * one], timeout=20)
+            coordinator.request(part, [0 * one], timeout=60)
             for i in range(100):
                 push = messages.Push(i + 1, [messages.Update(0, "assign_add", 1)])
                 number = channel.post(messages.Exchange([push], []), [one])
@@ -162,8 +162,8 @@ def test_bar47_recorded_messages_change_nothing_on_one_machine(tmp_path: Path) -
                         assert type(answer) is messages.Exchanged or "hello first" in answer.text
                         assert (type(answer) is messages.Exchanged) <= (life == 99)
             question = messages.Exchange([], [messages.Read(1, -1, False)])
-            (value,) = coordinator.request(question, timeout=20)[1]
+            (value,) = coordinator.request(question, timeout=60)[1]
             assert np.frombuffer(value, np.float32) == 100
-            coordinator.request(messages.Detach(), timeout=20)
+            coordinator.request(messages.Detach(), timeout=60)
     finally:
         server.close()

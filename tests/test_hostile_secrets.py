@@ -42,8 +42,8 @@ def test_bar48_secrets_are_in_no_command_line_and_no_environment(watched_ps: Wat
     assert watched_ps.keys is not None
     with watched_ps.channel() as channel:
         channel.job = "job"
-        channel.request(messages.Attach([], {}), timeout=20)
-        channel.request(messages.Detach(), timeout=20)
+        channel.request(messages.Attach([], {}), timeout=60)
+        channel.request(messages.Detach(), timeout=60)
     text = _visible(watched_ps.process.pid) + watched_ps.log()
     assert str(watched_ps.keys) in text, "the directory is named"
     for secret in _secrets(watched_ps.keys):
@@ -57,7 +57,7 @@ def _serve(keys: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
 
@@ -116,7 +116,7 @@ def test_bar48_tracebacks_with_local_variables_show_no_secret(
     caught: Any = None
     with place.serve() as service, place.channel() as channel:
         try:
-            channel.request(messages.Ship("0" * 64), timeout=20)
+            channel.request(messages.Ship("0" * 64), timeout=60)
         except rx.errors.PermissionDeniedError as error:
             caught = error
             console = Console(width=1_000, record=True, quiet=True)

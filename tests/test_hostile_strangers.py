@@ -17,7 +17,14 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from hostile_partners import CURVE, NULL, READY, WatchedTask, seconds_until_closed
+from hostile_partners import (
+    CURVE,
+    NULL,
+    READY,
+    WatchedTask,
+    check_promptness,
+    seconds_until_closed,
+)
 from parameter_servers import Desk, becomes, own_cluster, tasks_of
 from transport_partners import Stranger
 
@@ -116,19 +123,24 @@ except SystemExit as error:
     raise
 """
     env = {k: v for k, v in os.environ.items() if k != key_files.VARIABLE}
-    done = subprocess.run(
-        [sys.executable, "-c", trace],
-        env={**env, "TF_CONFIG": json.dumps(config), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode in (1, 2), done.stderr
-    seconds, num_listening = done.stdout.split()
-    assert num_listening == "0"
-    assert float(seconds) < 3.0, "1 s, on a machine with nothing else to do"
-    assert re.fullmatch(r"replicax: .*, but .*\n", done.stderr)
+
+    def serve() -> float:
+        done = subprocess.run(
+            [sys.executable, "-c", trace],
+            env={**env, "TF_CONFIG": json.dumps(config), "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+        assert done.returncode in (1, 2), done.stderr
+        seconds, num_listening = done.stdout.split()
+        assert num_listening == "0"
+        assert re.fullmatch(r"replicax: .*, but .*\n", done.stderr)
+        return float(seconds)
+
+    # 1 s, on a machine with nothing else to do.
+    check_promptness(serve, 3.0)
 
 
 # Bar 42: strangers.
@@ -146,29 +158,34 @@ def test_bar42_a_stranger_is_closed_and_nothing_is_unpickled(
 ) -> None:
     before = watched_worker.log()
     bomb = pickle.dumps(Bomb(tmp_path / "mark"))
-    with Stranger(f"tcp://{watched_worker.address}") as stranger:
-        if kind != "no key":
-            other = key_files.load(key_files.make(tmp_path / "other"), "coordinator")
-            ours = watched_worker.key("worker")
-            assert ours is not None
-            known = ours.public_keys if kind == "new key" else other.public_keys
-            guard_client(stranger.socket, other, known["worker"])
-        monitor = stranger.socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-        )
-        stranger.connect()
-        begin = time.monotonic()
-        with contextlib.suppress(zmq.Again):
-            stranger.socket.sndtimeo = 100
-            stranger.hello()
-            stranger.say(messages.Ship(fingerprint.of_buffers([bomb])), [bomb])
-        assert monitor.poll(10_000)
-        event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
-        seconds = time.monotonic() - begin
-        stranger.socket.disable_monitor()
-        monitor.close()
-        assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
-        assert seconds < 3.0, "1 s, on a machine with nothing else to do"
+    other = key_files.load(key_files.make(tmp_path / "other"), "coordinator")
+    ours = watched_worker.key("worker")
+    assert ours is not None
+    known = ours.public_keys if kind == "new key" else other.public_keys
+
+    def call() -> float:
+        with Stranger(f"tcp://{watched_worker.address}") as stranger:
+            if kind != "no key":
+                guard_client(stranger.socket, other, known["worker"])
+            monitor = stranger.socket.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+            )
+            stranger.connect()
+            begin = time.monotonic()
+            with contextlib.suppress(zmq.Again):
+                stranger.socket.sndtimeo = 100
+                stranger.hello()
+                stranger.say(messages.Ship(fingerprint.of_buffers([bomb])), [bomb])
+            assert monitor.poll(60_000)
+            event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+            seconds = time.monotonic() - begin
+            stranger.socket.disable_monitor()
+            monitor.close()
+            assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
+            return seconds
+
+    # 1 s, on a machine with nothing else to do.
+    check_promptness(call, 3.0)
     assert not (tmp_path / "mark").exists()
     _quiet(watched_worker, before)
 
@@ -189,18 +206,24 @@ def test_bar42_a_worker_that_orders_a_server_about_is_closed(
     watched_ps: WatchedTask, body: messages.Body
 ) -> None:
     before = watched_ps.log()
-    with watched_ps.stranger() as stranger:
-        monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        stranger.connect()
-        stranger.hello("worker")
-        assert type(stranger.hear()) is messages.Welcome
-        begin = time.monotonic()
-        stranger.say(body, [pickle.dumps(print)])
-        assert stranger.hear().code == "PermissionDeniedError"
-        assert monitor.poll(10_000)
-        assert time.monotonic() - begin < 3.0, "1 s, on a machine with nothing else to do"
-        stranger.socket.disable_monitor()
-        monitor.close()
+
+    def order() -> float:
+        with watched_ps.stranger() as stranger:
+            monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            stranger.connect()
+            stranger.hello("worker")
+            assert type(stranger.hear()) is messages.Welcome
+            begin = time.monotonic()
+            stranger.say(body, [pickle.dumps(print)])
+            assert stranger.hear().code == "PermissionDeniedError"
+            assert monitor.poll(60_000)
+            seconds = time.monotonic() - begin
+            stranger.socket.disable_monitor()
+            monitor.close()
+            return seconds
+
+    # 1 s, on a machine with nothing else to do.
+    check_promptness(order, 3.0)
     _quiet(watched_ps, before)
 
 
@@ -212,21 +235,27 @@ def test_bar42_only_the_coordinator_ships_code_to_a_worker(
     before = watched_worker.log()
     bomb = pickle.dumps(Bomb(tmp_path / "mark"))
     sha = fingerprint.of_buffers([bomb])
-    with watched_worker.stranger(watched_worker.key(role)) as stranger:
-        monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        stranger.connect()
-        begin = time.monotonic()
-        stranger.hello(role)
-        stranger.say(messages.Attach([], {}))
-        stranger.say(messages.Ship(sha), [bomb])
-        stranger.say(messages.Run([messages.ClosureCall(1, 0, sha, [], 0)]))
-        answers = [stranger.hear() for _ in range(4)]
-        assert answers[0].code == "PermissionDeniedError"
-        assert all(a.text.startswith("hello first") for a in answers[1:])
-        assert monitor.poll(10_000)
-        assert time.monotonic() - begin < 3.0, "1 s, on a machine with nothing else to do"
-        stranger.socket.disable_monitor()
-        monitor.close()
+
+    def ship() -> float:
+        with watched_worker.stranger(watched_worker.key(role)) as stranger:
+            monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            stranger.connect()
+            begin = time.monotonic()
+            stranger.hello(role)
+            stranger.say(messages.Attach([], {}))
+            stranger.say(messages.Ship(sha), [bomb])
+            stranger.say(messages.Run([messages.ClosureCall(1, 0, sha, [], 0)]))
+            answers = [stranger.hear() for _ in range(4)]
+            assert answers[0].code == "PermissionDeniedError"
+            assert all(a.text.startswith("hello first") for a in answers[1:])
+            assert monitor.poll(60_000)
+            seconds = time.monotonic() - begin
+            stranger.socket.disable_monitor()
+            monitor.close()
+            return seconds
+
+    # 1 s, on a machine with nothing else to do.
+    check_promptness(ship, 3.0)
     assert not (tmp_path / "mark").exists()
     _quiet(watched_worker, before)
 
@@ -281,20 +310,26 @@ def test_bar42_many_strangers_are_few_lines(watched_ps: WatchedTask) -> None:
 def test_bar49_other_versions_are_closed_with_both_named(
     watched_ps: WatchedTask, changes: dict[str, Any]
 ) -> None:
-    with watched_ps.stranger() as stranger:
-        monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        stranger.connect()
-        begin = time.monotonic()
-        stranger.hello("worker", **changes)
-        text = stranger.hear(10).text
-        assert time.monotonic() - begin < 3.0, "1 s, on a machine with nothing else to do"
-        (theirs,) = changes.values()
-        assert f" {theirs}" in text
-        assert f"protocol {messages.VERSION}, Python {sys.version_info[0]}." in text
-        assert f"replicax {rx.__version__}" in text
-        assert monitor.poll(10_000)
-        stranger.socket.disable_monitor()
-        monitor.close()
+    (theirs,) = changes.values()
+
+    def call() -> float:
+        with watched_ps.stranger() as stranger:
+            monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            stranger.connect()
+            begin = time.monotonic()
+            stranger.hello("worker", **changes)
+            text = stranger.hear().text
+            seconds = time.monotonic() - begin
+            assert f" {theirs}" in text
+            assert f"protocol {messages.VERSION}, Python {sys.version_info[0]}." in text
+            assert f"replicax {rx.__version__}" in text
+            assert monitor.poll(60_000)
+            stranger.socket.disable_monitor()
+            monitor.close()
+            return seconds
+
+    # 1 s, on a machine with nothing else to do.
+    check_promptness(call, 3.0)
 
 
 def test_bar49_an_envelope_with_more_fields_is_no_hello(watched_ipc_ps: WatchedTask) -> None:
@@ -304,9 +339,13 @@ def test_bar49_an_envelope_with_more_fields_is_no_hello(watched_ipc_ps: WatchedT
         stranger.connect()
         stranger.socket.send_multipart([bytes([good[0] + 1]) + good[1:] + b"\xc0"])
         assert stranger.hear(0.3) is None
-    with watched_ipc_ps.dial() as raw:
-        raw.sendall(NULL + READY + b"\x00\x05hello")
-        assert seconds_until_closed(raw) < 3.0
+
+    def say_hello() -> float:
+        with watched_ipc_ps.dial() as raw:
+            raw.sendall(NULL + READY + b"\x00\x05hello")
+            return seconds_until_closed(raw)
+
+    check_promptness(say_hello, 3.0)
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from hostile_partners import WatchedTask
+from parameter_servers import STEADY
 from transport_partners import WORKER
 
 import replicax as rx
 from replicax.cluster_resolver import SimpleClusterResolver
-from replicax.coordinator.timing import Timing
 from replicax.transport import addresses, messages
 from replicax.transport.messages import Node, RemoteError, Result
 from replicax.transport.service import Service
@@ -100,7 +100,7 @@ class Scene:
         spec = {"worker": [address], "ps": [server.address], "chief": [f"ipc://{directory}/c"]}
         resolver = SimpleClusterResolver(rx.train.ClusterSpec(spec), task_type="chief", task_id=0)
         self.strategy = rx.ParameterServerStrategy(resolver)
-        self.coordinator = rx.coordinator.ClusterCoordinator(self.strategy, timing=Timing.fast())
+        self.coordinator = rx.coordinator.ClusterCoordinator(self.strategy, timing=STEADY)
 
     def close(self) -> None:
         self.coordinator.close()
@@ -142,7 +142,7 @@ def test_bar43_a_pickle_as_a_result_is_bytes(
         (array, [bomb]),
         (Node("str", text=bomb.decode("latin-1")), []),
     ):
-        value = scene.asked(_result(node, buffers)).fetch(20)
+        value = scene.asked(_result(node, buffers)).fetch(60)
         assert len(value) == len(bomb)
     assert not (tmp_path / "mark").exists()
     assert executed == []
@@ -181,7 +181,7 @@ def test_bar43_what_is_no_result_is_a_typed_error(
 ) -> None:
     _, node, buffers, count = case
     with pytest.raises(rx.errors.DistributeError) as caught:
-        scene.asked(_result(node, buffers, count)).fetch(20)
+        scene.asked(_result(node, buffers, count)).fetch(60)
     assert isinstance(caught.value, rx.errors.ProtocolError | rx.errors.NotFoundError)
     assert executed == []
 
@@ -197,7 +197,7 @@ def test_bar43_errors_are_texts_of_known_classes(
     bomb = pickle.dumps(Bomb(tmp_path / "mark"), protocol=0).decode("latin-1")
     scene.asked(_error("closure", kind, bomb, bomb))
     with pytest.raises(Exception) as caught:  # noqa: PT011
-        scene.coordinator.join(timeout=20)
+        scene.coordinator.join(timeout=60)
     assert type(caught.value) in (rx.errors.ClosureError, UnicodeError)
     assert not (tmp_path / "mark").exists()
     assert executed == []
@@ -218,9 +218,9 @@ def test_bar43_figures_and_answers_to_nothing_do_nothing(scene: Scene, executed:
         forged = [Result(c, node, None, 0) for c in (-1, 0, closure + 1, 1 << 62, closure)]
         return messages.Finished(forged), []
 
-    assert scene.asked(lie).fetch(20) is None
+    assert scene.asked(lie).fetch(60) is None
     assert str(scene.coordinator.status())
-    assert scene.asked(_result(Node("int", text="5"), [])).fetch(20) == 5
+    assert scene.asked(_result(Node("int", text="5"), [])).fetch(60) == 5
     assert executed == []
 
 
@@ -232,5 +232,5 @@ def test_bar43_a_liar_is_no_harm_to_the_variables_of_others(
         variable = rx.Variable(np.zeros(3, np.float32))
     key = '["nobody"]'
     with pytest.raises(rx.errors.DistributeError):
-        scene.asked(_result(Node("variable", text=key), [])).fetch(20)
+        scene.asked(_result(Node("variable", text=key), [])).fetch(60)
     assert np.asarray(variable.read_value()).tolist() == [0, 0, 0]

@@ -896,7 +896,7 @@ def test_threads_no_write_is_lost(strategy: Any, way: str) -> None:
 
     def work() -> None:
         try:
-            start.wait(10)
+            start.wait(60)
             for _ in range(25):
                 calls[way]()
                 first, second = v.numpy().tolist()
@@ -925,6 +925,6 @@ def test_threads_a_thread_without_scope_reads_and_writes(strategy: Any) -> None:
 
         worker = threading.Thread(target=work)
         worker.start()
-        worker.join(20)
+        worker.join(60)
     assert seen == [3.0]
     assert copies(strategy, v) == [3.0] * len(v.components)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parameter_servers import Desk, becomes, kept_cluster, tasks_of
+from parameter_servers import STEADY, Desk, becomes, kept_cluster, tasks_of
 
 import replicax as rx
 from replicax.checkpointing import background
@@ -25,7 +25,7 @@ from replicax.transport.service import Service
 from replicax.transport.tasks import Task
 
 # The machine may be busy with other things: so much is added to each bound.
-SLACK_S = 5.0
+SLACK_S = 8.0
 FAST = Timing.fast()
 
 SOURCE = Path(__file__).parent.parent / "src" / "replicax"
@@ -252,13 +252,13 @@ def test_a_checkpoint_that_takes_long_is_waited_for_and_told_of(
 ) -> None:
     monkeypatch.setattr(background, "_PATIENCE_S", 0.01)
     gate, work = threading.Event(), background.BackgroundWork()
-    work.start(lambda: (gate.wait(20), None)[1])
+    work.start(lambda: (gate.wait(60), None)[1])
     with futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(work.wait)
         becomes(lambda: "for a checkpoint to be on the disk" in caplog.text, "it is told")
         assert not waiting.done()
         gate.set()
-        waiting.result(20)
+        waiting.result(60)
 
 
 def test_bar20_a_question_ends_when_somebody_finds_that_its_peer_is_lost() -> None:
@@ -307,7 +307,7 @@ def desk(harmed_cluster: rx.testing.LocalCluster, tmp_path: Path) -> Iterator[De
 class Job:
     """Variables on both servers, and closures that run until a file is there."""
 
-    def __init__(self, desk: Desk, tmp_path: Path, timing: Timing = FAST, **options: Any) -> None:
+    def __init__(self, desk: Desk, tmp_path: Path, timing: Timing = STEADY, **options: Any) -> None:
         self.cluster = desk.cluster
         self.strategy = desk.strategy()
         with self.strategy.scope():
@@ -407,7 +407,9 @@ def test_T94_join_and_fetch_end_when_their_time_is_over(desk: Desk, tmp_path: Pa
 def test_S191_bar19_bar20_every_call_names_the_lost_server_in_time(
     desk: Desk, tmp_path: Path, harm: str, bound_s: float
 ) -> None:
-    job = Job(desk, tmp_path, queue_limit=2)
+    # Only silence takes its time.
+    timing = FAST if harm == "stop" else STEADY
+    job = Job(desk, tmp_path, timing, queue_limit=2)
     coordinator, variable = job.coordinator, job.variables[1]
     values = job.hold(2)
     job.until_begun(2)
@@ -445,7 +447,7 @@ def test_bar9_an_error_does_not_wait_for_a_worker_that_is_frozen(
         job.coordinator.schedule(fail)
         with pytest.raises(ValueError, match="of the user"):
             job.coordinator.join(timeout=60)
-        assert time.monotonic() - begun_s < FAST.cancel_s + 1.0 + SLACK_S
+        assert time.monotonic() - begun_s < STEADY.cancel_s + 1.0 + SLACK_S
         with pytest.raises((errors.ClosureAbortedError, errors.CancelledError)):
             held.fetch(timeout=0)
         values = [job.coordinator.schedule(lambda i=i: i) for i in range(3)]

@@ -32,7 +32,7 @@ def still_usable(desk: Desk, coordinator: Any = None) -> Iterator[Any]:
         counter = rx.Variable(0.0, name="probe")
     began = time.monotonic()
     yield coordinator
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 100
     coordinator.schedule(lambda: counter.assign_add(1.0) and None)
     coordinator.join(timeout=60)
     assert float(counter) == 1.0

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parameter_servers import Desk, own_cluster
+from parameter_servers import Desk, own_cluster, until_all_idle
 from vocabulary import refused
 
 import replicax as rx
@@ -264,6 +264,7 @@ def test_S185_every_step_counts_once(desk: Desk) -> None:
         table.scatter_add(rx.IndexedSlices(jnp.ones((2, 2)), jnp.stack([row, 9 - row])))
         return counter.assign_add(1.0).read_value()
 
+    until_all_idle(coordinator)
     seen = [coordinator.schedule(step, args=(i % 10,)) for i in range(300)]
     coordinator.join(timeout=100)
     assert int(optimizer.iterations) == 300 and float(counter) == 300.0

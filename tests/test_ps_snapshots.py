@@ -759,7 +759,7 @@ def test_two_processes_cannot_share_a_directory_but_one_may_follow(tmp_path: Pat
                 SnapshotDirectory(path)
             assert (path / "snapshot-000000000009.tmp").exists(), "it is not ours to remove"
             process.send_signal(signal.SIGKILL)
-            process.wait(10)
+            process.wait(60)
             directory = SnapshotDirectory(path)
         finally:
             process.kill()

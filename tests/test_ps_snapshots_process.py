@@ -157,7 +157,7 @@ def test_bar21_bar23_a_killed_server_comes_back_with_what_it_had(
         coordinator.create()
         # What was made is saved at once; what was added only after 600 s.
         becomes(lambda: coordinator.figures()["snapshot_number"] >= 1, "a snapshot")
-        becomes(lambda: coordinator.figures()["snapshot_age_s"] > 0.5, "quiet")
+        becomes(lambda: coordinator.figures()["snapshot_age_s"] > 1.0, "quiet")
         figures = coordinator.figures()
         assert figures["snapshot_bytes"] > 40 and figures["snapshot_failures"] == 0
         coordinator.push(1)
@@ -178,7 +178,7 @@ def test_bar21_bar23_a_killed_server_comes_back_with_what_it_had(
         assert coordinator.read() == 2
         # A clean end saves the rest.
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     with server(tmp_path):
         coordinator.channel.reset()
         coordinator.attach([0, 1])
@@ -225,10 +225,12 @@ def test_bar30_a_server_whose_lease_ran_out_ends_and_keeps_its_snapshots(
     tmp_path: Path, coordinator: Coordinator
 ) -> None:
     with serving(tmp_path) as process:
-        coordinator.attach(lease=1.0)
+        coordinator.attach()
         coordinator.create()
         coordinator.saved()
-        assert process.wait(30) == 75
+        # Nothing more is asked: however long it takes, the lease cannot run out too early.
+        coordinator.attach(lease=0.3)
+        assert process.wait(60) == 75
         assert process.stderr is not None
         assert "the lease of job 'test' ran out" in process.stderr.read()
     assert files_in(tmp_path)
@@ -238,7 +240,7 @@ def test_bar30_a_server_whose_lease_ran_out_ends_and_keeps_its_snapshots(
         coordinator.attach([0, 1], lease=0.2)
         joined = threading.Thread(target=alone.join, name="join")
         joined.start()
-        joined.join(30)
+        joined.join(60)
         assert not joined.is_alive()
         assert alone.ending == "the lease of job 'test' ran out"
 
@@ -258,9 +260,10 @@ def test_bar37_a_server_without_room_serves_on(tmp_path: Path, coordinator: Coor
         becomes(has_failed_twice, "two snapshots that failed")
         assert coordinator.read() == next(numbers) - 1
         assert coordinator.figures()["snapshot_age_s"] == -1
-        assert files_in(tmp_path) == []
+        # Another one may be under way; it leaves nothing either.
+        becomes(lambda: files_in(tmp_path) == [], "nothing left of a snapshot that failed")
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
         assert process.stderr is not None
         assert "could not save a snapshot: The snapshot" in process.stderr.read()
 
@@ -281,7 +284,7 @@ def kill_while_saving(
         process.send_signal(signal.SIGSTOP)
         if list((directory / "ps-0").glob("*.tmp")):
             process.kill()
-            process.wait(10)
+            process.wait(60)
             return closure
         process.send_signal(signal.SIGCONT)
 

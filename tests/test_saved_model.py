@@ -412,7 +412,7 @@ def test_a_second_process_serves_without_the_source(tmp_path: Path, kind: str) -
         input=json.dumps(batches),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr

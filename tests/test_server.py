@@ -69,8 +69,8 @@ def test_S203_the_server_of_the_samples_answers() -> None:
     server = Server(cluster, job_name="ps", task_index=0, protocol="grpc")
     with server, channel_to("localhost:2222") as channel:
         assert server.target == "grpc://localhost:2222"
-        assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Attached()
-        channel.request(fill(0), timeout=10)
+        assert channel.request(messages.Attach([], {}), timeout=60)[0] == messages.Attached()
+        channel.request(fill(0), timeout=60)
         ones = np.ones(4, np.float32)
         push = messages.Push(0, [messages.Update(0, "assign_add", 0)])
         answer, found = channel.request(
@@ -78,7 +78,7 @@ def test_S203_the_server_of_the_samples_answers() -> None:
         )
         assert isinstance(answer, messages.Exchanged) and not answer.failures
         assert np.frombuffer(found[0], np.float32).tolist() == [1, 1, 1, 1]
-        answer, _ = channel.request(messages.Ping(1), timeout=10)
+        answer, _ = channel.request(messages.Ping(1), timeout=60)
         assert isinstance(answer, messages.Pong) and answer.figures["parts"] == 1
 
 
@@ -90,7 +90,7 @@ def test_S203_join_blocks_until_the_server_is_stopped() -> None:
         joined.join(0.05)
         assert joined.is_alive()
         server.stop()
-        joined.join(5)
+        joined.join(60)
         assert not joined.is_alive()
         server.join()
         server.stop()
@@ -101,7 +101,7 @@ def test_interrupt_ends_join_and_stop_ends_the_rest() -> None:
         joined = threading.Thread(target=server.join, name="join")
         joined.start()
         server.interrupt()
-        joined.join(5)
+        joined.join(60)
         assert not joined.is_alive()
     with refused(errors.ContextError, "task:1 was stopped"):
         server.start()
@@ -112,19 +112,19 @@ def test_S204_a_server_may_start_later() -> None:
     assert server.target == "grpc://localhost:4001"
     with channel_to("localhost:4001") as channel:
         with refused(errors.PSUnavailableError, "/job:ps/task:0"):
-            channel.request(messages.Attach([], {}), timeout=10)
+            channel.request(messages.Attach([], {}), timeout=60)
         channel.reset()
         with server:
             server.start()
             server.start()
-            assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Attached()
+            assert channel.request(messages.Attach([], {}), timeout=60)[0] == messages.Attached()
 
 
 def test_port_0_is_an_address_of_its_own() -> None:
     with Server(CLUSTER, "ps", 0) as first, Server(CLUSTER, "ps", 1) as second:
         assert first.target != second.target and first.target.startswith("ipc:///")
         with channel_to(second.address, 1) as channel:
-            assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Attached()
+            assert channel.request(messages.Attach([], {}), timeout=60)[0] == messages.Attached()
 
 
 def test_over_tcp_with_keys(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_over_tcp_with_keys(tmp_path: Path) -> None:
         host, _, port = server.target.removeprefix("tcp://").rpartition(":")
         assert host == "127.0.0.1" and int(port) > 0
         with channel_to(server.address, 0, directory) as channel:
-            assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Attached()
+            assert channel.request(messages.Attach([], {}), timeout=60)[0] == messages.Attached()
 
 
 def test_keys_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_keys_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Server({"ps": ["127.0.0.1:0"]}) as server,
         channel_to(server.address, 0, directory) as channel,
     ):
-        assert channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Attached()
+        assert channel.request(messages.Attach([], {}), timeout=60)[0] == messages.Attached()
 
 
 def test_bar_41_no_routable_address_without_keys() -> None:
@@ -230,7 +230,7 @@ class BlockedStore:
 
     def handle(self, role: Any, incarnation: int, body: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(body, self.store.SLOW):
-            assert self.free.wait(20)
+            assert self.free.wait(60)
         self.seen.append(type(body).__name__)
         return self._handle(role, incarnation, body, *args, **kwargs)
 
@@ -242,24 +242,24 @@ def test_slow_requests_hold_up_nobody_else() -> None:
     task.start()
     try:
         with channel_to("localhost:6001") as channel, channel_to("localhost:6001") as other:
-            channel.request(messages.Attach([], {}), timeout=10)
+            channel.request(messages.Attach([], {}), timeout=60)
             create = channel.post(fill(0), [])
             push = messages.Push(0, [messages.Update(0, "assign", 0)])
             change = channel.post(messages.Exchange([push], []), [np.ones(4, np.float32)])
             # Another connection is answered, and its beats too.
-            answer, _ = other.request(messages.Ping(0), timeout=10)
+            answer, _ = other.request(messages.Ping(0), timeout=60)
             assert isinstance(answer, messages.Pong)
-            assert other.request(messages.Exchange([], []), timeout=10)[0] == messages.Exchanged(
+            assert other.request(messages.Exchange([], []), timeout=60)[0] == messages.Exchanged(
                 [], []
             )
             assert blocked.seen == ["Attach", "Ping", "Exchange"]
             blocked.free.set()
-            found = [channel.collect(timeout=10), channel.collect(timeout=10)]
+            found = [channel.collect(timeout=60), channel.collect(timeout=60)]
             assert [(f[0], f[1]) for f in found if f] == [
                 (create, messages.Done()),
                 (change, messages.Exchanged([], [])),
             ]
-            answer, values = channel.request(messages.Exchange([], [messages.Read(0)]), timeout=10)
+            answer, values = channel.request(messages.Exchange([], [messages.Read(0)]), timeout=60)
             assert np.frombuffer(values[0], np.float32).tolist() == [1, 1, 1, 1]
     finally:
         blocked.free.set()
@@ -269,23 +269,23 @@ def test_slow_requests_hold_up_nobody_else() -> None:
 
 def test_a_slow_request_that_fails_is_answered() -> None:
     with Server({"ps": ["localhost:6002"]}), channel_to("localhost:6002") as channel:
-        channel.request(messages.Attach([], {}), timeout=10)
+        channel.request(messages.Attach([], {}), timeout=60)
         huge = messages.CreatePart(1, "huge", (1 << 60,), "float32", messages.Fill(bytes(4)))
         with refused(errors.ResourceExhaustedError, "'huge'"):
-            channel.request(huge, timeout=10)
-        assert channel.request(fill(0), timeout=10)[0] == messages.Done()
+            channel.request(huge, timeout=60)
+        assert channel.request(fill(0), timeout=60)[0] == messages.Done()
 
 
 def test_a_bad_closure_of_the_lane_is_logged_and_answered(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Server({"ps": ["localhost:6003"]}) as server, channel_to("localhost:6003") as channel:
-        channel.request(messages.Attach([], {}), timeout=10)
+        channel.request(messages.Attach([], {}), timeout=60)
         task = server._task
         assert isinstance(task, ParameterServerTask)
         monkeypatch.setattr(task._store, "handle", lambda *a, **k: 1 / 0)
         with pytest.raises(errors.DistributeError, match="ZeroDivisionError"):
-            channel.request(fill(0), timeout=10)
+            channel.request(fill(0), timeout=60)
         monkeypatch.undo()
         assert "could not answer /job:coordinator/task:0" in caplog.text
 
@@ -337,9 +337,9 @@ def test_a_worker_computes_in_the_thread_that_joins(
         joined = threading.Thread(target=server.join, name="joins")
         joined.start()
         with attached(server):
-            assert sessions.get(timeout=10) == ("joins", joined.ident, 2)
+            assert sessions.get(timeout=60) == ("joins", joined.ident, 2)
         server.stop()
-        joined.join(5)
+        joined.join(60)
         assert not joined.is_alive()
 
 
@@ -347,11 +347,11 @@ def test_a_worker_computes_also_if_nobody_joins(
     sessions: queue.SimpleQueue[tuple[str, int, int]],
 ) -> None:
     with Server(CLUSTER, "worker", 2) as server, attached(server):
-        assert sessions.get(timeout=10)[0] == "replicax-server"
+        assert sessions.get(timeout=60)[0] == "replicax-server"
         joined = threading.Thread(target=server.join, name="joins")
         joined.start()
         server.interrupt()
-        joined.join(5)
+        joined.join(60)
         assert not joined.is_alive()
 
 
@@ -389,7 +389,7 @@ def test_a_signal_asks_for_the_end(exits: Exits, number: signal.Signals) -> None
     asked = threading.Event()
     with endings.ended_by_signals(asked.set, seconds=20):
         signal.raise_signal(number)
-        assert asked.wait(10)
+        assert asked.wait(60)
     assert signal.getsignal(number) is before and exits.codes.empty()
 
 
@@ -398,16 +398,16 @@ def test_the_second_signal_ends_the_process(exits: Exits) -> None:
     asked = threading.Event()
     with endings.ended_by_signals(asked.set, seconds=20):
         signal.raise_signal(signal.SIGTERM)
-        assert asked.wait(10)
+        assert asked.wait(60)
         signal.raise_signal(signal.SIGTERM)
-        assert exits.codes.get(timeout=10) == 128 + signal.SIGTERM
+        assert exits.codes.get(timeout=60) == 128 + signal.SIGTERM
 
 
 @THREAD_ENDS
 def test_a_task_that_stays_busy_is_ended(exits: Exits) -> None:
     with endings.ended_by_signals(lambda: None, seconds=0.05):
         signal.raise_signal(signal.SIGTERM)
-        assert exits.codes.get(timeout=10) == 0
+        assert exits.codes.get(timeout=60) == 0
 
 
 def test_a_parent_that_has_ended_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,10 +474,10 @@ def test_S202_serve_runs_until_sigterm() -> None:
             assert process.stdout.readline() == "ps 0 serves at grpc://localhost:7001\n"
             with channel_to("localhost:7001") as channel:
                 assert (
-                    channel.request(messages.Attach([], {}), timeout=10)[0] == messages.Attached()
+                    channel.request(messages.Attach([], {}), timeout=60)[0] == messages.Attached()
                 )
             process.terminate()
-            assert process.wait(10) == 0
+            assert process.wait(60) == 0
             assert process.stderr.read() == ""
         finally:
             process.kill()

@@ -196,7 +196,7 @@ def test_code_that_workers_cannot_import_goes_by_value(
         "assert 'steps_of_user' not in sys.modules\n"
     )
     command = [sys.executable, "-P", "-c", code, str(tmp_path / "buffers")]
-    subprocess.run(command, check=True, timeout=60, cwd="/")
+    subprocess.run(command, check=True, timeout=250, cwd="/")
 
 
 def test_code_of_packages_goes_by_name() -> None:

@@ -189,7 +189,7 @@ def test_the_sabotaged_command_runs_the_ordinary_one() -> None:
         "assert table.is_new(1, (0, 0))\n"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=250
     )
     assert "serve" in found.stdout
     with pytest.raises(errors.InvalidArgumentError):

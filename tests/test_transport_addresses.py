@@ -178,7 +178,7 @@ def test_a_taken_place_is_refused_and_stays_taken(tmp_path: Path, scheme: str) -
             with pytest.raises(errors.AddressInUseError) as caught:
                 Service(place.resolve("ps"), PS, echo, place.key("ps"))
             assert scheme == "tcp" or f"process {os.getpid()} " in str(caught.value)
-        assert channel.request(messages.Ping(1), timeout=20)[0] == messages.Ping(1)
+        assert channel.request(messages.Ping(1), timeout=60)[0] == messages.Ping(1)
 
 
 def test_addresses_of_other_hosts_cannot_be_bound(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_bar48_secrets_are_never_shown(tmp_path: Path, caplog: pytest.LogCapture
     caplog.set_level(logging.DEBUG)
     with place.serve() as service, place.channel(Task("worker", 0)) as channel:
         with pytest.raises(errors.PermissionDeniedError) as caught:
-            channel.request(messages.Ping(0), timeout=20)
+            channel.request(messages.Ping(0), timeout=60)
         shown += [service, channel, caught.value, vars(service), vars(channel)]
     text = caplog.text + "".join(f"{s!r}{s!s}" for s in shown)
     assert all(secret not in text for secret in secrets)

@@ -15,7 +15,7 @@ from transport_partners import COORDINATOR, PS, WORKER, Place, echo, process
 
 from replicax import errors
 from replicax.testing.proxy import Proxy
-from replicax.transport import addresses, messages
+from replicax.transport import addresses, limits, messages
 from replicax.transport import keys as key_files
 from replicax.transport.hub import Hub
 from replicax.transport.service import Service
@@ -45,7 +45,7 @@ class Recorder:
         self.threads.add(threading.current_thread())
         self.events.put(event)
 
-    def next(self, timeout: float = 20.0) -> tuple[Any, ...]:
+    def next(self, timeout: float = 60.0) -> tuple[Any, ...]:
         return self.events.get(timeout=timeout)
 
 
@@ -85,7 +85,7 @@ def test_the_hub_speaks_over_tcp(tmp_path: Path) -> None:
         hub.connect(PS, place.resolve("coordinator"))
         assert recorder.next()[0] == "connected"
         large = np.arange(1_000_000, dtype=np.uint8)
-        _, (data,) = hub.request(PS, PING, [large], timeout=20)
+        _, (data,) = hub.request(PS, PING, [large], timeout=60)
         np.testing.assert_array_equal(np.frombuffer(data, np.uint8), large)
 
 
@@ -115,7 +115,7 @@ def test_questions_of_other_threads_get_their_answers(recorder: Recorder, place:
     def ask(index: int) -> None:
         for i in range(20):
             body = messages.Ping(index * 100 + i)
-            if recorder.hub.request(PS, body, timeout=20)[0] != body:
+            if recorder.hub.request(PS, body, timeout=60)[0] != body:
                 wrong.append(body.settled)
 
     with place.serve():
@@ -139,11 +139,11 @@ def test_errors_of_a_task_are_raised_where_it_was_asked(recorder: Recorder, ipc:
     with ipc.serve(handler):
         recorder.hub.connect(PS, ipc.resolve("coordinator"))
         with pytest.raises(errors.NotFoundError):
-            recorder.hub.request(PS, messages.Ping(0), timeout=20)
+            recorder.hub.request(PS, messages.Ping(0), timeout=60)
         with pytest.raises(errors.DeadlineExceededError, match="/job:ps/task:0"):
             recorder.hub.request(PS, messages.Ping(1), timeout=0.1)
         with pytest.raises(errors.UnavailableError, match="/job:ps/task:7"):
-            recorder.hub.request(Task("ps", 7), PING, timeout=20)
+            recorder.hub.request(Task("ps", 7), PING, timeout=60)
         recorder.hub.disconnect(PS)
         assert recorder.next()[0] == "connected"
 
@@ -156,7 +156,7 @@ def test_a_lost_task_is_reported_once_and_found_again(recorder: Recorder, place:
     assert (kind, task) == ("lost", PS)
     assert "listens" in reason or "closed" in reason
     with pytest.raises(errors.PSUnavailableError):
-        recorder.hub.request(PS, PING, timeout=20)
+        recorder.hub.request(PS, PING, timeout=60)
     recorder.hub.send(PS, messages.Ping(77))  # dropped: it was meant for the old life
     with place.serve(incarnation=2):
         assert recorder.next() == ("connected", PS, 2)
@@ -164,7 +164,7 @@ def test_a_lost_task_is_reported_once_and_found_again(recorder: Recorder, place:
         assert recorder.next() == ("message", PS, PING, [], 1)
         recorder.hub.disconnect(PS)
         with pytest.raises(errors.UnavailableError):
-            recorder.hub.request(PS, PING, timeout=20)
+            recorder.hub.request(PS, PING, timeout=60)
 
 
 def test_a_task_restarted_at_once_is_lost_first(recorder: Recorder, place: Place) -> None:
@@ -179,10 +179,14 @@ def test_a_task_restarted_at_once_is_lost_first(recorder: Recorder, place: Place
         assert recorder.next() == ("connected", PS, 2)
         recorder.hub.disconnect(PS)
         with pytest.raises(errors.UnavailableError):
-            recorder.hub.request(PS, PING, timeout=20)
+            recorder.hub.request(PS, PING, timeout=60)
 
 
-def test_bar25_a_short_break_is_no_loss(recorder: Recorder, ipc: Place) -> None:
+def test_bar25_a_short_break_is_no_loss(
+    recorder: Recorder, ipc: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However long this machine takes to connect again, it is a short break.
+    monkeypatch.setattr(limits, "RESET", 5.0)
     answers: list[Any] = []
     asked = threading.Event()
 
@@ -198,16 +202,16 @@ def test_bar25_a_short_break_is_no_loss(recorder: Recorder, ipc: Place) -> None:
         recorder.hub.connect(PS, addresses.resolve(proxy.address))
         assert recorder.next() == ("connected", PS, 3)
         asking = threading.Thread(
-            target=lambda: answers.append(recorder.hub.request(PS, PING, timeout=20)[0])
+            target=lambda: answers.append(recorder.hub.request(PS, PING, timeout=60)[0])
         )
         asking.start()
-        assert asked.wait(20)
+        assert asked.wait(60)
         assert proxy.blip() == 1
         assert recorder.next() == ("connected", PS, 3)
         asking.join()
         recorder.hub.disconnect(PS)
         with pytest.raises(errors.UnavailableError):
-            recorder.hub.request(PS, PING, timeout=20)
+            recorder.hub.request(PS, PING, timeout=60)
     assert answers == [PING]
 
 
@@ -230,7 +234,7 @@ def test_bar49_a_task_of_another_version_is_reported(
         assert "99.1.0" in reason
         recorder.hub.disconnect(PS)
         with pytest.raises(errors.UnavailableError):
-            recorder.hub.request(PS, PING, timeout=20)
+            recorder.hub.request(PS, PING, timeout=60)
 
 
 def test_a_task_that_gets_the_right_keys_later_is_found(tmp_path: Path) -> None:
@@ -246,7 +250,7 @@ def test_a_task_that_gets_the_right_keys_later_is_found(tmp_path: Path) -> None:
                 hub.request(PS, PING, timeout=0.7)
         with place.serve(incarnation=4):
             assert recorder.next() == ("connected", PS, 4)
-            assert hub.request(PS, PING, timeout=20)[0] == PING
+            assert hub.request(PS, PING, timeout=60)[0] == PING
 
 
 def test_many_tasks_share_one_thread(recorder: Recorder, tmp_path: Path) -> None:
@@ -266,7 +270,7 @@ def test_many_tasks_share_one_thread(recorder: Recorder, tmp_path: Path) -> None
     for task in tasks:
         recorder.hub.disconnect(task)
     with pytest.raises(errors.UnavailableError):
-        recorder.hub.request(tasks[0], PING, timeout=20)
+        recorder.hub.request(tasks[0], PING, timeout=60)
     for service in services:
         service.__exit__(None, None, None)
 
@@ -280,12 +284,12 @@ def test_callbacks_that_fail_do_not_end_the_hub(ipc: Place) -> None:
 
     with Hub(COORDINATOR, None, fail, fail, fail, fail) as hub, ipc.serve():
         hub.connect(PS, ipc.resolve("coordinator"))
-        assert hub.request(PS, PING, timeout=20)[0] == PING
+        assert hub.request(PS, PING, timeout=60)[0] == PING
         hub.send(PS, PING)
         for _ in range(5):
-            called.get(timeout=20)
+            called.get(timeout=60)
         hub.wake()
-        assert hub.request(PS, PING, timeout=20)[0] == PING
+        assert hub.request(PS, PING, timeout=60)[0] == PING
 
 
 def test_a_callback_cannot_wait_for_answers(ipc: Place) -> None:
@@ -299,17 +303,17 @@ def test_a_callback_cannot_wait_for_answers(ipc: Place) -> None:
 
     with Hub(COORDINATOR, None, lambda *_: None, on_connected, lambda *_: None) as hub, ipc.serve():
         hub.connect(PS, ipc.resolve("coordinator"))
-        assert "thread" in str(caught.get(timeout=20))
+        assert "thread" in str(caught.get(timeout=60))
 
 
 def test_a_hub_can_be_closed_by_a_callback_and_twice(ipc: Place) -> None:
     hub = Hub(COORDINATOR, None, lambda *_: None, lambda *_: hub.close(), lambda *_: None)
     with ipc.serve():
         hub.connect(PS, ipc.resolve("coordinator"))
-        hub._thread.join(timeout=20)
+        hub._thread.join(timeout=60)
         hub.close()
         with pytest.raises(errors.UnavailableError):
-            hub.request(PS, PING, timeout=20)
+            hub.request(PS, PING, timeout=60)
 
 
 def test_what_was_sent_before_closing_arrives(ipc: Place) -> None:
@@ -318,15 +322,19 @@ def test_what_was_sent_before_closing_arrives(ipc: Place) -> None:
     def handler(caller: Any, envelope: Any, buffers: Any) -> None:
         arrived.put(envelope.body)
 
+    is_connected = threading.Event()
     with ipc.serve(handler):
-        hub = Hub(COORDINATOR, None, lambda *_: None, lambda *_: None, lambda *_: None)
+        hub = Hub(
+            COORDINATOR, None, lambda *_: None, lambda *_: is_connected.set(), lambda *_: None
+        )
         hub.connect(PS, ipc.resolve("coordinator"))
+        assert is_connected.wait(60)
         with pytest.raises(errors.DeadlineExceededError):
             hub.request(PS, PING, timeout=0.2)
         hub.send(PS, messages.Detach())
         hub.close()
-        assert arrived.get(timeout=20) == PING
-        assert arrived.get(timeout=20) == messages.Detach()
+        assert arrived.get(timeout=60) == PING
+        assert arrived.get(timeout=60) == messages.Detach()
 
 
 def test_tcp_without_keys_is_reported(recorder: Recorder) -> None:

@@ -221,7 +221,7 @@ def parked() -> Iterator[threading.Event]:
     yield gate
     gate.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
 
 
 def test_T122_stacks_name_threads_and_functions_and_no_values(parked: threading.Event) -> None:
@@ -258,14 +258,14 @@ def test_T122_every_service_says_its_stacks_to_coordinators_alone() -> None:
     with Service(place, ps, handler) as service:
         service.start()
         with Channel(place, Task("coordinator", 0), peer=ps) as channel:
-            answer, _ = channel.request(messages.AskStacks(), timeout=20)
+            answer, _ = channel.request(messages.AskStacks(), timeout=60)
             assert isinstance(answer, messages.Stacks)
             assert "replicax-service-ps-0" in answer.text
         with (
             Channel(place, Task("worker", 0), peer=ps) as channel,
             pytest.raises(errors.PermissionDeniedError, match="AskStacks"),
         ):
-            channel.request(messages.AskStacks(), timeout=20)
+            channel.request(messages.AskStacks(), timeout=60)
 
 
 # With real tasks.
@@ -315,23 +315,31 @@ def test_T122_a_stall_is_told_with_all_stacks_until_it_is_over(desk: Desk, tmp_p
         worker = watched.busy()
         joining = threading.Thread(target=watched.coordinator.join, name="joining")
         joining.start()
-        becomes(lambda: "thread joining waits in `join`" in watched.next_text(), "join is told")
-        text = watched.next_text()
-        here, _, there = text.partition(f"Stacks of /job:worker/task:{worker}:")
-        assert "wait_for_the_gate) runs on " in here
-        assert f"/job:worker/task:{worker} computes since" in here
-        assert "Engine.join" in here
-        assert "Thread MainThread:" in there
-        assert "wait_for_the_gate" in there, "the function of the user, where it is now"
-        assert "/job:ps/task:1 was heard" in here
+        words_here = (
+            "thread joining waits in `join`",
+            "Engine.join",
+            "wait_for_the_gate) runs on ",
+            f"/job:worker/task:{worker} computes since",
+            "/job:ps/task:1 was heard",
+        )
+        # The function of the user, where it is now.
+        words_there = ("Thread MainThread:", "wait_for_the_gate")
+
+        def tells_all(text: str) -> bool:
+            here, _, there = text.partition(f"Stacks of /job:worker/task:{worker}:")
+            return all(w in here for w in words_here) and all(w in there for w in words_there)
+
+        # A task that waits for its turn on this machine is called silent, as it is.
+        becomes(lambda: any(map(tells_all, watched.texts)), "all is told in one text")
+        becomes(lambda: len(watched.texts) >= 2, "it is told again")
         watched.gate.touch()
-        joining.join(20)
+        joining.join(60)
         assert not joining.is_alive()
-        assert value.fetch(20) == "through"
+        assert value.fetch(60) == "through"
         becomes(lambda: "it goes on, after" in watched.file.getvalue(), "the end is told")
         told = watched.file.getvalue()
         assert told.count("no closure has ended for") == len(watched.texts) >= 2
-        assert watched.coordinator.schedule(lambda: 1).fetch(20) == 1
+        assert watched.coordinator.schedule(lambda: 1).fetch(60) == 1
     assert watched.file.getvalue() == told, "then there is nothing to tell"
 
 
@@ -351,7 +359,7 @@ def test_T122_a_frozen_worker_is_called_silent_and_nobody_waits_for_it(
             desk.cluster.cont("worker", worker)
         assert f"Stacks of {task}: it did not say (DeadlineExceededError)" in text
         watched.gate.touch()
-        watched.coordinator.join(timeout=20)
+        watched.coordinator.join(timeout=60)
 
 
 def test_T122_the_server_that_a_worker_waits_for_is_named(desk: Desk, tmp_path: Path) -> None:
@@ -364,19 +372,26 @@ def test_T122_the_server_that_a_worker_waits_for_is_named(desk: Desk, tmp_path: 
     def read() -> float:
         return float(variable.numpy())
 
-    assert coordinator.schedule(read).fetch(30) == 1.0
+    assert coordinator.schedule(read).fetch(60) == 1.0
     texts: list[str] = []
     with rx.coordinator.Watchdog(coordinator, 0.4, io.StringIO(), texts.append):
         desk.cluster.stop("ps", index)
         try:
             value = coordinator.schedule(read)
-            words = f"waits for an answer of /job:ps/task:{index} since"
-            becomes(lambda: texts and words in texts[-1], "the server is named")
-            assert f"/job:ps/task:{index} does not answer beats since" in texts[-1]
-            assert f"Stacks of /job:ps/task:{index}: it did not say" in texts[-1]
+            words = (
+                f"waits for an answer of /job:ps/task:{index} since",
+                # How long a beat may take counts from the last one that was answered, so that
+                # the first text may come too early.
+                f"/job:ps/task:{index} does not answer beats since",
+                f"Stacks of /job:ps/task:{index}: it did not say",
+            )
+            becomes(
+                lambda: any(all(part in text for part in words) for text in texts),
+                "the server is named",
+            )
         finally:
             desk.cluster.cont("ps", index)
-        assert value.fetch(30) == 1.0
+        assert value.fetch(60) == 1.0
 
 
 def test_T122_nothing_that_goes_wrong_in_it_reaches_the_program(
@@ -400,7 +415,7 @@ def test_T122_nothing_that_goes_wrong_in_it_reaches_the_program(
         value = watched.schedule()
         becomes(lambda: len(calls) > 1 and "closed file" in caplog.text, "both fail, and go on")
         watched.gate.touch()
-        assert value.fetch(20) == "through"
+        assert value.fetch(60) == "through"
     assert "of the user" in caplog.text
 
 

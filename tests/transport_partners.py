@@ -102,7 +102,7 @@ class Stranger:
         hello = messages.Hello(messages.VERSION, library_version(), python_version(), role, 0, 99)
         self.say(msgspec.structs.replace(hello, **changes))
 
-    def hear(self, timeout: float = 5.0) -> Any:
+    def hear(self, timeout: float = 30.0) -> Any:
         """Returns the next body, or None if none came."""
         if not self.socket.poll(int(timeout * 1e3)):
             return None

@@ -16,7 +16,7 @@ import replicax as rx
 
 directory, megabytes = sys.argv[1:]
 command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", directory]
-subprocess.run(command, check=True, timeout=10)
+subprocess.run(command, check=True, timeout=60)
 
 small = rx.Variable(np.arange(1000.0, dtype=np.float32), name="small")
 large = rx.Variable(np.ones(8_000_000, np.float32), name="large")

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -106,6 +107,26 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
+    def freeze(self, timeout: float = 30.0) -> None:
+        """Stops the process, and waits until none of its threads runs any more.
+
+        The kernel tells one thread, which stops the others once it gets its turn: on a busy
+        machine they may answer for a while.
+        """
+        self.send(signal.SIGSTOP)
+        deadline = time.monotonic() + timeout
+        while self.is_alive and not self._is_stopped() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def _is_stopped(self) -> bool:
+        assert self._process is not None
+        how = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        try:
+            return os.waitid(os.P_PID, self._process.pid, how) is not None
+        except ChildProcessError:
+            # Another thread has seen its end.
+            return True
+
     def reap(self, timeout: float) -> bool:
         """Waits until the process has ended; returns False if it has not."""
         if self._process is None:
@@ -116,7 +137,7 @@ class Child:
             return False
         return True
 
-    def kill(self, timeout: float = 5.0) -> None:
+    def kill(self, timeout: float = 30.0) -> None:
         """Ends the process at once and waits until it is gone."""
         self.send(signal.SIGKILL)
         self.reap(timeout)

@@ -26,8 +26,11 @@ from replicax.transport import keys
 _LONGEST_DIRECTORY = 80
 # Ending: the time to end in order, and then to be gone after SIGKILL.
 _ORDERLY_SECONDS = 3.0
-_KILLED_SECONDS = 2.0
+_KILLED_SECONDS = 10.0
 _START_SECONDS = 30.0
+# Seconds until all processes must listen. Those that die before are told of at once, so this
+# ends only what hangs: where two cores start ten processes that import JAX, that takes a minute.
+PATIENCE = 180.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,7 +98,7 @@ class LocalCluster:
         state = "running" if self._running is not None else "not running"
         return f"LocalCluster({tasks}, {self._plan.protocol}, {state})"
 
-    def start(self, timeout: float = 60.0) -> None:
+    def start(self, timeout: float = launching.PATIENCE) -> None:
         """Starts every process and waits until all of them listen."""
         if self._running is not None:
             raise errors.ContextError(
@@ -155,7 +155,7 @@ class LocalCluster:
         """Where parameter servers keep snapshots, each in a directory `ps-<index>`."""
         return self._crew("its snapshots").snapshots_directory
 
-    def wait_until_ready(self, timeout: float = 60.0) -> None:
+    def wait_until_ready(self, timeout: float = launching.PATIENCE) -> None:
         """Waits until every process that was started listens.
 
         Raises:
@@ -177,7 +177,7 @@ class LocalCluster:
         """Freezes a process (SIGSTOP): it keeps its sockets and says nothing."""
         crew, child = self._task(job, index)
         crew.duty.set(child, 1)
-        child.send(signal.SIGSTOP)
+        child.freeze()
 
     def cont(self, job: str, index: int) -> None:
         """Lets a frozen or slow process go on (SIGCONT)."""
@@ -217,7 +217,7 @@ class LocalCluster:
         index: int,
         *,
         wait: bool = True,
-        timeout: float = 60.0,
+        timeout: float = launching.PATIENCE,
         empty: bool = False,
     ) -> None:
         """Starts a process again at the same address; kills it first if it is alive.
