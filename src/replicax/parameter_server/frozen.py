@@ -5,22 +5,28 @@ Note [Frozen parts]
     block of memory that the part had. Whoever changes some rows of that block first preserves
     those that were not read yet, and only those. Whoever replaces the whole value leaves the
     block to the view, and goes on in another one. So a change costs a copy of the rows that it
-    touches, once, and waits at most until one piece is copied.
+    touches, once, and never waits for a piece to be copied: whatever was changed under the hands
+    of whoever copies it was preserved before, and is put right afterwards.
+
+    Memory for preserved rows stays with the part, as much as its last view needed: fresh pages
+    cost much more than the copy, and most of all on virtual machines.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 
-from replicax.parameter_server.memory import Block
+from replicax.foundation import errors
+from replicax.parameter_server import memory
 
-# What is copied at a time, under the lock of the part: about a millisecond.
+# What is read at a time.
 PIECE_BYTES = 4 << 20
-# Memory for preserved rows is taken, and let go, in chunks of about this size.
-_CHUNK_BYTES = 16 << 20
+# The system is asked for room for so many preserved bytes at a time.
+_GRANT_BYTES = 64 << 20
+_MOST_ROWS_OF_32_BITS = (1 << 31) - 1
 
 
 def piece_bytes(num_bytes: int, num_rows: int) -> int:
@@ -38,6 +44,7 @@ class Frozen:
 
     Attributes:
       block: The memory that holds what was not preserved.
+      old_rows: The rows that were.
       is_apart: Whether the part goes on in another block: nobody changes this one any more. It
         is set under the lock of the part.
     """
@@ -46,152 +53,167 @@ class Frozen:
         "_buffer",
         "_is_safe",
         "_lock",
+        "_octets",
         "_places",
-        "_preserved",
         "_row_bytes",
         "_size",
         "block",
         "is_apart",
+        "old_rows",
     )
 
-    def __init__(self, block: Block, num_rows: int, lock: threading.Lock) -> None:
+    def __init__(
+        self, block: memory.Block, old_rows: OldRows, num_rows: int, lock: threading.Lock
+    ) -> None:
         self.block = block
+        self.old_rows = old_rows
         self.is_apart = False
         self._lock = lock
+        # Not a view of NumPy: while one exists, the block counts as lent and is left alone.
+        self._octets = block.octets.data
         self._row_bytes = block.octets.size // num_rows
         self._size = piece_bytes(block.octets.size, num_rows)
         # Rows that were read or preserved: they may be changed.
         self._is_safe = np.zeros(num_rows, np.bool_)
-        self._preserved = _Rows(self._row_bytes)
         # Where in those a row is, counted from 1; 0 if it was not preserved.
-        self._places = np.zeros(num_rows, np.int64)
-        self._buffer: np.ndarray | None = None
+        kind = np.int32 if num_rows <= _MOST_ROWS_OF_32_BITS else np.int64
+        self._places = np.zeros(num_rows, kind)
+        self._buffer = np.empty(0, np.uint8)
 
     @property
     def num_preserved_bytes(self) -> int:
-        """How much is preserved and was not read yet."""
-        return self._preserved.num_rows * self._row_bytes
+        """How much is preserved."""
+        return self.old_rows.num_added * self._row_bytes
 
     def preserve(self, numbers: np.ndarray) -> None:
         """Keeps what some rows hold, before they are changed; the part's lock is held."""
         rows = self.block.rows
         if self.is_apart or rows is None:
             return
-        fresh = numbers[~self._is_safe[numbers]]
-        if fresh.size:
-            self._places[fresh] = self._preserved.add(rows, fresh)
-            self._is_safe[fresh] = True
+        is_safe = self._is_safe.take(numbers)
+        if is_safe.all():
+            return
+        fresh = numbers[~is_safe]
+        self._places[fresh] = self.old_rows.add(rows, fresh)
+        self._is_safe[fresh] = True
 
     def pieces(self) -> range:
         """Returns where the pieces begin, in bytes."""
         return range(0, self.block.octets.size, self._size)
 
     def read(self, start: int) -> np.ndarray:
-        """Returns the bytes of a piece, until the next is read; each once, and in order."""
+        """Returns the bytes of a piece, until the next is read; each once, and in order.
+
+        Raises:
+          ResourceExhaustedError: There was no memory for rows that were changed.
+        """
         end = min(start + self._size, self.block.octets.size)
         first, last = start // self._row_bytes, -(-end // self._row_bytes)
-        piece: np.ndarray | None = None
+        piece = self._copied(start, end)
         with self._lock:
-            if not self.is_apart:
-                piece = self._copied(start, end)
-                # A row that goes on in the next piece is only safe with its last byte.
-                self._is_safe[first : end // self._row_bytes] = True
+            # A row that goes on in the next piece is only safe with its last byte.
+            self._is_safe[first : end // self._row_bytes] = True
             places = self._places[first:last].copy()
+        self.old_rows.require_all()
         found = np.flatnonzero(places)
-        if piece is None:
-            # Nobody changes the block any more: it needs neither lock nor copy.
-            piece = self._copied(start, end) if found.size else self.block.octets[start:end]
         if not found.size:
             return piece
         if self._row_bytes <= self._size:
-            self._preserved.move(places[found], piece.view(self._preserved.dtype), found)
+            piece.view(self.old_rows.dtype)[found] = self.old_rows.at(places[found])
             return piece
-        # Longer than a piece: what they share. It is let go with its last byte.
+        # Rows are longer than a piece: what they share.
         for row in (found + first).tolist():
-            place = int(places[row - first])
-            kept = self._preserved.look(place)
+            kept = self.old_rows.at(places[row - first : row - first + 1]).view(np.uint8)
             begin = row * self._row_bytes - start
             low, high = max(begin, 0), min(begin + kept.size, piece.size)
             piece[low:high] = kept[low - begin : high - begin]
-            if begin + kept.size <= piece.size:
-                self._preserved.drop(place)
         return piece
 
     def _copied(self, start: int, end: int) -> np.ndarray:
-        if self._buffer is None:
+        if not self._buffer.size:
             self._buffer = np.empty(min(self._size, self.block.octets.size), np.uint8)
         piece = self._buffer[: end - start]
-        np.copyto(piece, self.block.octets[start:end])
+        np.copyto(piece, np.frombuffer(self._octets[start:end], np.uint8))
         return piece
 
 
-class _Rows:
-    """Rows that are put down one after the other, and taken in any order.
+class OldRows:
+    """Rows of one part that are put down one after the other, each at most once.
 
-    One thread adds them while another takes those that were added before.
+    One thread adds them while another reads those that were added before. Their memory is
+    mapped at once, and costs nothing until it is written.
 
     Attributes:
       dtype: That of a row as one element.
+      num_added: How many there are.
+
+    Args:
+      most: How many there can be.
+      row_bytes: The size of each.
     """
 
-    def __init__(self, row_bytes: int) -> None:
+    def __init__(self, most: int, row_bytes: int) -> None:
         self.dtype = np.dtype((np.void, row_bytes))
-        self._per_chunk = max(_CHUNK_BYTES // row_bytes, 1)
-        # A chunk of which all rows were added and taken is None.
-        self._chunks: list[np.ndarray | None] = []
-        self._num_added = 0
-        self._num_taken: list[int] = []
+        self.num_added = 0
+        self._most = most
+        self._area: mmap.mmap | None = None
+        self._rows = np.empty(0, self.dtype)
+        self._num_granted = 0
+        self._shortage = ""
 
-    @property
-    def num_rows(self) -> int:
-        """How many were added and not taken yet."""
-        return self._num_added - sum(self._num_taken)
+    def add(self, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray | int:
+        """Copies some of the rows of an array; returns their places, which count from 1.
 
-    def add(self, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Copies some of the rows of an array; returns their places, which count from 1."""
-        first = self._num_added
-        for chunk, (low, high) in self._spans(first, first + numbers.size):
-            if chunk == len(self._chunks):
-                self._num_taken.append(0)
-                self._chunks.append(np.empty(self._per_chunk, self.dtype))
-            target, begin = self._chunks[chunk], chunk * self._per_chunk
-            assert target is not None
-            # The numbers were checked; any other mode would copy twice.
-            part = numbers[low - first : high - first]
-            rows.take(part, out=target[low - begin : high - begin], mode="clip")
-        self._num_added += numbers.size
-        return np.arange(first + 1, self._num_added + 1)
+        Without memory for them nothing is added any more: whoever changes them must not suffer.
+        """
+        end = self.num_added + numbers.size
+        if self._shortage or not self._has_room(end):
+            return 0
+        # The numbers were checked; any other mode would copy twice.
+        rows.take(numbers, out=self._rows[self.num_added : end], mode="clip")
+        self.num_added = end
+        return np.arange(end - numbers.size + 1, end + 1)
 
-    def _spans(self, first: int, end: int) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Yields the chunks of some rows, and which rows are in each."""
-        while first < end:
-            chunk = first // self._per_chunk
-            last = min(end, (chunk + 1) * self._per_chunk)
-            yield chunk, (first, last)
-            first = last
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """Returns the rows at some places."""
+        return self._rows.take(places - 1)
 
-    def move(self, places: np.ndarray, target: np.ndarray, numbers: np.ndarray) -> None:
-        """Puts the rows at some places into rows of an array, and forgets them."""
-        chunks, within = np.divmod(places - 1, self._per_chunk)
-        for chunk in np.unique(chunks).tolist():
-            source = self._chunks[chunk]
-            assert source is not None
-            chosen = np.flatnonzero(chunks == chunk)
-            target[numbers[chosen]] = source[within[chosen]]
-            self._forget(chunk, chosen.size)
+    def clear(self) -> None:
+        """Forgets all rows; their memory stays, and what was not needed for them goes."""
+        if self._area is not None:
+            memory.release(self._area, self.num_added * self.dtype.itemsize)
+        self._num_granted = self.num_added
+        self.num_added = 0
+        self._shortage = ""
 
-    def look(self, place: int) -> np.ndarray:
-        """Returns the bytes of a row."""
-        chunk, within = divmod(place - 1, self._per_chunk)
-        rows = self._chunks[chunk]
-        assert rows is not None
-        return rows[within : within + 1].view(np.uint8)
+    def require_all(self) -> None:
+        """Raises if something could not be added."""
+        if self._shortage:
+            raise errors.ResourceExhaustedError(
+                errors.message(
+                    "Rows that change while they are saved must be kept until they are",
+                    f"{self.num_added * self.dtype.itemsize} bytes of them are, and "
+                    f"{self._shortage}",
+                    "Give the server more memory, or partition the variable over more servers.",
+                )
+            )
 
-    def drop(self, place: int) -> None:
-        """Forgets a row."""
-        self._forget((place - 1) // self._per_chunk, 1)
-
-    def _forget(self, chunk: int, count: int) -> None:
-        self._num_taken[chunk] += count
-        if self._num_taken[chunk] == self._per_chunk:
-            self._chunks[chunk] = None
+    def _has_room(self, num_rows: int) -> bool:
+        if num_rows <= self._num_granted:
+            return True
+        more = max(num_rows - self._num_granted, _GRANT_BYTES // self.dtype.itemsize)
+        granted = min(self._num_granted + more, self._most)
+        needed = (granted - self._num_granted) * self.dtype.itemsize
+        available = memory.available_bytes()
+        if available is not None and needed > available:
+            self._shortage = f"{needed} more need memory, of which {available} bytes are left"
+            return False
+        if self._area is None:
+            try:
+                self._area = memory.mapped(self._most * self.dtype.itemsize, is_sparse=False)
+            except MemoryError as error:
+                self._shortage = f"the system refuses memory for all of them: {error}"
+                return False
+            self._rows = np.frombuffer(self._area, self.dtype)
+        self._num_granted = granted
+        return True

@@ -38,15 +38,34 @@ def zeroed(num_bytes: int, *, is_sparse: bool) -> np.ndarray:
     """
     if num_bytes < _MAPPED_FROM_BYTES:
         return np.zeros(num_bytes + ALIGNMENT, np.uint8)
+    return np.frombuffer(mapped(num_bytes, is_sparse=is_sparse), np.uint8)
+
+
+def mapped(num_bytes: int, *, is_sparse: bool) -> mmap.mmap:
+    """Returns memory that is all zero, and of which a page is only taken when it is written.
+
+    Raises:
+      MemoryError: There is no room for it.
+    """
     try:
-        mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        found = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(str(error)) from None
-    advice = "MADV_NOHUGEPAGE" if is_sparse else "MADV_HUGEPAGE"
+    _advise(found, "MADV_NOHUGEPAGE" if is_sparse else "MADV_HUGEPAGE")
+    return found
+
+
+def release(area: mmap.mmap, start: int) -> None:
+    """Gives the pages of mapped memory back, from a byte on; what was in them is lost."""
+    start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    if start < len(area):
+        _advise(area, "MADV_DONTNEED", start, len(area) - start)
+
+
+def _advise(area: mmap.mmap, advice: str, *where: int) -> None:
     # Advice only: a kernel without large pages refuses it.
     with contextlib.suppress(OSError, AttributeError):
-        mapped.madvise(getattr(mmap, advice))
-    return np.frombuffer(mapped, np.uint8)
+        area.madvise(getattr(mmap, advice), *where)
 
 
 class Block:

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from replicax.parameter_server import memory
-from replicax.parameter_server.frozen import Frozen
+from replicax.parameter_server.frozen import Frozen, OldRows
 from replicax.transport import messages
 
 # Smaller parts are copied when they are read: cheaper than to keep track of who reads them.
@@ -29,16 +29,20 @@ class Part:
       dtype: Its type.
       lock: Protects the value and the version.
       version: Grows with each change.
+      num_missing: How many rows of its first value are still to come: a long one is sent in
+        several messages.
     """
 
     __slots__ = (
         "_block",
         "_frozen",
+        "_old_rows",
         "_spare",
         "dtype",
         "label",
         "lock",
         "num_bytes",
+        "num_missing",
         "num_rows",
         "row_bytes",
         "shape",
@@ -53,12 +57,15 @@ class Part:
         self.dtype = dtype
         self.lock = threading.Lock()
         self.version = 1
+        self.num_missing = 0
         initial = spec.initial
         is_zero = isinstance(initial, messages.Fill) and not any(initial.element)
         self._block = memory.Block.zeroed(spec.shape, dtype, is_sparse=is_zero)
         self._spare: memory.Block | None = None
         # Set while a snapshot reads the value that the part had; see Note [Frozen parts].
         self._frozen: Frozen | None = None
+        # What changed during the last snapshot is about what will during the next.
+        self._old_rows: OldRows | None = None
         self.num_bytes = self._block.octets.size
         # Without dimensions there are no rows to speak of.
         self.num_rows = spec.shape[0] if spec.shape else 0
@@ -104,11 +111,13 @@ class Part:
         if self._frozen is not None:
             self._frozen.preserve(np.arange(start, start + rows.shape[0]))
         self._block.array[start : start + rows.shape[0]] = rows
+        self.num_missing = max(0, self.num_missing - rows.shape[0])
         self.version += 1
 
     def replace(self, value: np.ndarray) -> None:
         """Replaces the whole value."""
         np.copyto(self._swapped(), value)
+        self.num_missing = 0
         self.version += 1
 
     def adopt(self, value: np.ndarray) -> None:
@@ -118,6 +127,7 @@ class Part:
             return
         self._leave_block()
         self._block, self._spare = memory.Block.adopted(value), None
+        self.num_missing = 0
         self.version += 1
 
     def combine(self, ufunc: np.ufunc, payload: np.ndarray) -> None:
@@ -133,7 +143,9 @@ class Part:
         `LENT_FROM_BYTES` or more.
         """
         assert self._frozen is None and self.num_bytes >= LENT_FROM_BYTES, self.label
-        self._frozen = Frozen(self._block, self.num_rows, self.lock)
+        if self._old_rows is None:
+            self._old_rows = OldRows(self.num_rows, self.row_bytes)
+        self._frozen = Frozen(self._block, self._old_rows, self.num_rows, self.lock)
         return self._frozen
 
     def thaw(self, frozen: Frozen) -> None:
@@ -142,6 +154,7 @@ class Part:
             if self._frozen is not frozen:
                 return
             self._frozen = None
+            frozen.old_rows.clear()
             if frozen.is_apart and self._spare is None:
                 self._spare = frozen.block if self._is_worth_keeping(frozen.block) else None
 

@@ -1,7 +1,8 @@
 """Snapshots on disk: written all or not at all, and proved whole before they are used.
 
 Note [What is in a snapshot file]
-    magic, number of the format, length and SHA-256 of the header | header | sections, end to end.
+    magic, number of the format, length and SHA-256 of the header | header | zeros up to a whole
+    block of the disk | sections, end to end.
     The header is a `State` and, for each piece of each section, its CRC-32. Nothing in a file is
     code, and its word is not trusted: no memory is taken before sizes agree with that of the file.
 
@@ -24,16 +25,16 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from replicax.foundation import durable_files, errors, exclusive_files
+from replicax.foundation import durable_files, errors, exclusive_files, uncached_files
 from replicax.parameter_server.snapshot import Cut, Loaded, Piece, State
 
 # Raised whenever `State`, or a message that is part of it, changes.
-FORMAT = 1
+FORMAT = 2
 _MAGIC = b"RXPSSNAP"
 _PREAMBLE = struct.Struct("<8sIQ32s")
 _MAX_HEADER_BYTES = 64 << 20
@@ -57,6 +58,14 @@ class Saved(NamedTuple):
 
     number: int
     num_bytes: int
+
+
+class _Target(Protocol):
+    """A file that a snapshot is written to."""
+
+    def seek(self, offset: int, /) -> object: ...
+    def write(self, data: bytes | memoryview, /) -> object: ...
+    def truncate(self, size: int, /) -> object: ...
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -121,7 +130,7 @@ class SnapshotDirectory:
         path = self._path / f"snapshot-{number:012d}.rxs"
         temporary = path.with_suffix(_TEMPORARY)
         try:
-            with durable_files.synced(temporary) as file:
+            with uncached_files.synced(temporary) as file:
                 num_bytes = write(file, cut, is_wanted)
             os.rename(temporary, path)
             try:
@@ -200,12 +209,12 @@ class SnapshotDirectory:
                 file.unlink()
 
 
-def write(file: IO[bytes], cut: Cut, is_wanted: Callable[[float], bool] = lambda _: True) -> int:
+def write(file: _Target, cut: Cut, is_wanted: Callable[[float], bool] = lambda _: True) -> int:
     """Writes a snapshot into an empty file; returns its length."""
     sections = cut.state.sections()
     sums = [np.zeros(-(-size // piece), "<u4") for size, piece in sections]
     # Its length does not depend on the checksums, which are known last.
-    first = _PREAMBLE.size + len(_encoded(cut.state, sums))
+    first = _first_section(len(_encoded(cut.state, sums)))
     if first > _MAX_HEADER_BYTES:
         found = f"that of job {cut.state.job!r} has {first} bytes"
         required = f"The header of a snapshot has at most {_MAX_HEADER_BYTES} bytes"
@@ -229,6 +238,12 @@ def write(file: IO[bytes], cut: Cut, is_wanted: Callable[[float], bool] = lambda
     digest = hashlib.sha256(header).digest()
     file.write(_PREAMBLE.pack(_MAGIC, FORMAT, len(header), digest) + header)
     return offset
+
+
+def _first_section(header_bytes: int) -> int:
+    """Returns where what follows the header begins: it can be written apart from the header."""
+    block = uncached_files.BLOCK_BYTES
+    return -(-(_PREAMBLE.size + header_bytes) // block) * block
 
 
 def _encoded(state: State, sums: list[np.ndarray]) -> bytes:
@@ -305,7 +320,9 @@ def _read_header(file: IO[bytes], num_bytes: int, path: Path | str) -> tuple[_He
         header = msgspec.msgpack.decode(encoded, type=_Header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _damaged(path, f"its header is of another kind ({error})") from error
-    first = _PREAMBLE.size + length
+    first = _first_section(length)
+    if any(file.read(first - _PREAMBLE.size - length)):
+        raise _damaged(path, "there is something between its header and its sections")
     _check(header, num_bytes - first, path)
     return header, first
 

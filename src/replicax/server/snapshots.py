@@ -23,11 +23,11 @@ _GIVE_UP_S = 3.0
 _QUIET_S = 0.2
 _LOOK_S = 0.1
 # Saving rests so much longer than it works: training needs the processor and the memory, too.
-_MOST_REST = 9.0
+_MOST_REST = 19.0
 # Also when there is more to save than fits between two snapshots.
 _LEAST_REST = 1.0
 # Which part of the time between two snapshots one may take.
-_SHARE = 0.8
+_SHARE = 0.9
 # Not worth a rest.
 _SHORTEST_WORK_S = 0.005
 _NOTHING = Marks(None, 0, 0, 0)
@@ -90,9 +90,9 @@ class Pace:
 
     >>> pace = Pace(limit_s=10.0, now=0.0)
     >>> pace.rest(now=0.01, done=0.5)
-    0.09
-    >>> pace.rested(now=0.1)
-    >>> pace.rest(now=0.101, done=0.6)
+    0.19
+    >>> pace.rested(now=0.2)
+    >>> pace.rest(now=0.201, done=0.6)
     0.0
 
     Args:
