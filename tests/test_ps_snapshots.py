@@ -548,6 +548,42 @@ def test_bar23_a_server_that_lacks_a_part_is_refused(restored: Caller) -> None:
     assert restored.read(0) == 1
 
 
+def test_bar23_a_part_that_was_half_written_does_not_count(directory: SnapshotDirectory) -> None:
+    """Its rows come in several messages, and the server is lost in between."""
+    caller = Caller().attach()
+    caller.create(0, np.float32(1))
+    caller.specs[1] = ((6, 2), np.dtype(np.float32))
+    spec = messages.CreatePart(1, "table", (6, 2), "float32", messages.Given())
+    rows = np.ones((2, 2), np.float32)
+    caller.ask(spec, [octets(rows)])
+    caller.update("write_rows", 1, rows, start=2)
+    assert caller.ask(messages.Look())[0].parts == [0]
+    # The server that has it is as good as it was.
+    caller.ask(messages.Attach([], {}, [0, 1]))
+    save(caller.store, directory)
+    caller.update("write_rows", 1, rows, start=4)
+    assert caller.ask(messages.Look())[0].parts == [0, 1]
+
+    store = load(directory)
+    assert store is not None
+    back = Caller(store)
+    assert back.ask(messages.Look())[0].parts == [0]
+    with refused(errors.PSIncarnationError, "came back without 1 parts: 1"):
+        back.ask(messages.Attach([], {}, [0, 1]))
+    # Another coordinator makes it anew.
+    back.epoch = 2
+    back.attach()
+    back.specs = caller.specs
+    with refused(errors.NotFoundError, "must hold part 1"):
+        back.read(1)
+    assert back.ask(spec, [octets(np.full((6, 2), 3, np.float32))]) == (messages.Done(), ())
+    assert back.read(1).min() == 3 and back.ask(messages.Look())[0].parts == [0, 1]
+    # What is whole stays for the next one.
+    back.epoch = 3
+    back.attach()
+    assert back.read(1).min() == 3
+
+
 def test_bar23_a_server_that_came_back_empty_never_serves_zeros() -> None:
     caller = Caller()
     for parts in ([], [3]):

@@ -17,6 +17,8 @@ from replicax.transport import messages
 
 # RELIABILITY: longer than that of workers, so that a restarted coordinator finds its variables.
 DEFAULT_LEASE_S = 300.0
+# A mirror may have a snapshot to load before it answers.
+DEFAULT_MIRROR_ANSWER_S = 60.0
 
 
 class Job:
@@ -194,18 +196,25 @@ def require_member(held: Job | None, name: str, epoch: int, incarnation: int, ta
     return held
 
 
-def lease_of(attach: messages.Attach) -> float:
-    """Returns the seconds of the lease that a coordinator asks for."""
-    lease = attach.settings.get("lease", DEFAULT_LEASE_S)
-    if isinstance(lease, (int, float)) and not isinstance(lease, bool) and 0 < lease < math.inf:
-        return float(lease)
-    raise errors.InvalidArgumentError(
+def ended_meanwhile(task: str) -> errors.FencedError:
+    """The error for something that was made for a job that is over."""
+    return errors.FencedError(
         errors.message(
-            "The setting 'lease' must be a number of seconds above 0",
-            f"it is {lease!r}",
-            "Correct the setting.",
+            f"{task} must keep its job while it makes something for it",
+            "the job ended meanwhile",
+            "Attach the server again, and create its variables again.",
         )
     )
+
+
+def lease_of(attach: messages.Attach) -> float:
+    """Returns the seconds of the lease that a coordinator asks for."""
+    return _seconds(attach, "lease", DEFAULT_LEASE_S)
+
+
+def mirror_answer_of(attach: messages.Attach) -> float:
+    """Returns the seconds by which a mirror must have answered."""
+    return _seconds(attach, "mirror_answer", DEFAULT_MIRROR_ANSWER_S)
 
 
 def is_mirrored(attach: messages.Attach) -> bool:
@@ -217,6 +226,19 @@ def is_mirrored(attach: messages.Attach) -> bool:
         errors.message(
             "The setting 'mirror' must be a bool, and needs two servers or more",
             f"it is {wanted!r} with {len(attach.servers)} servers",
+            "Correct the setting.",
+        )
+    )
+
+
+def _seconds(attach: messages.Attach, name: str, default_s: float) -> float:
+    found = attach.settings.get(name, default_s)
+    if isinstance(found, (int, float)) and not isinstance(found, bool) and 0 < found < math.inf:
+        return float(found)
+    raise errors.InvalidArgumentError(
+        errors.message(
+            f"The setting {name!r} must be a number of seconds above 0",
+            f"it is {found!r}",
             "Correct the setting.",
         )
     )

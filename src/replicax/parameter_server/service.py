@@ -201,19 +201,24 @@ class ParameterStore:
             held, storage = self._job, self._storage
             name, epoch = ("", -1) if held is None else (held.name, held.epoch)
             once = storage.once
-            return messages.Found(name, epoch, once.newest, once.settled, list(storage.parts)), ()
+            whole = sorted(storage.whole_parts)
+            return messages.Found(name, epoch, once.newest, once.settled, whole), ()
 
     def _attach(
         self, incarnation: int, body: messages.Attach, job: str, epoch: int, now: float
     ) -> Answer:
         lease_s = jobs.lease_of(body)
         is_mirrored = jobs.is_mirrored(body)
+        jobs.mirror_answer_of(body)
         accumulation.needed_of(body)
         with self._changing:
             held = self._job
             jobs.require_free(held, job, now, self._task)
             if body.parts is not None:
-                jobs.require_kept(held, job, body.parts, self._storage.parts, self._task)
+                # Nothing more will come to one that was restored.
+                is_back = held is not None and held.is_waiting
+                kept = self._storage.whole_parts if is_back else self._storage.parts
+                jobs.require_kept(held, job, body.parts, kept, self._task)
             if held is None or held.name != job:
                 if held is not None and held.is_waiting:
                     text = "%s drops job %r, which it had restored: job %r takes the server"
@@ -226,7 +231,7 @@ class ParameterStore:
                     # It thinks that it begins: what it knows of this server is wrong.
                     jobs.require_member(held, job, epoch, incarnation, self._task)
                 if epoch > held.epoch:
-                    self._storage.forget_closures()
+                    self._storage.begin_epoch()
                     # Rounds begin anew, too; what waits came from closures that were finished.
                     exchange.apply_rest(self._storage)
             self._num_makes += epoch > held.epoch
@@ -370,13 +375,7 @@ class ParameterStore:
 
     def _require_current(self, storage: Storage) -> None:
         if storage is not self._storage:
-            raise errors.FencedError(
-                errors.message(
-                    f"{self._task} must keep its job while it makes something for it",
-                    "the job ended meanwhile",
-                    "Attach the server again, and create its variables again.",
-                )
-            )
+            raise jobs.ended_meanwhile(self._task)
 
     def _not_for(self, role: str, body: messages.Body) -> errors.PermissionDeniedError:
         return errors.PermissionDeniedError(

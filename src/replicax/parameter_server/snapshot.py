@@ -56,6 +56,7 @@ class SavedPart(msgspec.Struct, frozen=True):
 
     spec: messages.CreatePart
     version: int
+    num_missing: int
     num_bytes: int
 
     @property
@@ -172,7 +173,9 @@ def take(job: Job, storage: Storage, marks: Marks) -> Cut:
         settled=once.settled,
         newest=once.newest,
         made=once.made(),
-        parts=[SavedPart(part.spec, part.version, part.num_bytes) for part in parts],
+        parts=[
+            SavedPart(part.spec, part.version, part.num_missing, part.num_bytes) for part in parts
+        ],
         optimizers=[SavedOptimizer(o.spec, o.trained) for o in optimizers],
         clock=storage.clock.steps,
         waiting=waiting,
@@ -236,7 +239,8 @@ def restored(loaded: Loaded, task: str, changing: threading.Lock) -> tuple[Job, 
     storage = Storage(task, changing, first_version=ahead)
     for place, part in enumerate(state.parts):
         version = part.version % _VERSIONS + ahead
-        storage.put_part(part.spec, version, part.num_bytes, loaded.pieces(place))
+        pieces = loaded.pieces(place)
+        storage.put_part(part.spec, version, part.num_missing, part.num_bytes, pieces)
     first = len(state.parts)
     blobs = iter([_joined(loaded.pieces(first + i)) for i in range(len(state.blobs))])
     try:

@@ -103,11 +103,14 @@ class Storage:
         """Forgets parts, and what optimizers do with them."""
         with self._changing:
             on_made(True)
-            for number in numbers:
-                self._parts.pop(number, None)
-            for number, optimizer in list(self._optimizers.items()):
-                if not optimizer.keep(self._parts):
-                    del self._optimizers[number]
+            self._forget(numbers)
+
+    def _forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._parts.pop(number, None)
+        for number, optimizer in list(self._optimizers.items()):
+            if not optimizer.keep(self._parts):
+                del self._optimizers[number]
 
     def register(
         self, spec: messages.RegisterOptimizer, buffers: Sequence[Any], on_made: OnMade = _ignore
@@ -169,14 +172,20 @@ class Storage:
                 checked.append((key, kept))
         return checked
 
-    def forget_closures(self) -> None:
-        """Starts the table of changes anew, for a new epoch; `changing` is held."""
+    def begin_epoch(self) -> None:
+        """Forgets changes, and parts whose first value nobody completes; `changing` is held."""
         self.once = OnceTable(newest=self.once.newest)
+        self._forget(self._parts.keys() - self.whole_parts)
 
     @property
     def parts(self) -> Mapping[int, Part]:
         """The parts by number; looked at under `changing`."""
         return self._parts
+
+    @property
+    def whole_parts(self) -> set[int]:
+        """The numbers of the parts that have had all of their first value."""
+        return {number for number, part in self._parts.items() if not part.num_missing}
 
     @property
     def optimizers(self) -> Mapping[int, optimizers.Optimizer]:
@@ -187,6 +196,7 @@ class Storage:
         self,
         spec: messages.CreatePart,
         version: int,
+        num_missing: int,
         num_bytes: int,
         pieces: Iterable[tuple[int, np.ndarray]],
     ) -> None:
@@ -200,7 +210,7 @@ class Storage:
             # A page that is not written takes no memory.
             if octets.any():
                 part.fill(start, octets)
-        part.version = version
+        part.version, part.num_missing = version, num_missing
         self._parts[spec.part] = part
 
     def put_optimizer(
@@ -273,6 +283,7 @@ class Storage:
                 rows = rules.as_rows(buffers[0], part.dtype, part)
                 if rows.shape[0] > part.num_rows:
                     rows = rules.as_array(buffers[0], part.dtype, part.shape, part.label)
+                part.num_missing = part.num_rows if part.row_bytes else 0
                 part.write_rows(0, rows)
             else:
                 part.replace(rules.as_array(buffers[0], part.dtype, (), part.label))
