@@ -471,6 +471,21 @@ def test_timing_profiles_and_their_checks(monkeypatch: pytest.MonkeyPatch) -> No
         Timing(beat_s=1, dead_s=1)
 
 
+def test_T118_reports_of_a_worker_that_waits_each_time_count_together() -> None:
+    for timing in (Timing(), FAST):
+        desk = Desk(1, timing=timing)
+        desk.ready(0, 11)
+        raised: list[Any] = []
+        for _ in range(3):
+            # It waits for an answer, and takes a while to say so.
+            desk.now += timing.data_s + timing.beat_s
+            raised += of(act.Raise, desk.policy.server_blamed(0, 1, False, desk.now))
+        assert len(raised) == 1
+    with pytest.raises(errors.InvalidArgumentError, match="`blame_s` is at least twice `data_s`"):
+        Timing(data_s=60.0, blame_s=119.0)
+    assert Timing(data_s=60.0, blame_s=120.0).blame_s == 120.0
+
+
 # Long random histories.
 
 

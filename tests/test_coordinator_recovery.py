@@ -5,6 +5,8 @@ Pure: no threads, no sockets, no clocks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from test_coordinator_policy import FAST, Desk, Shipped, of
 
@@ -13,6 +15,7 @@ from replicax.coordinator import speculation
 from replicax.coordinator.closures import Closure, State
 from replicax.coordinator.workers import WorkerState
 from replicax.foundation import errors
+from replicax.server import mirror_log
 
 
 def saved_desk(num_workers: int = 2) -> Desk:
@@ -25,7 +28,7 @@ def saved_desk(num_workers: int = 2) -> Desk:
     return desk
 
 
-def lose(desk: Desk, server: int = 1) -> list[object]:
+def lose(desk: Desk, server: int = 1) -> list[Any]:
     return desk.do(desk.policy.server_lost(server, "the connection was closed", desk.now))
 
 
@@ -142,6 +145,172 @@ def test_bar30_a_coordinator_that_was_replaced_says_so_at_once() -> None:
     desk.do(desk.policy.job_lost(error))
     assert all(c.is_settled for c in closures)
     assert desk.queue.take_error() is error
+
+
+# Servers that come back, and help nobody.
+
+
+def come_back(desk: Desk, server: int, lives: tuple[int, ...]) -> None:
+    """A server answers its next beat; workers join again in new lives."""
+    desk.now += FAST.beat_s
+    desk.do(desk.policy.server_heard(server, desk.now))
+    incarnation = desk.policy.servers[server].incarnation
+    desk.do(desk.policy.server_rejoined(server, incarnation, desk.now))
+    for known in sorted(desk.policy._fenced):
+        desk.acknowledge(known)
+    assert desk.policy.servers[server].is_there
+    for worker, life in enumerate(lives):
+        desk.ready(worker, life)
+    desk.dispatch()
+
+
+def blame(desk: Desk, server: int = 1) -> list[Any]:
+    """Each worker waits as long as it does, in vain, and gives its closure back."""
+    desk.tick(FAST.data_s, heard=tuple(range(len(desk.policy.crew.workers))))
+    done: list[Any] = []
+    for worker in desk.policy.crew.workers:
+        ids = list(worker.window)
+        if ids and worker.state is WorkerState.READY:
+            closure = desk.policy.take_ended(worker.index, worker.incarnation, ids[0])
+            done += desk.policy.server_blamed(worker.index, server, False, desk.now)
+            done += [act.PutBack([closure])]
+            desk.policy.note_finished(worker.index, 0, desk.now)
+    desk.do(done)
+    desk.dispatch()
+    return done
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_bar20_a_server_that_is_blamed_again_and_again_while_nothing_ends_is_given_up(
+    num_workers: int,
+) -> None:
+    desk = saved_desk(num_workers)
+    desk.put(2)
+    desk.dispatch()
+    began_s, num_returns, raised = desk.now, 0, []
+    while not raised:
+        assert desk.now - began_s < 10 * FAST.return_s, "it goes on for ever"
+        raised = of(act.Raise, blame(desk))
+        if not raised and desk.policy.servers[1].is_away:
+            num_returns += 1
+            lives = tuple(20 * num_returns + w for w in range(num_workers))
+            come_back(desk, 1, lives)
+    assert desk.now - began_s > FAST.return_s
+    assert num_returns >= 3
+    assert isinstance(raised[0].error, errors.PSUnavailableError)
+    assert "/job:ps/task:1" in str(raised[0].error)
+    assert f"came back {num_returns} times" in str(raised[0].error)
+
+
+def test_bar20_a_closure_that_ends_is_progress() -> None:
+    desk = saved_desk(2)
+    desk.put(100)
+    desk.dispatch()
+    for life in range(20, 20 + 4 * 10, 2):
+        busy = [w for w in desk.policy.crew.workers if w.window]
+        if busy:
+            desk.finish(busy[0].index, next(iter(busy[0].window)))
+            desk.dispatch()
+        assert not of(act.Raise, blame(desk))
+        if desk.policy.servers[1].is_away:
+            come_back(desk, 1, (life, life + 1))
+    assert desk.policy.servers[1].num_returns > 3
+    assert desk.now - 100.0 > 2 * FAST.return_s
+
+
+def test_bar22_a_server_that_gives_its_mirror_everything_may_take_its_time() -> None:
+    desk = saved_desk(1)
+    desk.put(2)
+    desk.dispatch()
+    for life in range(20, 40):
+        desk.policy.servers[1].figures = {"mirror_state": mirror_log.State.SEEDING}
+        assert not of(act.Raise, blame(desk))
+        if desk.policy.servers[1].is_away:
+            come_back(desk, 1, (life,))
+    assert desk.policy.servers[1].num_returns > 3
+    assert desk.now - 100.0 > 2 * FAST.return_s
+
+
+def test_bar20_a_server_that_ends_each_time_it_is_used_is_given_up() -> None:
+    desk = saved_desk(1)
+    desk.put(1)
+    desk.dispatch()
+    began_s, life, raised = desk.now, 20, []
+    while not raised:
+        assert desk.now - began_s < 10 * FAST.return_s, "it goes on for ever"
+        raised = of(act.Raise, lose(desk))
+        if not raised:
+            desk.tick(1.0)
+            life += 1
+            come_back(desk, 1, (life,))
+    assert desk.now - began_s > FAST.return_s
+    assert "the connection was closed" in str(raised[0].error)
+
+
+def test_a_server_may_be_restarted_any_number_of_times_while_nothing_waits() -> None:
+    desk = saved_desk(1)
+    for life in range(20, 40):
+        assert not of(act.Raise, lose(desk))
+        come_back(desk, 1, (life,))
+        assert not of(act.Raise, desk.tick(FAST.return_s / 4, heard=(0,)))
+
+
+def alone(desk: Desk, seconds: float, *alone: int, heard: tuple[int, ...] = (0, 1)) -> list[Any]:
+    """Lets time pass; some servers say with each beat that their mirror confirms nothing."""
+    done: list[Any] = []
+    end_s = desk.now + seconds
+    while desk.now < end_s:
+        desk.now += FAST.beat_s
+        for index in heard:
+            # Its clock has counted since 40.0.
+            figures = {"mirror_alone_s": desk.now - 40.0 if index in alone else 0.0}
+            desk.policy.servers[index].figures = {**figures}
+            done += desk.do(desk.policy.server_heard(index, desk.now))
+        desk.policy.crew.workers[0].heard_s = desk.now
+        done += desk.do(desk.policy.tick(desk.queue, desk.now))
+    return done
+
+
+def test_bar22_a_server_that_is_alone_for_too_long_is_given_up_and_its_mirror_named() -> None:
+    desk = saved_desk(1)
+    desk.put(1)
+    desk.dispatch()
+    assert not of(act.Raise, alone(desk, FAST.return_s - 1.0, 0))
+    raised, *_ = of(act.Raise, alone(desk, 2.0, 0))
+    assert isinstance(raised.error, errors.PSUnavailableError)
+    assert "/job:ps/task:0 is one" in str(raised.error)
+    assert "its mirror /job:ps/task:1" in str(raised.error)
+    assert len(of(act.Raise, desk.done)) == 1
+
+
+def test_bar22_a_server_is_not_alone_when_its_mirror_confirms_or_is_waited_for() -> None:
+    desk = saved_desk(1)
+    for _ in range(3):
+        assert not of(act.Raise, alone(desk, FAST.return_s - 1.0, 0))
+        alone(desk, FAST.beat_s)
+    alone(desk, FAST.return_s - 1.0, 0)
+    # The job waits for the mirror itself: that has its own end.
+    lose(desk, 1)
+    assert not of(act.Raise, alone(desk, FAST.return_s / 2, 0, heard=(0,)))
+    come_back(desk, 1, (21,))
+    assert not of(act.Raise, alone(desk, FAST.return_s - 1.0, 0)), "it is given everything anew"
+    assert of(act.Raise, alone(desk, 2.0, 0))
+
+
+def test_bar22_two_mirrors_that_are_blamed_in_turn_are_still_alone() -> None:
+    """Blamed, they are away for a beat; both answer all the time."""
+    desk = saved_desk(1)
+    raised: list[Any] = []
+    began_s, life = desk.now, 20
+    while not raised:
+        assert desk.now - began_s < 2 * FAST.return_s, "it goes on for ever"
+        raised = of(act.Raise, alone(desk, 4.0, 0, 1))
+        server = life % 2
+        if not raised:
+            desk.do(desk.policy._wait_for(desk.policy.servers[server], "blamed", desk.now))
+            life += 1
+            come_back(desk, server, (life,))
+    assert "its mirror" in str(raised[0].error)
 
 
 # Deadlines.

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import random
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -421,11 +422,17 @@ def is_in_step(figures: Iterable[dict[str, Any]]) -> bool:
 class Servers:
     """Servers at places of this process, and their coordinator."""
 
-    def __init__(self, count: int = 2, snapshots: Path | None = None) -> None:
+    def __init__(
+        self,
+        count: int = 2,
+        snapshots: Path | None = None,
+        settings: dict[str, float] | None = None,
+    ) -> None:
         self.snapshots = snapshots
         name = new_incarnation()
         self.places = [addresses.resolve(f"inproc://mirror-{name}-{i}") for i in range(count)]
-        self.attach = messages.Attach([place.url for place in self.places], {"mirror": True})
+        urls = [place.url for place in self.places]
+        self.attach = messages.Attach(urls, {"mirror": True, **(settings or {})})
         self.tasks: list[ParameterServerTask | None] = [None] * count
         self.closures = itertools.count(1)
         self.channels = [
@@ -497,6 +504,16 @@ class Servers:
     def figures(self, server: int) -> dict[str, Any]:
         return self.ask(server, messages.Ping(0)).figures
 
+    def seen(self, server: int) -> dict[str, Any]:
+        """What it says of itself to who waits for nothing."""
+        place = self.places[server]
+        with Channel(place, Task("coordinator", 0), peer=Task("ps", server)) as other:
+            other.job, other.epoch = "job", 1
+            other.incarnation = self.channels[server].incarnation
+            answer = other.request(messages.Ping(0), timeout=30)[0]
+        assert isinstance(answer, messages.Pong)
+        return dict(answer.figures)
+
     def in_step(self) -> None:
         becomes(lambda: is_in_step(map(self.figures, range(len(self.tasks)))), "in step")
 
@@ -554,6 +571,59 @@ def test_bar22_changes_wait_for_a_mirror_that_is_away_and_reads_do_not(servers: 
     servers.post(0, lost)
     servers.collect(0)
     assert servers.value(0) == 2
+
+
+def test_bar22_a_silent_mirror_counts_as_away_however_much_is_changed() -> None:
+    servers = Servers(settings={"mirror_answer": 0.5})
+    try:
+        servers.in_step()
+        mirror = servers.task(1)._replicas
+        handle, mirror.handle = mirror.handle, lambda *_: None  # type: ignore[method-assign]
+        states = set()
+
+        def is_alone() -> bool:
+            # Something new to tell, more often than the mirror has time.
+            servers.post(0)
+            time.sleep(0.05)
+            figures = servers.seen(0)
+            states.add(State(int(figures["mirror_state"])))
+            return figures["mirror_alone_s"] > 1.5
+
+        becomes(is_alone, "it is alone")
+        assert State.AWAY in states
+        assert servers.figures(1)["mirror_alone_s"] == 0, "the other direction is fine"
+        mirror.handle = handle  # type: ignore[method-assign]
+        becomes(lambda: servers.seen(0)["mirror_alone_s"] == 0, "it is not alone")
+        servers.in_step()
+    finally:
+        servers.close()
+
+
+def test_bar22_a_mirror_that_goes_silent_while_it_is_given_everything_is_away() -> None:
+    servers = Servers(settings={"mirror_answer": 0.3})
+    try:
+        mirror = servers.task(1)._replicas
+        handle = mirror.handle
+
+        def no_seed(caller: Any, envelope: Any, *rest: Any) -> Any:
+            is_seed = isinstance(envelope.body, messages.Seed)
+            return None if is_seed else handle(caller, envelope, *rest)
+
+        mirror.handle = no_seed  # type: ignore[method-assign]
+        mirror.clear()
+        becomes(lambda: servers.seen(0)["mirror_alone_s"] > 1.0, "it is alone")
+        mirror.handle = handle  # type: ignore[method-assign]
+        servers.in_step()
+        assert servers.figures(0)["mirror_alone_s"] == 0
+    finally:
+        servers.close()
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, "5", True, float("inf"), float("nan")])
+def test_bad_times_for_the_answer_of_a_mirror_are_refused(seconds: Any) -> None:
+    attach = messages.Attach(ATTACH.servers, {"mirror": True, "mirror_answer": seconds})
+    with refused(errors.InvalidArgumentError, "'mirror_answer'"):
+        ParameterStore(0).handle("coordinator", 1, attach, job="job", epoch=1, now=0.0)
 
 
 def test_bar22_what_was_not_acknowledged_may_be_made_again(servers: Servers) -> None:
@@ -785,3 +855,30 @@ def test_bar22_killed_servers_lose_no_closure() -> None:
 def test_bar22_twenty_kills_lose_no_closure() -> None:
     with own_cluster(workers=2, ps=2) as desk:
         check_kills(desk, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_bar22_a_line_between_two_mirrors_that_stays_cut_ends_the_job() -> None:
+    """Each of them answers everybody else, so that closures would be tried again for ever."""
+    with own_cluster(workers=2, ps=2, proxied=("ps",)) as desk:
+        strategy = desk.strategy(mirror=True)
+        strategy.extended.cluster.settings["mirror_answer"] = 2.0
+        quick = dataclasses.replace(STEADY, data_s=2.0, blame_s=10.0, return_s=15.0)
+        coordinator = desk.coordinator(strategy, timing=quick)
+        with strategy.scope():
+            counters = [rx.Variable(np.zeros((), np.int64)) for _ in range(2)]
+
+        def step() -> None:
+            for counter in counters:
+                counter.assign_add(1)
+
+        coordinator.schedule(step)
+        coordinator.join(timeout=60)
+        desk.cluster.cut("ps", 1, caller=("ps", 0))
+        for _ in range(20):
+            coordinator.schedule(step)
+        with pytest.raises(errors.PSUnavailableError) as raised:
+            coordinator.join(timeout=120)
+        assert "/job:ps/task:0 is one" in str(raised.value)
+        assert "its mirror /job:ps/task:1" in str(raised.value)

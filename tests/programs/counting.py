@@ -1,6 +1,7 @@
 """A program that counts on parameter servers, and goes on where its job stands.
 
-Run as: counting.py CLUSTER TOTAL, where CLUSTER is JSON.
+Run as: counting.py CLUSTER NUMBER, where CLUSTER is JSON. It counts NUMBER more: where the job
+stands is known only to whoever has taken it over.
 """
 
 import json
@@ -27,7 +28,7 @@ def count() -> None:
 
 
 with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
-    for _ in range(int(sys.argv[2]) - start):
+    for _ in range(int(sys.argv[2])):
         coordinator.schedule(count)
     while coordinator.status().num_finished < 20:
         time.sleep(0.01)

@@ -149,6 +149,7 @@ class Policy(ServerPolicy):
         worker.heard_s = now
         if count:
             worker.note_finished(count, now)
+            self._note_progress()
         self.crew.refresh(worker)
 
     # Time.
@@ -161,6 +162,8 @@ class Policy(ServerPolicy):
         if pause_s > timing.beat_s:
             # This process was busy or stopped, and has heard nobody: that is nobody's fault.
             self._forgive(pause_s)
+        if queue.is_idle:
+            self._note_progress()
         actions = [*self._check_servers(now), *self._check_silence(now)]
         actions += self._check_cancelling(queue, now)
         actions += self._patience.check_queue(self.crew, queue, now)
@@ -204,6 +207,7 @@ class Policy(ServerPolicy):
         for server in self.servers:
             if server.away_s is not None:
                 server.away_s += pause_s
+        self._losses = {i: (since_s + pause_s, n) for i, (since_s, n) in self._losses.items()}
         for worker in self.crew.workers:
             worker.since_s += pause_s
         for fencing in self._fencings.values():

@@ -22,6 +22,13 @@ Note [Servers that come back]
     given up, not blamed, and begin new lives. What they had changed on other servers counts
     once there; what the lost server has forgotten, it gets again. Before it is used it must
     hold all parts that it had, and know all lives that were given up.
+
+Note [Servers that come back in vain]
+    A server may answer the coordinator and no worker, or end whenever it is used: it would come
+    back for ever. If that goes on for as long as a server may be away, and no closure has ended
+    in all that time, it is given up. So is one that says for so long that its mirror confirms
+    nothing, though the mirror is there: it acknowledges no change, and some closures that only
+    read may still end.
 """
 
 from __future__ import annotations
@@ -43,6 +50,9 @@ from replicax.coordinator.servers import Fencing, Server
 from replicax.coordinator.timing import Timing
 from replicax.coordinator.workers import Worker, WorkerState
 from replicax.foundation import errors
+
+# A server that was lost more often, while no closure ended, may come back in vain.
+_NUM_LOSSES = 3
 
 
 class ServerPolicy:
@@ -68,6 +78,8 @@ class ServerPolicy:
         self._timing = timing
         self._fencings: dict[int, Fencing] = {}
         self._fenced = fenced
+        # By server: since when it was lost again and again while no closure ended, and how often.
+        self._losses: dict[int, tuple[float, int]] = {}
 
     def server_connected(self, index: int, incarnation: int, now: float) -> list[Action]:
         """A server was reached, or answers as another process than before."""
@@ -78,7 +90,8 @@ class ServerPolicy:
                 server.has_lost_variables = True
                 server.loss = verdicts.REPLACED
                 return self._stop_for(server)
-            return [*self.server_lost(index, verdicts.REPLACED, now), Rejoin(index)]
+            actions = self.server_lost(index, verdicts.REPLACED, now)
+            return [*actions, Rejoin(index)] if server.is_away else actions
         server.incarnation = incarnation
         if server.is_away:
             return [Rejoin(index)]
@@ -92,15 +105,30 @@ class ServerPolicy:
         server = self.servers[index]
         if server.loss is not None or server.is_away:
             return []
-        if server.is_saved:
-            return self._wait_for(server, reason, now)
-        server.loss = reason
-        return self._stop_for(server)
+        if not server.is_saved:
+            server.loss = reason
+            return self._stop_for(server)
+        if server.is_seeding:
+            # It acknowledges nothing for as long as that takes, which has an end.
+            self._note_progress()
+        since_s, num_losses = self._losses.get(index, (now, 0))
+        self._losses[index] = since_s, num_losses + 1
+        if num_losses >= _NUM_LOSSES and now - since_s > self._timing.return_s:
+            server.loss = verdicts.in_vain(reason, num_losses, now - since_s)
+            if server.lonely_s is not None:
+                server.loss += f"; {self._alone(server)}"
+            return self._stop_for(server)
+        return self._wait_for(server, reason, now)
 
     def server_heard(self, index: int, now: float) -> list[Action]:
-        """A server has answered a beat."""
+        """A server has answered a beat; its figures are those of this beat."""
         server = self.servers[index]
         server.heard_s = now
+        is_mirror_there = not self._mirror_of(server).is_missed(self._timing, now)
+        if server.note_mirror(is_mirror_there) > self._timing.return_s:
+            server.away_s = None
+            server.loss = self._alone(server)
+            return self._stop_for(server)
         if not server.is_away or now - server.asked_s < self._timing.beat_s:
             return []
         # It was frozen, not gone, or its answer to the last question was lost.
@@ -170,6 +198,16 @@ class ServerPolicy:
         return next((s for s in self.servers if s.loss is not None), None)
 
     # How it is done.
+
+    def _note_progress(self) -> None:
+        """A closure has ended, or there is none. See Note [Servers that come back in vain]."""
+        self._losses.clear()
+
+    def _mirror_of(self, server: Server) -> Server:
+        return self.servers[(server.index + 1) % len(self.servers)]
+
+    def _alone(self, server: Server) -> str:
+        return verdicts.alone(self._mirror_of(server), server.figures["mirror_alone_s"])
 
     def _release(self, worker: Worker, *, is_dead: bool = False) -> Action:
         """For a worker that was fenced and whose connection may still be good."""

@@ -11,6 +11,8 @@ from replicax.foundation import errors
 
 # The first two reports may be a blip; the third one is believed.
 _NUM_REPORTS = 3
+# What `mirror_state` says of a server that gives its mirror everything.
+_SEEDING = 2
 
 
 class Server:
@@ -29,6 +31,8 @@ class Server:
       num_returns: How often it came back.
       owed: Fences that it has not confirmed and must learn of when it comes back.
       figures: What it said of itself last.
+      lonely_s: For how long it had been without its mirror when it first said so, or when the
+        mirror was last waited for; None if it is not.
     """
 
     def __init__(self, index: int, now: float) -> None:
@@ -44,6 +48,7 @@ class Server:
         self.num_returns = 0
         self.owed: set[int] = set()
         self.figures: dict[str, int | float] = {}
+        self.lonely_s: float | None = None
         # When it was blamed, and by which worker.
         self._reports: deque[tuple[float, int]] = deque()
 
@@ -63,6 +68,29 @@ class Server:
     def is_overdue(self, timing: Timing, now: float) -> bool:
         """Tells whether it was waited for longer than was agreed."""
         return self.away_s is not None and now - self.away_s > timing.return_s
+
+    def is_missed(self, timing: Timing, now: float) -> bool:
+        """Tells whether it is waited for and silent; one that was blamed may still answer."""
+        return self.is_away and now - self.heard_s >= 2 * timing.beat_s
+
+    @property
+    def is_seeding(self) -> bool:
+        """Whether it gives its mirror everything, and gets on with it."""
+        return self.figures.get("mirror_state") == _SEEDING and self.lonely_s is None
+
+    def note_mirror(self, is_there: bool) -> float:
+        """Looks at what it says of its mirror; returns for how long it has waited in vain.
+
+        Args:
+          is_there: Whether the mirror is; if the job waits for that one, nothing is counted.
+        """
+        # By its own clock, which stands still while it is at work for its mirror.
+        alone_s = self.figures.get("mirror_alone_s", 0)
+        if self.loss is not None or not is_there or not alone_s > 0:
+            self.lonely_s = None
+            return 0.0
+        self.lonely_s = alone_s if self.lonely_s is None else min(self.lonely_s, alone_s)
+        return alone_s - self.lonely_s
 
     def is_condemned(self, worker: int, num_workers: int, timing: Timing, now: float) -> bool:
         """Counts a worker's report; tells whether the server has to be believed gone.

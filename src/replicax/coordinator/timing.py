@@ -22,8 +22,10 @@ class Timing:
       handshake_s: A connection must say who it is within this time.
       worker_orphan_s: A worker waits so long for its coordinator before it drops the job.
       data_s: A parameter server must answer a worker within this time, and more for many bytes.
-      return_s: A parameter server that keeps snapshots may be away for so long.
-      blame_s: Reports about one parameter server count together for so long.
+      return_s: A parameter server that can come back may be away for so long, may be without
+        its mirror, or may come back again and again while no closure ends.
+      blame_s: Reports about one parameter server count together for so long. A worker makes one
+        after `data_s`, and three are believed.
       poison_limit: A closure that ended so many workers is not tried again.
 
     >>> Timing().dead_s, Timing.fast().dead_s
@@ -38,7 +40,7 @@ class Timing:
     worker_orphan_s: float = 30.0
     data_s: float = 60.0
     return_s: float = 300.0
-    blame_s: float = 60.0
+    blame_s: float = 200.0
     poison_limit: int = 3
 
     def __post_init__(self) -> None:
@@ -60,6 +62,15 @@ class Timing:
                     "Beat more often, or wait longer.",
                 )
             )
+        if self.blame_s < 2 * self.data_s:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "Three reports of a worker that waits each time must be able to count "
+                    "together: `blame_s` is at least twice `data_s`",
+                    f"they are {self.blame_s} and {self.data_s}",
+                    "Keep reports for longer, or wait less for an answer.",
+                )
+            )
 
     @classmethod
     def fast(cls) -> Timing:
@@ -73,7 +84,7 @@ class Timing:
             worker_orphan_s=3.0,
             data_s=5.0,
             return_s=20.0,
-            blame_s=10.0,
+            blame_s=20.0,
         )
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replicax.coordinator.closures import Closure
+from replicax.coordinator.servers import Server
 from replicax.coordinator.workers import Worker
 from replicax.foundation import errors
 
@@ -14,6 +15,22 @@ REPLACED = "its process was replaced by one that has none of them"
 def silent(what: str, seconds: float) -> str:
     """Says that a task has not answered."""
     return f"it has not answered {what} for {seconds:g} s"
+
+
+def in_vain(reason: str, num_returns: int, seconds: float) -> str:
+    """Says that a server comes back, and is of no use."""
+    return (
+        f"{reason}; it came back {num_returns} times in {seconds:.0f} s, and no closure has ended "
+        "in all that time"
+    )
+
+
+def alone(mirror: Server, seconds: float) -> str:
+    """Says that a server waits in vain for its mirror, which is there."""
+    return (
+        f"its mirror {mirror} has confirmed none of its changes for {seconds:.0f} s, though both "
+        "answer the coordinator: the line between the two may be cut"
+    )
 
 
 def too_slow(closure: Closure) -> str:

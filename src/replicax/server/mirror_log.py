@@ -264,10 +264,16 @@ class MirrorLog:
         buffers = [buffer for entry in taken for buffer in entry.buffers]
         return Batch(position, [entry.change for entry in taken], buffers)
 
-    def confirm(self, position: int) -> None:
-        """The mirror has made all changes before a place: answers that waited for it leave."""
+    def confirm(self, position: int) -> bool:
+        """The mirror has made all changes before a place: answers that waited for it leave.
+
+        Returns:
+          Whether it goes on: some of them were not confirmed before, or none are left.
+        """
         with self._lock:
+            before = self._confirmed
             self._confirm(position)
+            return self._confirmed > before or self._confirmed >= self._end
 
     def lose(self, state: State = State.AWAY) -> None:
         """The mirror cannot be reached."""

@@ -1,6 +1,11 @@
 """Tells the mirror of a parameter server what is changed, in a thread of its own.
 
 The thread of the socket never waits for a mirror: two servers may be the mirrors of each other.
+
+Note [A mirror that is silent]
+    The mirror owes its next answer by a fixed time, whatever else is changed meanwhile; then it
+    counts as away, and is asked anew. For how long it has confirmed nothing, the server says with
+    its beats (`mirror_alone_s`), so that the coordinator can end what would go on for ever.
 """
 
 from __future__ import annotations
@@ -9,11 +14,12 @@ import contextlib
 import logging
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING
 
 from replicax.foundation import errors, lazy
-from replicax.parameter_server import journal, snapshot_files
+from replicax.parameter_server import jobs, journal, snapshot_files
 from replicax.parameter_server.service import ParameterStore
 from replicax.server.mirror_log import Batch, MirrorLog, State, Target
 from replicax.transport import addresses, messages, refusals
@@ -37,8 +43,6 @@ _MOST_BYTES = 32 << 20
 _BEAT_S = 0.5
 _RETRY_S = 0.1
 _IDLE_S = 60.0
-# An answer may take as long as it takes to load a snapshot. Then the mirror is asked anew.
-_ANSWER_S = 60.0
 # A snapshot that is being saved is waited for so long.
 _CUT_S = 60.0
 _JOIN_S = 5.0
@@ -73,11 +77,22 @@ class Mirroring:
         self._reached: str | None = None
         # The job in which another process has replaced this one.
         self._fenced: str | None = None
+        # See Note [A mirror that is silent]: what it is given for an answer, by when it owes the
+        # next one, and when it last took or confirmed something.
+        self._answer_s = jobs.DEFAULT_MIRROR_ANSWER_S
+        self._due_s = self._moved_s = time.monotonic()
+
+    @property
+    def alone_s(self) -> float:
+        """For how long the mirror has confirmed nothing; 0 while it still has time to."""
+        seconds = time.monotonic() - self._moved_s
+        return seconds if seconds > self._answer_s else 0.0
 
     def start(self) -> None:
         """Begins to tell; again is harmless."""
         with self._lock:
             if self._thread is None and not self._ending.is_set():
+                self._note_moved()
                 name = f"replicax-ps-{self._task.index}-mirror"
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
@@ -109,6 +124,8 @@ class Mirroring:
             if target is None or target.job == self._fenced:
                 self._is_woken(_IDLE_S)
                 continue
+            self._answer_s = jobs.mirror_answer_of(target.attach)
+            self._note_moved()
             with self._channel(target) as channel:
                 self._serve(channel, target)
 
@@ -138,6 +155,13 @@ class Mirroring:
             _log.warning(text, self._task, mirror, error)
         self._log.lose()
 
+    def _note_moved(self) -> None:
+        self._moved_s = time.monotonic()
+
+    def _note_asked(self) -> None:
+        """From now on the mirror owes an answer: the first one, or the next."""
+        self._due_s = time.monotonic() + self._answer_s
+
     def _is_over(self, target: Target) -> bool:
         found = self._log.target
         is_same = found is not None and (found.job, found.mirror) == (target.job, target.mirror)
@@ -154,12 +178,23 @@ class Mirroring:
         with Channel(location, self._task, self._keys, self._incarnation, peer=mirror) as channel:
 
             def given_up() -> Exception | None:
-                text = f"{self._task} does not need its mirror any more."
-                return errors.UnavailableError(text) if self._is_over(target) else None
+                if self._is_over(target):
+                    text = f"{self._task} does not need its mirror any more."
+                    return errors.UnavailableError(text)
+                return self._overdue(mirror) if time.monotonic() > self._due_s else None
 
             channel.job = target.job
             channel.given_up = given_up
             yield channel
+
+    def _overdue(self, mirror: Task) -> errors.DeadlineExceededError:
+        return errors.DeadlineExceededError(
+            errors.message(
+                f"{mirror} must answer {self._task} within {self._answer_s:g} s, as its mirror",
+                "it has not",
+                "Look into its log, and at the network between the two.",
+            )
+        )
 
     def _follow(self, channel: Channel, job: str) -> None:
         """Finds out how far the mirror is, brings it up to date, and tells it what comes."""
@@ -169,7 +204,8 @@ class Mirroring:
         channel.epoch = target.epoch
         is_known = False
         with contextlib.suppress(errors.NotFoundError):
-            answer, _ = channel.request(messages.Replicate(0, 0), timeout=_ANSWER_S)
+            self._note_asked()
+            answer, _ = channel.request(messages.Replicate(0, 0), timeout=self._answer_s)
             assert isinstance(answer, messages.Replicated), answer
             is_known = self._log.resume(answer.position)
         if not is_known:
@@ -182,11 +218,14 @@ class Mirroring:
         num_asked = 0
         while not self._log.needs_seed:
             self._wakeup.clear()
+            if not num_asked:
+                self._note_asked()
             while num_asked < _WINDOW and (batch := self._take()) is not None:
                 self._post(channel, batch)
                 num_asked += 1
             if not num_asked:
                 if not self._is_woken(_BEAT_S):
+                    self._note_asked()
                     channel.post(messages.Replicate(0, 0))
                     num_asked += 1
                 if self._log.target is None or self._ending.is_set():
@@ -194,10 +233,12 @@ class Mirroring:
                 continue
             # With a full window there is nothing to be woken for.
             wakeup = self._wakeup.fd if num_asked < _WINDOW else None
-            found = channel.collect(_ANSWER_S, wakeup)
+            found = channel.collect(self._answer_s, wakeup)
             if found is not None:
                 num_asked -= 1
-                self._log.confirm(_position(found[1]))
+                self._note_asked()
+                if self._log.confirm(_position(found[1])):
+                    self._note_moved()
 
     def _take(self) -> Batch | None:
         return self._log.take(_MOST_CHANGES, _MOST_BYTES)
@@ -212,6 +253,7 @@ class Mirroring:
         with tempfile.TemporaryFile() as file:
             position, attach, total = self._cut_into(file, job)
             num_asked = 0
+            self._note_asked()
             for offset in range(0, total, PIECE_BYTES):
                 file.seek(offset)
                 is_first = self._reached != job
@@ -219,11 +261,13 @@ class Mirroring:
                 channel.post(seed, [file.read(PIECE_BYTES)])
                 num_asked += 1
                 while num_asked >= _WINDOW or (num_asked and offset + PIECE_BYTES >= total):
-                    found = channel.collect(_ANSWER_S)
+                    found = channel.collect(self._answer_s)
                     if found is not None:
                         num_asked -= 1
                         if isinstance(found[1], messages.Refused):
                             raise refusals.to_error(found[1])
+                        self._note_asked()
+                        self._note_moved()
         self._log.end_seed(position)
         _log.info("%s has given its mirror %d bytes", self._task, total)
 
@@ -244,7 +288,15 @@ class Mirroring:
                 position, target = taken[0]
                 if target is None or target.job != job:
                     raise errors.UnavailableError(f"{self._task} holds another job.")
-                is_wanted = lambda _: not self._ending.is_set()  # noqa: E731
+                looked_s = time.monotonic()
+
+                def is_wanted(_: float) -> bool:
+                    # Time that the mirror does not owe.
+                    nonlocal looked_s
+                    before_s, looked_s = looked_s, time.monotonic()
+                    self._moved_s += looked_s - before_s
+                    return not self._ending.is_set()
+
                 return position, target.attach, snapshot_files.write(file, cut, is_wanted)
             finally:
                 cut.close()

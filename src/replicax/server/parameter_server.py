@@ -221,6 +221,7 @@ class ParameterServerTask:
             found |= self._snapshots.figures()
         if self._log.target is not None:
             found |= {"mirror_state": int(self._log.state), "mirror_lag": self._log.num_held}
+            found["mirror_alone_s"] = self._mirroring.alone_s
             found |= self._replicas.figures()
         return found
 

@@ -21,6 +21,11 @@ class BrokenRuleError(Exception):
 class Checks:
     """Looks at every change of a part, every result and every beat.
 
+    Args:
+      world: Where and when it happens.
+      plan: What closures do.
+      return_s: For how long a server may come back again and again while no closure ends.
+
     Attributes:
       may_lose_servers: Whether something has happened that may cost the job a server.
 
@@ -31,8 +36,11 @@ class Checks:
         coordinator's own is not run again where it was acknowledged before.
     """
 
-    def __init__(self, world: World, plan: Plan) -> None:
+    def __init__(self, world: World, plan: Plan, return_s: float) -> None:
         self._world, self._plan = world, plan
+        self._return_s = return_s
+        # When a closure ended well last.
+        self._progress_s = world.now
         self.may_lose_servers = False
         self._is_broken = False
         # All closures, and those of them whose end was not looked at yet.
@@ -110,6 +118,7 @@ class Checks:
             del self._open[closure.id]
             self._excused.update((server, closure.id) for server in strangers)
             if closure.state is State.FINISHED:
+                self._progress_s = self._world.now
                 self._require_complete(closure.id)
             self._require_typed(closure)
 
@@ -169,6 +178,7 @@ class Checks:
     def require_reason(self, error: BaseException, *, is_final: bool) -> None:
         """The user got an error: it has a type, and servers are not given up for nothing."""
         may_lose = self.may_lose_servers or (not is_final and self._world.faults.can_lose_servers)
+        may_lose |= self._world.now - self._progress_s > self._return_s
         if isinstance(error, errors.PSUnavailableError) and not may_lose:
             raise BrokenRuleError(f"a server was given up without a reason: {error}")
         if not isinstance(error, errors.DistributeError | ValueError):

@@ -114,7 +114,7 @@ def _play(world: World, num_workers: int, num_servers: int, num_closures: int) -
     network = Network(world)
     num_numbers = num_closures + num_closures // CLOSURES_PER_WRITE + 1
     plan = Plan(world, num_servers, num_numbers)
-    checks = Checks(world, plan)
+    checks = Checks(world, plan, timing.return_s)
     servers = [SimulatedServer(world, network, i, plan, checks) for i in range(num_servers)]
     workers = [SimulatedWorker(world, network, i, servers, plan) for i in range(num_workers)]
     coordinator = SimulatedCoordinator(world, network, servers, workers, timing, plan, checks)
