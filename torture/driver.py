@@ -1,7 +1,8 @@
 """A program that counts on parameter servers until it is killed: `python -m torture.driver`.
 
-It takes its job over if the servers hold it already. The exit status is 3 if another program
-has taken it over from this one.
+It says when it is ready, and begins when it is told to by a line: how long Python takes to start
+is no matter of the bar. It takes its job over if the servers hold it already. The exit status is
+3 if another program has taken it over from this one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ LEASE_S = 10.0
 
 def main(spec: str, batch: int) -> int:
     """Counts in batches; says after each how far it is."""
+    _say(ready=1.0)
+    sys.stdin.readline()
     start = time.monotonic()
     resolver = rx.cluster_resolver.SimpleClusterResolver(
         ClusterSpec(json.loads(spec)), task_type="chief", task_id=0

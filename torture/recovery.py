@@ -257,12 +257,15 @@ def restarted_coordinator(plan: Plan) -> Outcome:
         tasks = [made.pid(job, i) for job in ("worker", "ps") for i in range(2)]
         spec = json.dumps(made.cluster_spec.as_dict())
         driver = _Driver(spec)
+        driver.begin()
         driver.count(chance)
         for turn in range(times):
             is_stopped, old = turn % 4 == 2, driver
+            # Started before, as on a loaded machine that may take longer than a lease lasts.
+            driver = _Driver(spec)
             landed += old.process.poll() is None
             old.strike(signal.SIGSTOP if is_stopped else signal.SIGKILL)
-            driver = _Driver(spec)
+            driver.begin()
             found = driver.resumed()
             slowest = max(slowest, driver.attached_s)
             # One batch may have been on its way.
@@ -307,8 +310,16 @@ class _Driver:
         self.reported = 0.0
         self.attached_s = 0.0
         command = [sys.executable, "-m", "torture.driver", spec, str(_BATCH)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, bufsize=0)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
         self._unread = b""
+        assert "ready" in self._next()
+
+    def begin(self) -> None:
+        """Lets it go for the job."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
 
     def resumed(self) -> float:
         """Waits until it has the job; returns what it found."""
@@ -343,8 +354,9 @@ class _Driver:
         """Ends it, if it has not."""
         self.process.kill()
         self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def _next(self) -> dict[str, Any]:
         while b"\n" not in self._unread:
