@@ -129,6 +129,27 @@ def test_bar50_keys_are_renewed_and_retired_by_command(directory: Path) -> None:
     )
 
 
+def test_bar50_a_coordinator_whose_key_is_good_no_more_leaves_in_order(directory: Path) -> None:
+    spec = {"ps": ["127.0.0.1:0", "127.0.0.1:0"]}
+    servers = [rx.Server(spec, "ps", i, protocol="tcp", keys=directory) for i in range(2)]
+    found = rx.train.ClusterSpec({"worker": ["127.0.0.1:1"], "ps": [s.address for s in servers]})
+    resolver = rx.cluster_resolver.SimpleClusterResolver(found, task_type="chief", task_id=0)
+    strategy = rx.ParameterServerStrategy(resolver, keys=directory)
+    with strategy.scope():
+        for _ in servers:
+            rx.Variable(1.0)
+    key_files.renew(directory, "coordinator")
+    key_files.retire(directory)
+    channels = strategy.extended.cluster.channels
+    for one in channels:
+        one.close()  # it opens a new connection when it is used again
+    with pytest.raises(errors.PermissionDeniedError, match="it does not know that of"):
+        is_answered(channels[0])
+    strategy.close()
+    for server in servers:
+        server.stop()
+
+
 @pytest.mark.slow
 def test_bar50_no_closure_is_dropped_while_keys_are_renewed() -> None:
     with rx.testing.LocalCluster(workers=2, ps=1, protocol="tcp", timing="fast") as cluster:

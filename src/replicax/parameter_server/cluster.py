@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import secrets
@@ -245,10 +246,12 @@ class Cluster:
         with self._lock:
             was_attached, self._is_attached = self._is_attached, False
             self._is_closed = True
-        for channel in self.channels:
-            if was_attached and not keeps and channel.peer_incarnation is not None:
-                _detach(channel)
-            channel.close()
+        with contextlib.ExitStack() as closing:
+            for channel in self.channels:
+                closing.callback(channel.close)
+            for channel in self.channels:
+                if was_attached and not keeps and channel.peer_incarnation is not None:
+                    _detach(channel)
 
 
 def left() -> errors.ContextError:
@@ -263,7 +266,11 @@ def left() -> errors.ContextError:
 
 
 def _detach(channel: Channel) -> None:
-    """Lets a server go. One that is gone, or has another master, has nothing left to drop."""
+    """Lets a server go.
+
+    One that is gone or has another master has nothing left to drop, and one that does not know
+    the key of this process any more drops it when its lease is over.
+    """
     for _ in range(2):
         try:
             channel.request(messages.Detach(), timeout=limits.LINGER)
@@ -271,7 +278,9 @@ def _detach(channel: Channel) -> None:
         except errors.PSIncarnationError:
             # It came back since it was asked last.
             channel.reset()
-        except (errors.UnavailableError, errors.DeadlineExceededError, errors.FencedError):
+        except (errors.UnavailableError, errors.DeadlineExceededError):
+            return
+        except (errors.FencedError, errors.PermissionDeniedError):
             return
 
 

@@ -352,8 +352,10 @@ class ParameterServerStrategy(Strategy):
 
 
 def _leave(cluster: Cluster, client: ParameterClient, keeps: bool = False) -> None:
-    cluster.close(keeps=keeps)
-    client.close()
+    try:
+        cluster.close(keeps=keeps)
+    finally:
+        client.close()
 
 
 def _keys(directory: str | os.PathLike[str] | None) -> Keys | None:
