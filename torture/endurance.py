@@ -23,6 +23,8 @@ _LONGEST_GAP = 10.0
 _QUEUED = 400
 _STEP_SECONDS = 0.01
 _DISK_BYTES = 64 << 20
+# The server that is killed.
+_MORTAL = 1
 
 
 class Feeder(threading.Thread):
@@ -72,7 +74,9 @@ class Tormentor:
             "stop worker": self._stop_short,
             "freeze worker": self._stop_long,
             "slow worker": self._slow,
+            "kill server": self._kill_server,
             "stop server": self._stop_server,
+            "cut line": self._cut,
             "blip": self._blip,
             "garbage": self._garbage,
         }
@@ -110,6 +114,24 @@ class Tormentor:
         time.sleep(3.0)
         self._cluster.slow("worker", index, 1)
         return self._is_busy()
+
+    def _kill_server(self) -> bool:
+        """Always the same one: whether a server grows shows in one that lives."""
+        is_busy = self._is_busy()
+        self._cluster.kill("ps", _MORTAL)
+        self._cluster.restart("ps", _MORTAL, wait=False)
+        return is_busy
+
+    def _cut(self) -> bool:
+        """Cuts a server off from a worker, or from the server that it mirrors."""
+        index, is_busy = self._server(), self._is_busy()
+        caller, seconds = ("worker", self._worker()), 3.0
+        if self._chance.random() < 0.5:
+            caller, seconds = ("ps", 1 - index), 1.5
+        self._cluster.cut("ps", index, caller=caller)
+        time.sleep(seconds)
+        self._cluster.mend("ps", index)
+        return is_busy
 
     def _stop_server(self) -> bool:
         index, is_busy = self._server(), self._is_busy()
@@ -149,11 +171,11 @@ class Tormentor:
     minutes=10,
 )
 def soak(plan: Plan) -> Outcome:
-    """Works on 2 servers and 4 workers, and harms one of them every few seconds."""
+    """Works on 2 servers, mirrors of each other, and 4 workers; harms one every few seconds."""
     seconds = plan.size(60.0 * plan.minutes, 25.0)
     chance = plan.chance()
     with _cluster_on_a_small_disk(plan) as (made, disk):
-        work = Job(plan, made, timing=PATIENT)
+        work = Job(plan, made, timing=PATIENT, of_strategy={"mirror": True})
         try:
             work.until_idle(120)
             landed, sampler, count = _torment(work, disk, chance, seconds)

@@ -16,12 +16,14 @@ _COLORS = {
     "stop worker": "#ff9896",
     "freeze worker": "#e377c2",
     "slow worker": "#ffbb78",
+    "kill server": "#2ca02c",
     "stop server": "#9467bd",
+    "cut line": "#bcbd22",
     "blip": "#17becf",
     "garbage": "#7f7f7f",
     "full disk": "#8c564b",
 }
-# Long-lived tasks are drawn with strong lines, workers, which are killed, with thin ones.
+# Workers are drawn with thin lines. They and one of the servers are killed and started again.
 _TASKS = {"coordinator": "#1f77b4", "ps 0": "#2ca02c", "ps 1": "#ff7f0e"}
 _WORKERS = "#bbbbbb"
 
@@ -89,4 +91,4 @@ def _draw_field(sampler: Sampler, axis: Any, field: str, label: str) -> None:
 def _label(task: str, workers: list[str]) -> str | None:
     if task in _TASKS:
         return task
-    return "workers (killed and started again)" if task == workers[0] else None
+    return "workers" if task == workers[0] else None

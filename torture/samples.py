@@ -104,10 +104,12 @@ class Sampler(threading.Thread):
                     self.samples.append(Sample(second, task, pid, *found, process.num_fds()))
 
     def growth(self) -> dict[str, Growth]:
-        """Returns how coordinator and servers grew; workers are started again too often."""
+        """Returns how those grew that were never started again."""
         found: dict[str, Growth] = {}
-        for task in dict.fromkeys(s.task for s in self.samples if "worker" not in s.task):
+        for task in dict.fromkeys(s.task for s in self.samples):
             mine = [s for s in self.samples if s.task == task]
+            if len({s.pid for s in mine}) > 1:
+                continue
             warm = [s for s in mine if s.second >= _WARM * self.seconds]
             if len(warm) < 10:
                 continue
