@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.foundation import errors
+from replicax.parameter_server import takeover
 from replicax.transport import limits, messages
 from replicax.transport.addresses import Location
 from replicax.transport.channel import Channel
@@ -79,7 +80,7 @@ class Cluster:
         self._saved = [False for _ in servers]
         # Lives that were given up; the coordinator adds to it while it works.
         self.fenced: set[int] = set()
-        self._found: list[frozenset[int]] = [frozenset() for _ in servers]
+        self._found: Sequence[frozenset[int]] = ()
         self._closures = itertools.count(1)
         self._numbers = itertools.count(1)
         self._places = itertools.count()
@@ -165,24 +166,13 @@ class Cluster:
     def _look_for_job(self, deadline: float) -> None:
         """Takes the job over if the servers hold it. See Note [A coordinator that comes back]."""
         found = [_ask_early(channel, messages.Look(), deadline) for channel in self.channels]
-        held = [f for f in found if isinstance(f, messages.Found) and f.job == self.job]
-        if not held:
+        plan = takeover.of_job(self.job, found)
+        if plan is None:
             return
-        self.epoch = max(f.epoch for f in held) + 1
+        self.epoch, self.is_resumed, self._found = plan.epoch, plan.is_resumed, plan.parts
         for channel in self.channels:
             channel.epoch = self.epoch
-        self._closures = itertools.count(max(max(f.newest + 1, f.settled, 1) for f in held))
-        self.is_resumed = len(held) == len(found)
-        self._found = [frozenset(f.parts) for f in held]
-        if not self.is_resumed and any(f.parts for f in held):
-            empty = next(i for i, f in enumerate(found) if f not in held)
-            raise errors.PSIncarnationError(
-                errors.message(
-                    f"Every parameter server must hold its part of job {self.job!r}",
-                    f"{Task('ps', empty)} does not, while others do",
-                    "Start a job of another name, and restore the variables from a checkpoint.",
-                )
-            )
+        self._closures = itertools.count(plan.first_closure)
 
     def is_saved(self, server: int) -> bool:
         """Tells whether what a server holds outlives its process."""
