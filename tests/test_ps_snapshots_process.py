@@ -145,7 +145,7 @@ def server(directory: Path, **options: Any) -> Server:
 
 
 def files_in(directory: Path) -> list[str]:
-    return sorted(path.name for path in (directory / "ps-0").glob("*[!k]"))
+    return sorted(path.name for path in (directory / "ps-0").glob("snapshot-*"))
 
 
 def test_bar21_bar23_a_killed_server_comes_back_with_what_it_had(
@@ -197,9 +197,29 @@ def test_a_job_that_is_let_go_leaves_no_snapshots(tmp_path: Path, coordinator: C
         assert files_in(tmp_path)
         coordinator.ask(messages.Detach())
         becomes(lambda: files_in(tmp_path) == [], "snapshots removed")
+        assert not list((tmp_path / "ps-0").glob("promise*"))
     with server(tmp_path):
         coordinator.channel.reset()
         assert coordinator.ask(messages.Look()).job == ""
+
+
+def test_bar30_a_killed_server_still_obeys_the_coordinator_that_has_taken_it_over(
+    tmp_path: Path, coordinator: Coordinator
+) -> None:
+    with serving(tmp_path, "--snapshot-every", "600") as process:
+        coordinator.attach()
+        coordinator.create()
+        becomes(lambda: coordinator.figures()["snapshot_number"] >= 1, "a snapshot")
+        newer = Coordinator()
+        newer.channel.epoch = 2
+        newer.attach([])
+        process.kill()
+    with serving(tmp_path):
+        coordinator.channel.reset()
+        with pytest.raises(errors.FencedError, match="answers epoch 2 of job 'test'"):
+            coordinator.attach([0, 1])
+        assert newer.attach([0, 1]).is_restored
+        newer.channel.close()
 
 
 def test_another_job_does_not_mix_with_the_snapshots_of_the_last(

@@ -230,7 +230,7 @@ def test_an_expired_job_is_dropped_and_workers_do_not_keep_it_alive(caller: Call
     assert store.figures()["bytes"] == 0
     caller.now = 11.0
     for body in (messages.Ping(0), messages.Exchange([], [])):
-        with pytest.raises(rx.errors.PermissionDeniedError, match="attached to a job first"):
+        with pytest.raises(rx.errors.PSIncarnationError, match="attached to a job first"):
             caller.ask(body)
 
 

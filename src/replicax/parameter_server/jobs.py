@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable
 from typing import Self
 
 from replicax.foundation import errors
+from replicax.parameter_server.promises import Promise
 from replicax.transport import messages
 
 # RELIABILITY: longer than that of workers, so that a restarted coordinator finds its variables.
@@ -32,6 +33,8 @@ class Job:
       is_restored: Whether another process has left it here.
       is_waiting: Whether it was restored, and no coordinator has taken it since. Until then it
         has no lease that could run out, and gives way to any other job.
+      promise: Whom the process that has left it had promised to obey; that may be a later
+        coordinator than the one that was saved.
     """
 
     __slots__ = (
@@ -43,6 +46,7 @@ class Job:
         "is_restored",
         "is_waiting",
         "name",
+        "promise",
     )
 
     def __init__(self, name: str) -> None:
@@ -52,6 +56,7 @@ class Job:
         self.fenced: set[int] = set()
         self.is_restored = False
         self.is_waiting = False
+        self.promise: Promise | None = None
         self._lease_s = DEFAULT_LEASE_S
         self._expires = 0.0
 
@@ -65,6 +70,13 @@ class Job:
         job.is_restored = job.is_waiting = True
         job._expires = math.inf
         return job
+
+    @property
+    def master(self) -> tuple[int, int]:
+        """The newest coordinator that it obeys: the epoch, and the life of the process."""
+        if self.promise is not None and self.promise.epoch > self.epoch:
+            return self.promise.epoch, self.promise.coordinator
+        return self.epoch, self.coordinator
 
     def take(self, epoch: int, coordinator: int, lease_s: float, now: float) -> None:
         """Puts the job into the hands of a coordinator process."""
@@ -108,13 +120,14 @@ def taken(held: Job, name: str, task: str) -> errors.PermissionDeniedError:
 
 def require_newer(held: Job, epoch: int, incarnation: int, task: str) -> None:
     """Raises unless a coordinator may take over, or has already taken, a job that it shares."""
-    if epoch < held.epoch:
+    newest, coordinator = held.master
+    if epoch < newest:
         raise _outdated(held, epoch, task)
-    if epoch == held.epoch and incarnation != held.coordinator:
+    if epoch == newest and incarnation != coordinator:
         raise errors.PermissionDeniedError(
             errors.message(
                 f"A coordinator that takes job {held.name!r} over needs an epoch above "
-                f"{held.epoch} on {task}",
+                f"{newest} on {task}",
                 f"another process holds it in epoch {epoch}",
                 "Attach with a higher epoch, or under the name of another job.",
             )
@@ -151,11 +164,12 @@ def came_back_empty(name: str, found: str, task: str) -> errors.PSIncarnationErr
 def require_member(held: Job | None, name: str, epoch: int, incarnation: int, task: str) -> Job:
     """Returns the job if the sender of a request belongs to it, and raises otherwise."""
     if held is None:
-        raise errors.PermissionDeniedError(
+        raise errors.PSIncarnationError(
             errors.message(
                 f"{task} needs to be attached to a job first",
                 f"it belongs to none when job {name!r} asks",
-                "Attach it. If it was attached before, its lease ran out: its variables are gone.",
+                "Attach it. If it was attached before, it was restarted, or its lease ran out: its "
+                "variables are gone.",
             )
         )
     if held.is_waiting:
@@ -207,6 +221,28 @@ def ended_meanwhile(task: str) -> errors.FencedError:
     )
 
 
+def not_for(role: str, body: messages.Body, task: str) -> errors.PermissionDeniedError:
+    """The error for a question that only coordinators may ask."""
+    return errors.PermissionDeniedError(
+        errors.message(
+            f"{type(body).__name__} is for coordinators to ask of {task}",
+            f"a {role} asked",
+            "Send it from the coordinator.",
+        )
+    )
+
+
+def unknown(body: messages.Body, task: str) -> errors.ProtocolError:
+    """The error for a question that is nothing for parameter servers."""
+    return errors.ProtocolError(
+        errors.message(
+            f"{task} must know what it is asked",
+            f"{type(body).__name__} is nothing for parameter servers",
+            "Ask another task.",
+        )
+    )
+
+
 def lease_of(attach: messages.Attach) -> float:
     """Returns the seconds of the lease that a coordinator asks for."""
     return _seconds(attach, "lease", DEFAULT_LEASE_S)
@@ -247,7 +283,7 @@ def _seconds(attach: messages.Attach, name: str, default_s: float) -> float:
 def _outdated(held: Job, epoch: int, task: str) -> errors.FencedError:
     return errors.FencedError(
         errors.message(
-            f"{task} answers epoch {held.epoch} of job {held.name!r}",
+            f"{task} answers epoch {held.master[0]} of job {held.name!r}",
             f"a request of epoch {epoch} came",
             "Another coordinator has taken the job over; end this one.",
         )

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from replicax.foundation import errors
 from replicax.parameter_server import accumulation, exchange, jobs, memory, snapshot
 from replicax.parameter_server.figures import Figures
 from replicax.parameter_server.journal import AnyChange, Change, Journal, Unwatched
+from replicax.parameter_server.promises import Promise, Promises
 from replicax.parameter_server.storage import Storage
 from replicax.transport import messages
 
@@ -45,6 +45,7 @@ class ParameterStore:
       task: The index of the server.
       is_saved: Whether somebody takes snapshots of it.
       journal: Is told what is changed; see `journal.Journal`.
+      promises: What remembers whom it obeys; see Note [A promise outlives its process].
 
     Attributes:
       expired: The job whose lease ran out last; None if there is none.
@@ -55,10 +56,16 @@ class ParameterStore:
     SLOW: tuple[type[messages.Body], ...] = (messages.CreatePart, messages.RegisterOptimizer)
 
     def __init__(
-        self, task: int, *, is_saved: bool = False, journal: Journal | None = None
+        self,
+        task: int,
+        *,
+        is_saved: bool = False,
+        journal: Journal | None = None,
+        promises: Promises | None = None,
     ) -> None:
         self._task = f"/job:ps/task:{task}"
         self._is_saved = is_saved
+        self._promises = promises
         self._journal = journal or Unwatched()
         self.expired: str | None = None
         self.cutting = threading.Lock()
@@ -120,14 +127,14 @@ class ParameterStore:
             if isinstance(body, messages.Exchange):
                 return self._exchange(role, incarnation, body, buffers, job, epoch, now)
             if role != "coordinator":
-                raise self._not_for(role, body)
+                raise jobs.not_for(role, body, self._task)
             if isinstance(body, messages.Look):
                 return self._look()
             if isinstance(body, messages.Attach):
                 return self._attach(incarnation, body, job, epoch, now)
             answer = self._answers.get(type(body))
             if answer is None:
-                raise self._unknown(body)
+                raise jobs.unknown(body, self._task)
             if isinstance(body, messages.Detach) and not self._is_held_by(job, epoch, incarnation):
                 return messages.Done(), ()
             self._member(job, epoch, incarnation).renew(now)
@@ -194,12 +201,15 @@ class ParameterStore:
         with self._changing:
             if self._job is not None and not self._job.is_waiting:
                 raise jobs.taken(self._job, job.name, self._task)
+            kept = None if self._promises is None else self._promises.kept
+            if kept is not None and kept.job == job.name:
+                job.promise = kept
             self._job, self._storage = job, storage
 
     def _look(self) -> Answer:
         with self._changing:
             held, storage = self._job, self._storage
-            name, epoch = ("", -1) if held is None else (held.name, held.epoch)
+            name, epoch = ("", -1) if held is None else (held.name, held.master[0])
             once = storage.once
             whole = sorted(storage.whole_parts)
             return messages.Found(name, epoch, once.newest, once.settled, whole), ()
@@ -234,6 +244,8 @@ class ParameterStore:
                     self._storage.begin_epoch()
                     # Rounds begin anew, too; what waits came from closures that were finished.
                     exchange.apply_rest(self._storage)
+            if self._promises is not None and epoch > held.epoch:
+                self._promises.keep(Promise(job, epoch, incarnation))
             self._num_makes += epoch > held.epoch
             self._num_changes += epoch > held.epoch
             # Before it answers anybody: a life that was given up may be the first to ask.
@@ -245,8 +257,7 @@ class ParameterStore:
 
     def _detach(self, _: messages.Detach, __: Sequence[Any]) -> Answer:
         with self._changing:
-            self._clear()
-            self._num_endings += 1
+            self._let_go()
         return messages.Done(), ()
 
     def _ping(self, body: messages.Ping, _: Sequence[Any]) -> Answer:
@@ -342,10 +353,16 @@ class ParameterStore:
                 return False
             if held.is_waiting:
                 jobs.require_newer(held, epoch, incarnation, self._task)
-                self._clear()
-                self._num_endings += 1
+                self._let_go()
                 return False
             return True
+
+    def _let_go(self) -> None:
+        """Ends the job; `changing` is held. One that ran out may still come back."""
+        self._clear()
+        self._num_endings += 1
+        if self._promises is not None:
+            self._promises.forget()
 
     def _clear(self) -> None:
         # A request that still makes a part for the old job puts it where nobody looks.
@@ -376,21 +393,3 @@ class ParameterStore:
     def _require_current(self, storage: Storage) -> None:
         if storage is not self._storage:
             raise jobs.ended_meanwhile(self._task)
-
-    def _not_for(self, role: str, body: messages.Body) -> errors.PermissionDeniedError:
-        return errors.PermissionDeniedError(
-            errors.message(
-                f"{type(body).__name__} is for coordinators to ask of {self._task}",
-                f"a {role} asked",
-                "Send it from the coordinator.",
-            )
-        )
-
-    def _unknown(self, body: messages.Body) -> errors.ProtocolError:
-        return errors.ProtocolError(
-            errors.message(
-                f"{self._task} must know what it is asked",
-                f"{type(body).__name__} is nothing for parameter servers",
-                "Ask another task.",
-            )
-        )

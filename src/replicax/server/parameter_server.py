@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.foundation import errors
+from replicax.parameter_server.promises import PromiseFile
 from replicax.parameter_server.service import ParameterStore
 from replicax.server.mirror_log import MirrorLog
 from replicax.server.mirroring import Mirroring
@@ -32,6 +33,8 @@ _AT_ANY_TIME = (messages.Ping, messages.Fence)
 # Requests that wait in the slow lane; their buffers are in memory.
 _LONGEST_LANE = 1_000
 _JOIN_SECONDS = 5.0
+# Beside the snapshots: whom the server obeys.
+_PROMISE = "promise.json"
 
 _Request = tuple[Caller, messages.Envelope, Sequence[memoryview]]
 _Answer = tuple[messages.Body, Sequence[Any]]
@@ -66,8 +69,10 @@ class ParameterServerTask:
     ) -> None:
         self._task = Task("ps", index)
         self._log = MirrorLog(index, self._answer_late, self._wake)
-        is_saved = snapshots is not None
-        self._store = ParameterStore(index, is_saved=is_saved, journal=self._log)
+        self._promises = None if snapshots is None else PromiseFile(snapshots / _PROMISE)
+        self._store = ParameterStore(
+            index, is_saved=snapshots is not None, journal=self._log, promises=self._promises
+        )
         self._replicas = Replicas(index)
         self._directory = snapshots
         self._snapshot_every_s = snapshot_every
@@ -110,7 +115,7 @@ class ParameterServerTask:
     def start(self) -> None:
         """Begins to answer, once it has restored what another process has left."""
         try:
-            if self._directory is not None:
+            if self._directory is not None and self._promises is not None:
                 self._snapshots = Snapshots(
                     self._store,
                     self._directory,
@@ -118,6 +123,8 @@ class ParameterServerTask:
                     f"replicax-ps-{self._task.index}",
                     self._is_making,
                 )
+                # The directory is this process's own by now.
+                self._promises.read()
                 self._snapshots.restore()
                 self._snapshots.start()
             self._lane_thread.start()
