@@ -147,6 +147,25 @@ def test_bar30_a_coordinator_that_was_replaced_says_so_at_once() -> None:
     assert desk.queue.take_error() is error
 
 
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_bar23_a_server_that_was_restarted_before_it_was_met_is_noticed(is_saved: bool) -> None:
+    """The strategy attached another process than the one that the coordinator meets first."""
+    desk = saved_desk(1)
+    for server in desk.policy.servers:
+        server.is_saved = is_saved
+    desk.put(1)
+    desk.dispatch()
+    done = desk.do(desk.policy.server_restarted(1, desk.now))
+    if is_saved:
+        assert of(act.Rejoin, done) == [act.Rejoin(1)] and desk.policy.servers[1].is_away
+        assert desk.policy.server_restarted(1, desk.now) == [act.Rejoin(1)], "asked again"
+        come_back(desk, 1, (21,))
+    else:
+        (raised,) = of(act.Raise, done)
+        assert isinstance(raised.error, errors.PSIncarnationError)
+        assert "/job:ps/task:1" in str(raised.error)
+
+
 # Servers that come back, and help nobody.
 
 

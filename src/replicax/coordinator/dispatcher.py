@@ -26,6 +26,7 @@ from replicax.transport.tasks import Task
 
 _log = logging.getLogger(__name__)
 _FENCED = errors.FencedError.__name__
+_RESTARTED = errors.PSIncarnationError.__name__
 
 
 class Dispatcher:
@@ -180,10 +181,8 @@ class Dispatcher:
             self._perform(self.crew.dispatch(self.queue, now))
 
     def _beat(self, now: float) -> None:
-        settled = self.queue.settled
-        oldest = self._cluster.oldest_write()
-        if oldest is not None:
-            settled = min(settled, oldest)
+        settled, oldest = self.queue.settled, self._cluster.oldest_write()
+        settled = settled if oldest is None else min(settled, oldest)
         for server in self.policy.servers:
             if server.incarnation:
                 self._courier.ping(Task("ps", server.index), settled)
@@ -212,8 +211,7 @@ class Dispatcher:
                 # Of a life that was given up, or of a closure that was.
                 continue
             if closure.is_settled:
-                # Another worker, which ran it as well, was quicker.
-                num_run += 1
+                num_run += 1  # another worker, which ran it as well, was quicker
                 continue
             if result.error is not None:
                 num_run += self._take_error(closure, worker, result.error, now)
@@ -234,10 +232,9 @@ class Dispatcher:
         """Decides about a closure that did not end well; tells whether it has run."""
         verdict = reports.judge(closure, worker, error, len(self.policy.servers))
         if isinstance(verdict, Exception):
-            if speculation.runs_elsewhere(self.crew, closure):
-                # The other attempt decides, and must have ended before anybody is told.
-                return True
-            self._perform([act.Fail(closure, verdict, cancels=True)])
+            # Another attempt decides, and must have ended before anybody is told.
+            if not speculation.runs_elsewhere(self.crew, closure):
+                self._perform([act.Fail(closure, verdict, cancels=True)])
             return True
         if isinstance(verdict, reports.Fenced):
             self._perform(self.policy.worker_disowned(worker, closure, now))
@@ -303,6 +300,9 @@ class Dispatcher:
             self._perform(self.policy.server_lost(task.index, reason, now))
         elif question is not None and task.role == "ps":
             self._perform(self.policy.server_emptied(task.index, body.text))
+        elif task.role == "ps" and body.code == _RESTARTED:
+            # It was, after the strategy had attached it and before this was met.
+            self._perform(self.policy.server_restarted(task.index, now))
         elif question is not None:
             self.policy.worker_refused(task.index, f"it refused to join: {body.text}")
 

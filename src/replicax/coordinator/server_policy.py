@@ -86,12 +86,7 @@ class ServerPolicy:
         server = self.servers[index]
         server.heard_s = now
         if server.incarnation not in (0, incarnation):
-            if not server.is_saved:
-                server.has_lost_variables = True
-                server.loss = verdicts.REPLACED
-                return self._stop_for(server)
-            actions = self.server_lost(index, verdicts.REPLACED, now)
-            return [*actions, Rejoin(index)] if server.is_away else actions
+            return self.server_restarted(index, now)
         server.incarnation = incarnation
         if server.is_away:
             return [Rejoin(index)]
@@ -99,6 +94,16 @@ class ServerPolicy:
             server.loss = None
         pending = {f.incarnation for f in self._fencings.values() if index in f.missing}
         return [FenceAt([index], i) for i in sorted(pending | server.owed)]
+
+    def server_restarted(self, index: int, now: float) -> list[Action]:
+        """A server is not the process that was attached: it must be attached again."""
+        server = self.servers[index]
+        if not server.is_saved:
+            server.has_lost_variables = True
+            server.loss = verdicts.REPLACED
+            return self._stop_for(server)
+        actions = self.server_lost(index, verdicts.REPLACED, now)
+        return [*actions, Rejoin(index)] if server.is_away else actions
 
     def server_lost(self, index: int, reason: str, now: float) -> list[Action]:
         """A server does not answer any more: the job waits for it, or cannot go on."""
