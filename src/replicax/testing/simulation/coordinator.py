@@ -7,10 +7,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from replicax.coordinator.closures import Closure
 from replicax.coordinator.dispatcher import Dispatcher
 from replicax.coordinator.pacing import BoundedStaleness
 from replicax.coordinator.timing import Timing
+from replicax.parameter_server.takeover import Takeover
 from replicax.testing.simulation.channel import location_of
 from replicax.testing.simulation.checks import Checks
 from replicax.testing.simulation.labels import label_of
@@ -30,7 +33,7 @@ Setting = int | float | str | bool | None
 _IDLE_S = 0.05
 _QUEUE_LIMIT = 1_000
 # Servers keep a job so long without a coordinator.
-_LEASE_S = 10.0
+_LEASE_S = 60.0
 
 
 class SimulatedCluster:
@@ -57,8 +60,13 @@ class SimulatedCluster:
         self._numbers = itertools.count(1)
         self._writes: set[int] = set()
 
+    def take_over(self, takeover: Takeover) -> None:
+        """Goes on where another coordinator has ended."""
+        self.epoch = takeover.epoch
+        self._numbers = itertools.count(takeover.first_closure)
+
     def attach(self) -> None:
-        """Servers are attached before a history begins."""
+        """Servers are attached before the dispatcher begins."""
 
     def is_saved(self, server: int) -> bool:
         """Tells whether a server keeps snapshots."""
@@ -142,11 +150,12 @@ class _Peer:
 
 
 class SimulatedCoordinator(Process):
-    """The process of the coordinator.
+    """The process of the coordinator. It does nothing until it begins.
 
     Attributes:
       dispatcher: The real one.
       cluster: What it knows of the cluster.
+      checks: What looks at it.
     """
 
     def __init__(
@@ -163,20 +172,34 @@ class SimulatedCoordinator(Process):
         self.network, self.checks = network, checks
         is_saved = bool(world.faults.saved_share)
         self.cluster = SimulatedCluster(servers, workers, world.life(), plan, is_saved=is_saved)
-        self.dispatcher = Dispatcher(self.cluster, self, timing, _QUEUE_LIMIT, world.now)
+        self.dispatcher: Dispatcher
+        self._plan = plan
+        self._servers, self._workers = list(servers), list(workers)
+        self._timing = timing
+        self._peers: dict[Task, _Peer] = {}
+
+    def begin(self) -> None:
+        """Calls all tasks; its servers are attached."""
+        world = self.world
+        self.dispatcher = Dispatcher(self.cluster, self, self._timing, _QUEUE_LIMIT, world.now)
         self.dispatcher.speculates = world.random.random() < 0.5
         if world.random.random() < 0.2:
             self.dispatcher.crew.pace(BoundedStaleness(world.random.randint(0, 4)))
-        self._servers = list(servers)
-        self._peers = {process.task: _Peer(self, process) for process in (*servers, *workers)}
+        tasks = (*self._servers, *self._workers)
+        self._peers = {process.task: _Peer(self, process) for process in tasks}
         for peer in self._peers.values():
             peer.line.open()
         self.later(_IDLE_S, self._tick)
 
+    @override
+    def crash(self) -> None:
+        super().crash()
+        self.network.cut_off(self)
+
     def add(self, closure: Closure) -> None:
         """Schedules a closure."""
         self.world.note(f"the user schedules {closure.id}")
-        self.checks.scheduled(closure)
+        self.checks.scheduled(self._plan.element_of(self.cluster.epoch, closure.id), closure)
         self.dispatcher.add(closure, self.world.now)
 
     @property

@@ -14,11 +14,15 @@ INCIDENTS = (
     "stop",
     "crash",
     "coordinator_pause",
+    "coordinator_crash",
+    "coordinator_rival",
     "server_pause",
     "server_crash",
 )
 # These end a job unless servers are saved: most histories go without them.
 FATAL = ("server_crash",)
+# After these another coordinator takes the job over, for which all servers must be there.
+TAKEOVERS = ("coordinator_crash", "coordinator_rival")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +38,9 @@ class Faults:
       kinds: The incidents that may happen. "cut" breaks a connection; "partition" keeps two
         tasks apart for a while; "pause" stops a worker for a while, "stop" for good; "crash"
         ends a worker's process, which may come back; "coordinator_pause" and "server_pause"
-        stop those for a while; "server_crash" ends the process of a parameter server.
+        stop those for a while; "coordinator_crash" ends the process of the coordinator, and
+        another one takes its job over; "coordinator_rival" stops it for a while, and another
+        one has the job when it wakes; "server_crash" ends the process of a parameter server.
       fatal_share: The share of histories in which servers without snapshots may crash, or stop
         for too long.
       saved_share: The share of histories in which servers keep snapshots.
@@ -64,12 +70,10 @@ class Faults:
         """Returns the faults of one history: some kinds alone find what a mixture hides."""
         rates = {name: getattr(self, name) * (chance.random() < 0.7) for name in MESSAGE_FAULTS}
         is_saved = chance.random() < self.saved_share
+        drawn = [kind for kind in self.kinds if chance.random() < 0.5]
         is_fatal = not is_saved and chance.random() < self.fatal_share
-        kinds = tuple(
-            kind
-            for kind in self.kinds
-            if chance.random() < 0.5 and (is_fatal or is_saved or kind not in FATAL)
-        )
+        is_fatal &= not set(drawn).intersection(TAKEOVERS)
+        kinds = tuple(kind for kind in drawn if is_fatal or is_saved or kind not in FATAL)
         return dataclasses.replace(
             self,
             **rates,
@@ -79,6 +83,11 @@ class Faults:
             saved_share=float(is_saved),
             error_share=0.1 * (chance.random() < self.error_share),
         )
+
+    @property
+    def has_takeovers(self) -> bool:
+        """Whether coordinators may be replaced."""
+        return bool(set(self.kinds).intersection(TAKEOVERS))
 
     @property
     def can_lose_servers(self) -> bool:

@@ -8,6 +8,7 @@ from replicax.testing.simulation.checks import Checks
 from replicax.testing.simulation.coordinator import SimulatedCoordinator
 from replicax.testing.simulation.network import Network
 from replicax.testing.simulation.process import Process
+from replicax.testing.simulation.programs import Programs
 from replicax.testing.simulation.server import SimulatedServer
 from replicax.testing.simulation.worker import SimulatedWorker
 from replicax.testing.simulation.world import World
@@ -27,12 +28,12 @@ class Incidents:
         world: World,
         network: Network,
         checks: Checks,
-        coordinator: SimulatedCoordinator,
+        programs: Programs,
         servers: Sequence[SimulatedServer],
         workers: Sequence[SimulatedWorker],
     ) -> None:
         self._world, self._network, self._checks = world, network, checks
-        self._coordinator = coordinator
+        self._programs = programs
         self._servers, self._workers = servers, workers
         self._num_left = _MOST
         self._is_over = False
@@ -45,6 +46,8 @@ class Incidents:
             "stop": self._stop,
             "crash": self._crash,
             "coordinator_pause": self._pause_coordinator,
+            "coordinator_crash": self._crash_coordinator,
+            "coordinator_rival": self._replace_coordinator,
             "server_pause": self._pause_server,
             "server_crash": self._crash_server,
         }
@@ -55,7 +58,8 @@ class Incidents:
         """No more of them: what was stopped goes on, what was apart meets."""
         self._is_over = True
         self._network.reunite()
-        for process in (self._coordinator, *self._servers, *self._workers):
+        coordinators = [p.coordinator for p in (*self._programs.replaced, self._programs.current)]
+        for process in (*coordinators, *self._servers, *self._workers):
             if process.is_paused:
                 self._world.note(f"{process} goes on")
                 process.resume()
@@ -68,7 +72,7 @@ class Incidents:
     def _happen(self) -> None:
         if self._is_over:
             return
-        if not self._coordinator.is_working:
+        if not self._programs.current.is_working:
             # Nothing to disturb: it comes when there is.
             self._world.at(self._world.now + 0.05, self._happen)
             return
@@ -76,6 +80,10 @@ class Incidents:
         self._num_left -= 1
         if self._num_left:
             self._plan_next()
+
+    @property
+    def _coordinator(self) -> SimulatedCoordinator:
+        return self._programs.current.coordinator
 
     def _note(self, kind: str, text: str) -> None:
         self._world.landed[kind] += 1
@@ -141,6 +149,21 @@ class Incidents:
         seconds = self._world.random.uniform(0.1, self._world.random.choice((1.0, 4.0)))
         self._stop_for(self._coordinator, seconds, "coordinator_pause")
 
+    def _crash_coordinator(self) -> None:
+        if self._programs.can_be_replaced:
+            self._note("coordinator_crash", f"{self._coordinator} ends")
+            self._coordinator.crash()
+            self._programs.replace(self._world.random.uniform(0.05, 2.0))
+
+    def _replace_coordinator(self) -> None:
+        """The one that is replaced sleeps, and wakes up before or after it has lost the job."""
+        chance, coordinator = self._world.random, self._coordinator
+        # One that has yet to look for the job would be the newest when it wakes up.
+        has_job = self._programs.current.user is not None
+        if self._programs.can_be_replaced and has_job and not coordinator.is_paused:
+            self._stop_for(coordinator, chance.uniform(0.1, 5.0), "coordinator_rival")
+            self._programs.replace(chance.uniform(0.05, 1.0))
+
     def _pause_server(self) -> None:
         faults = self._world.faults
         longest_s = 5.0 if faults.can_lose_servers else _HARMLESS_PAUSE_S
@@ -155,7 +178,7 @@ class Incidents:
             return
         self._note("server_crash", f"{server} ends")
         server.crash()
-        is_back = chance.random() < 0.9
+        is_back = self._world.faults.has_takeovers or chance.random() < 0.9
         self._checks.may_lose_servers |= not is_back or not self._world.faults.saved_share
         if is_back:
             self._restart(server, chance.uniform(0.05, 1.5))

@@ -9,16 +9,14 @@ from collections.abc import Iterator
 
 from replicax.coordinator.timing import Timing
 from replicax.testing.simulation.checks import BrokenRuleError, Checks
-from replicax.testing.simulation.coordinator import SimulatedCoordinator
 from replicax.testing.simulation.faults import Faults
 from replicax.testing.simulation.incidents import Incidents
 from replicax.testing.simulation.network import Network
 from replicax.testing.simulation.plan import Plan
+from replicax.testing.simulation.programs import Programs, Stage, most_elements
 from replicax.testing.simulation.server import SimulatedServer
-from replicax.testing.simulation.user import CLOSURES_PER_WRITE, User
 from replicax.testing.simulation.worker import SimulatedWorker
 from replicax.testing.simulation.world import World
-from replicax.transport import messages
 
 # A history that takes longer, in virtual seconds, hangs. All bounds of `Timing.fast` and the
 # longest faults together are far below.
@@ -100,44 +98,37 @@ def simulate(
     world = World(seed, Faults() if faults is None else faults)
     with _quiet():
         try:
-            user = _play(world, num_workers, num_servers, num_closures)
+            outcome = _play(world, num_workers, num_servers, num_closures)
         except (BrokenRuleError, AssertionError) as error:
             raise SimulationError(seed, str(error) or repr(error), world.trace) from error
         except Exception as error:
             raise SimulationError(seed, f"there was {error!r}", world.trace) from error
-    assert user.outcome is not None
-    return History(seed, user.outcome, world.num_events, dict(world.landed), world.trace, world.now)
+    return History(seed, outcome, world.num_events, dict(world.landed), world.trace, world.now)
 
 
-def _play(world: World, num_workers: int, num_servers: int, num_closures: int) -> User:
+def _play(world: World, num_workers: int, num_servers: int, num_closures: int) -> str:
     timing = Timing.fast()
     network = Network(world)
-    num_numbers = num_closures + num_closures // CLOSURES_PER_WRITE + 1
-    plan = Plan(world, num_servers, num_numbers)
+    plan = Plan(world, num_servers, most_elements(num_closures))
     checks = Checks(world, plan, timing.return_s)
     servers = [SimulatedServer(world, network, i, plan, checks) for i in range(num_servers)]
     workers = [SimulatedWorker(world, network, i, servers, plan) for i in range(num_workers)]
-    coordinator = SimulatedCoordinator(world, network, servers, workers, timing, plan, checks)
-    cluster = coordinator.cluster
-    for server in servers:
-        attach = messages.Attach([], dict(cluster.settings))
-        server.prepare(attach, cluster.incarnation, cluster.job, cluster.epoch)
-    user = User(coordinator, servers, plan, num_closures)
-    incidents = Incidents(world, network, checks, coordinator, servers, workers)
-    while user.outcome is None:
+    stage = Stage(world, network, plan, checks, timing, servers, workers)
+    programs = Programs(stage, num_closures)
+    incidents = Incidents(world, network, checks, programs, servers, workers)
+    while programs.current.outcome is None:
         if world.now > _LONGEST_S:
-            left = coordinator.dispatcher.queue.in_flight
-            raise BrokenRuleError(
-                f"after {_LONGEST_S:g} s the user still waits; in flight are {sorted(left)}"
-            )
+            raise BrokenRuleError(f"after {_LONGEST_S:g} s the user still waits")
         world.step()
+    outcome = programs.current.outcome
     world.faults = Faults.none()
     incidents.end()
     end_s = world.now + _AFTERMATH_S
     while world.now < end_s:
         world.step()
     checks.ended({s.task.index: s.num_once_entries for s in servers if s.is_up})
-    return user
+    programs.require_end()
+    return outcome
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import numpy as np
 from typing_extensions import override
 
 from replicax.parameter_server import snapshot
+from replicax.parameter_server.promises import Promise
 from replicax.parameter_server.service import ParameterStore
 from replicax.testing.simulation.checks import Checks, Values
 from replicax.testing.simulation.network import Network
@@ -40,6 +41,21 @@ class Saved:
         return snapshot.Loaded(state, lambda section: iter(self._sections[section]))
 
 
+class Promised:
+    """What a disk says of whom a server obeys."""
+
+    def __init__(self) -> None:
+        self.kept: Promise | None = None
+
+    def keep(self, promise: Promise) -> None:
+        """Remembers a promise."""
+        self.kept = promise
+
+    def forget(self) -> None:
+        """The job is over."""
+        self.kept = None
+
+
 class SimulatedServer(ListeningProcess):
     """One parameter server."""
 
@@ -49,11 +65,15 @@ class SimulatedServer(ListeningProcess):
         super().__init__(world, network, Task("ps", index))
         self._plan, self._checks = plan, checks
         self._is_saved = bool(world.faults.saved_share)
-        self._store = ParameterStore(index, is_saved=self._is_saved)
+        self._promises = Promised() if self._is_saved else None
+        self._store = self._new_store()
         self._saved: Saved | None = None
         self._num_saved_changes = -1
         # Whether it was restored, and nobody has looked yet: that needs a coordinator.
         self._is_unchecked = False
+
+    def _new_store(self) -> ParameterStore:
+        return ParameterStore(self.task.index, is_saved=self._is_saved, promises=self._promises)
 
     def prepare(self, attach: messages.Attach, coordinator: int, job: str, epoch: int) -> None:
         """Takes the server into the job, and makes its parts, before anything goes wrong."""
@@ -79,7 +99,7 @@ class SimulatedServer(ListeningProcess):
     @override
     def start(self) -> None:
         super().start()
-        self._store = ParameterStore(self.task.index, is_saved=self._is_saved)
+        self._store = self._new_store()
         if self._saved is not None:
             self._store.restore(self._saved.loaded())
             self._num_saved_changes = -1
@@ -121,13 +141,17 @@ class SimulatedServer(ListeningProcess):
             )
         finally:
             if isinstance(body, messages.Exchange) and body.pushes and self._store.job:
-                self._checks.changed(index, caller.incarnation, self._values())
+                epoch = envelope.epoch
+                self._checks.changed(index, caller.incarnation, epoch, self._values())
         if isinstance(body, messages.Fence):
             for life in body.incarnations:
                 self._checks.fenced(index, life)
-        if isinstance(body, messages.Attach) and self._is_unchecked and self._saved is not None:
-            self._is_unchecked = False
-            self._checks.restored(index, self._saved.values, self._values())
+        if isinstance(body, messages.Attach):
+            self._job = envelope.job, envelope.epoch
+            self._checks.attached(index, envelope.epoch)
+            if self._is_unchecked and self._saved is not None:
+                self._is_unchecked = False
+                self._checks.restored(index, self._saved.values, self._values())
         return answer
 
     def _values(self) -> Values:

@@ -18,7 +18,7 @@ from replicax.transport import limits
 _LOOK_S = 0.05
 # One change of its own for so many closures.
 CLOSURES_PER_WRITE = 6
-_FINAL = (errors.PSUnavailableError, errors.NoWorkersError, errors.FencedError)
+FINAL = (errors.PSUnavailableError, errors.NoWorkersError, errors.FencedError)
 
 
 class User:
@@ -27,6 +27,7 @@ class User:
     Attributes:
       outcome: How it ended: "done", or the name of the error that it could not go on after.
       num_errors: How many errors of closures it was told.
+      num_left: How many closures it has not scheduled yet.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class User:
         num_closures: int,
     ) -> None:
         self._coordinator, self._plan = coordinator, plan
-        self._num_closures = num_closures
+        self.num_left, self._num_writes = num_closures, num_closures // CLOSURES_PER_WRITE
         self._function = shipping.ship(len)
         self._late_share = 0.2 * (coordinator.world.random.random() < 0.2)
         self.outcome: str | None = None
@@ -65,17 +66,16 @@ class User:
 
     def _program(self) -> Steps:
         chance, queue = self._coordinator.world.random, self._coordinator.dispatcher.queue
-        num_left, num_writes = self._num_closures, self._num_closures // CLOSURES_PER_WRITE
-        while num_left:
+        while self.num_left:
             yield from self._settle_errors()
             if self.outcome is not None:
                 return
-            if num_writes and chance.random() < 0.15:
-                num_writes -= 1
+            if self._num_writes and chance.random() < 0.15:
+                self._num_writes -= 1
                 yield from self._write()
                 continue
-            for _ in range(min(num_left, chance.randint(1, 8))):
-                num_left -= 1
+            for _ in range(min(self.num_left, chance.randint(1, 8))):
+                self.num_left -= 1
                 number = self._coordinator.cluster.next_closure()
                 # Now and then too little time, so that workers are given up for it.
                 deadline_s = 1.0 if chance.random() < self._late_share else None
@@ -99,7 +99,7 @@ class User:
                 world.note(f"the user gets {type(error).__name__}")
                 self._coordinator.checks.require_reason(error, is_final=True)
                 self.num_errors += 1
-                if isinstance(error, _FINAL):
+                if isinstance(error, FINAL):
                     self.outcome = type(error).__name__
                     self._coordinator.checks.lost_servers()
                     return
@@ -111,10 +111,11 @@ class User:
         """Changes variables outside of closures, and waits for it."""
         coordinator, client = self._coordinator, self._client
         number = coordinator.cluster.begin_write()
+        element = self._plan.element_of(coordinator.cluster.epoch, number)
         coordinator.world.note(f"the user writes {number}")
-        coordinator.checks.writes(number)
+        coordinator.checks.writes(element)
         client.begin(number)
-        for server, update, payload in self._plan.changes(number):
+        for server, update, payload in self._plan.changes(element):
             client.collect(number, server, (update, payload))
         client.end(number)
         client.post_changes()
@@ -122,7 +123,7 @@ class User:
             yield 0.01
         error = dict(client.settled())[number]
         coordinator.cluster.end_write(number)
-        coordinator.checks.wrote(number, is_acknowledged=error is None)
+        coordinator.checks.wrote(element, is_acknowledged=error is None)
         if error is not None:
             coordinator.checks.require_reason(error, is_final=False)
             client.close()

@@ -268,7 +268,8 @@ class Run:
             yield from self._report_all()
             if self._is_fenced:
                 return
-        work = self._plan.work_of(closure)
+        element = self._plan.element_of(self._job.epoch, closure)
+        work = self._plan.work_of(element)
         self._world.note(f"{self._worker} starts {closure}, attempt {call.attempt}")
         try:
             self._job.functions.load(call.function, lambda name: name)
@@ -288,7 +289,7 @@ class Run:
             error = _first_error(posts)
         if error is None:
             yield work.seconds
-            for server, update, payload in self._plan.changes(closure):
+            for server, update, payload in self._plan.changes(element):
                 client.collect(closure, server, (update, payload))
             error = ValueError(f"closure {closure} fails on purpose") if work.fails else None
         client.end(closure)
