@@ -170,3 +170,49 @@ def test_bar13_a_full_queue_is_cancelled_with_one_error_for_all() -> None:
     queue.take(1, 0)
     queue.fail(closures[0], ValueError("x"))
     assert len({id(c.error) for c in closures[1:]}) == 1
+
+
+# Closures that may still be made somewhere.
+
+
+def test_bar9_closures_in_doubt_are_settled_last() -> None:
+    queue, closures = filled(4)
+    queue.take(4, 0)
+    for closure in closures[1:3]:
+        closure.doubts = (77,)
+    assert queue.put_back([closures[1]]) == []
+    assert queue.fail(closures[0], ValueError("bad")) == [closures[0]]
+    # One waited, one still runs and comes back, and one is not in doubt.
+    assert queue.put_back(closures[2:]) == [closures[3]]
+    assert [c.state for c in closures[1:3]] == [State.QUEUED, State.IN_FLIGHT]
+    assert queue.still_doubted() == closures[1:3]
+    assert not queue.is_error_ready and queue.settled == 1
+    for closure in closures[1:3]:
+        closure.doubts = ()
+    assert queue.put_back(closures[1:3]) == closures[1:3]
+    assert [c.state for c in closures[1:3]] == [State.CANCELLED] * 2
+    assert isinstance(queue.take_error(), ValueError) and queue.is_idle
+    assert queue.still_doubted() == []
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_bar9_a_closure_in_doubt_that_fails_keeps_its_error(cancels: bool) -> None:
+    queue, closures = filled(2)
+    queue.take(1, 0)
+    closures[0].doubts = (77,)
+    error = ValueError("bad")
+    assert queue.fail(closures[0], error, cancels=cancels) == closures[1:] * cancels
+    assert not closures[0].is_settled and queue.still_doubted() == closures[:1]
+    closures[0].doubts = ()
+    assert queue.put_back(closures[:1]) == closures[:1]
+    assert closures[0].state is State.FAILED and closures[0].error is error
+
+
+def test_bar9_another_attempt_may_settle_a_closure_in_doubt() -> None:
+    queue, closures = filled(1)
+    queue.take(1, 0)
+    closures[0].doubts = (77,)
+    queue.report(ValueError("bad"))
+    queue.put_back(closures)
+    queue.finish(closures[0], "value")
+    assert queue.still_doubted() == [] and queue.is_error_ready

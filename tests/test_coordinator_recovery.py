@@ -166,6 +166,69 @@ def test_bar23_a_server_that_was_restarted_before_it_was_met_is_noticed(is_saved
         assert "/job:ps/task:1" in str(raised.error)
 
 
+# Closures that may still be made somewhere.
+
+
+def give_back(desk: Desk, worker: int, server: int, number: int) -> Closure:
+    """A worker gets no answer from a server; what it has sent may be there."""
+    life = desk.policy.crew.workers[worker].incarnation
+    closure = desk.policy.take_ended(worker, life, number)
+    assert closure is not None
+    closure.doubts += (life,)
+    blamed = desk.policy.server_blamed(worker, server, False, desk.now)
+    desk.do([*blamed, act.PutBack([closure])])
+    return closure
+
+
+def test_bar9_a_cancelled_closure_is_settled_when_no_server_can_make_it_any_more() -> None:
+    desk = Desk(2)
+    desk.ready(0, 11)
+    desk.ready(1, 12)
+    desk.put(2)
+    assert desk.dispatch() == {0: [0], 1: [1]}
+    doubted = give_back(desk, 0, 1, 0)
+    failed = desk.policy.take_ended(1, 12, 1)
+    assert failed is not None and doubted.state is State.QUEUED
+    desk.do([act.Fail(failed, ValueError("bad"), cancels=True)])
+    assert not doubted.is_settled and desk.queue.take_error() is None
+    assert of(act.FenceAt, desk.tick(0.1, heard=(0, 1))) == [act.FenceAt([0, 1], 11)]
+    assert desk.policy.crew.workers[0].state is WorkerState.FENCED, "it begins a new life"
+    assert desk.policy.crew.workers[1].state is WorkerState.READY, "it sent nothing in doubt"
+    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
+    assert not of(act.PutBack, desk.tick(0.3, heard=(0, 1))) and not doubted.is_settled
+    desk.do(desk.policy.fence_acknowledged(1, 11, desk.now))
+    desk.tick(0.1, heard=(0, 1))
+    assert doubted.state is State.CANCELLED
+    assert isinstance(desk.queue.take_error(), ValueError)
+
+
+def test_bar9_a_life_that_was_given_up_before_leaves_no_doubt() -> None:
+    desk = Desk(1)
+    desk.ready(0, 11)
+    desk.put(1)
+    desk.dispatch()
+    doubted = give_back(desk, 0, 1, 0)
+    desk.do(desk.policy.worker_lost(0, "the connection was closed", desk.now))
+    desk.acknowledge(11)
+    desk.do([act.Raise(ValueError("bad"))])
+    desk.tick(0.1)
+    assert doubted.state is State.CANCELLED and desk.queue.is_error_ready
+
+
+def test_bar9_doubts_about_a_server_that_stays_silent_have_an_end() -> None:
+    desk = Desk(1)
+    desk.ready(0, 11)
+    desk.put(1)
+    desk.dispatch()
+    doubted = give_back(desk, 0, 1, 0)
+    desk.do([act.Raise(ValueError("bad"))])
+    desk.tick(0.1, heard=(0,))
+    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
+    desk.tick(FAST.dead_s + 0.5, heard=(0,))
+    assert doubted.is_settled and desk.queue.is_error_ready
+    assert desk.policy.broken_server is not None
+
+
 # Servers that come back, and help nobody.
 
 

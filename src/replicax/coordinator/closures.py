@@ -47,6 +47,8 @@ class Closure:
       worker: The worker that it was given to last.
       attempt: How often it was given to a worker before.
       num_deaths: How many workers were lost while it ran, or may have.
+      doubts: Lives of workers that gave it back because a server did not answer: what they sent
+        may still be made there.
       num_misses: How often a worker did not know its function.
       is_recalled: Whether its worker was asked to give it back unstarted.
       is_awaited: Whether a thread waits for just this result.
@@ -58,6 +60,7 @@ class Closure:
         "attempt",
         "buffers",
         "deadline_s",
+        "doubts",
         "error",
         "function",
         "id",
@@ -95,6 +98,7 @@ class Closure:
         self.attempt = -1
         self.num_deaths = 0
         self.num_misses = 0
+        self.doubts: tuple[int, ...] = ()
         self.is_recalled = False
         self.is_awaited = False
         self.result: Any = None

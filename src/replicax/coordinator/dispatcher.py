@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from replicax.coordinator import actions as act
-from replicax.coordinator import pacing, reports, shipping, speculation
+from replicax.coordinator import pacing, reports, shipping, speculation, verdicts
 from replicax.coordinator.closures import Closure, State
 from replicax.coordinator.courier import Cluster, Courier, Sender
 from replicax.coordinator.deliveries import Deliveries
@@ -107,13 +107,7 @@ class Dispatcher:
 
     def end(self) -> None:
         """Cancels everything and lets the workers go."""
-        error = errors.CancelledError(
-            errors.message(
-                "A closure runs as long as its coordinator",
-                "it was closed",
-                "Call `join` before `close`.",
-            )
-        )
+        error = verdicts.closed()
         self._note(self.queue.report(error))
         errands = [c for w in self.crew.workers for c in (*w.errands, *w.window.values())]
         left = [*self.queue.in_flight.values(), *(c for c in errands if c.pin is not None)]
@@ -240,6 +234,7 @@ class Dispatcher:
             self._perform(self.policy.worker_disowned(worker, closure, now))
             return False
         if isinstance(verdict, reports.Blame):
+            closure.doubts += (self.crew.workers[worker].incarnation,)
             actions = self.policy.server_blamed(worker, verdict.server, verdict.is_restarted, now)
             # If the server is given up, its error comes first, and cancels this closure too.
             self._perform([*actions, act.PutBack([closure])])
@@ -311,6 +306,8 @@ class Dispatcher:
         if self.replaced is None:
             self.replaced = text
             self._perform(self.policy.job_lost(errors.FencedError(text)))
+            # Servers do not listen any more to who would settle doubts.
+            self._abandon(act.Abandon(list(self.queue.doubted.values()), verdicts.replaced()))
 
     def _welcome(self, index: int, now: float) -> None:
         """A worker has joined: it gets its resources, then closures."""

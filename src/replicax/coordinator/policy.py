@@ -10,6 +10,7 @@ from replicax.coordinator import verdicts
 from replicax.coordinator.actions import (
     Action,
     Greet,
+    PutBack,
     Release,
     Resend,
 )
@@ -165,7 +166,7 @@ class Policy(ServerPolicy):
         if queue.is_idle:
             self._note_progress()
         actions = [*self._check_servers(now), *self._check_silence(now)]
-        actions += self._check_cancelling(queue, now)
+        actions += [*self._check_doubts(queue, now), *self._check_cancelling(queue, now)]
         actions += self._patience.check_queue(self.crew, queue, now)
         return actions + self._patience.check_errands(self.crew, now)
 
@@ -212,6 +213,20 @@ class Policy(ServerPolicy):
             worker.since_s += pause_s
         for fencing in self._fencings.values():
             fencing.deadline_s += pause_s
+
+    def _check_doubts(self, queue: ClosureQueue, now: float) -> list[Action]:
+        """Gives up lives that may have left something. See Note [Closures in doubt]."""
+        actions: list[Action] = []
+        for closure in queue.still_doubted() if queue.doubted else ():
+            for worker in self.crew.workers:
+                if worker.incarnation in closure.doubts and worker.state is WorkerState.READY:
+                    reason = "a server that did not answer it may still have what it sent"
+                    actions += self._fence(worker, reason, now, is_blamed=False)
+                    actions.append(self._release(worker))
+            closure.doubts = tuple(life for life in closure.doubts if life in self._fencings)
+            if not closure.doubts:
+                actions.append(PutBack([closure]))
+        return actions
 
     def _check_cancelling(self, queue: ClosureQueue, now: float) -> list[Action]:
         """Gives up closures that have not ended long after an error."""

@@ -33,6 +33,14 @@ class ClosureQueue:
       error: The first error, until it was handed out.
       is_cancelling: Whether the error has cancelled what waited, and what runs is waited for.
       num_finished: How many have ended well, ever.
+      doubted: Those in flight that nobody runs, and that are settled when nothing of them can
+        be made any more. See Note [Closures in doubt].
+
+    Note [Closures in doubt]
+        A worker that gets no answer from a server gives its closure back. What it sent may lie
+        with that server, and be made when it wakes up. If the closure is run again, servers see
+        to it that it counts once. If it is given up, because of an error, then whoever is told
+        must be able to rely on it: the lives that may have left something are fenced first.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -44,6 +52,7 @@ class ClosureQueue:
             )
         self.limit = limit
         self.in_flight: dict[int, Closure] = {}
+        self.doubted: dict[int, Closure] = {}
         self.error: BaseException | None = None
         self.is_cancelling = False
         self.num_finished = 0
@@ -106,22 +115,27 @@ class ClosureQueue:
         return taken
 
     def put_back(self, closures: Iterable[Closure]) -> list[Closure]:
-        """Takes closures back, to their old places; returns those that are cancelled instead."""
+        """Takes closures back, to their old places; returns those that are settled instead."""
         returned = sorted((c for c in closures if c.id in self.in_flight), key=_id)
         for closure in returned:
             del self.in_flight[closure.id]
+            self.doubted.pop(closure.id, None)
+        failed = [c for c in returned if c.error is not None]
+        for closure in failed:
+            closure.settle(State.FAILED, None, closure.error)
+        if failed:
+            returned = [c for c in returned if not c.is_settled]
         if self.is_cancelling:
-            self._cancel(returned)
-            return returned
+            return [*failed, *self._cancel(returned)]
         if not returned:
-            return []
+            return failed
         front = []
         while self._waiting and self._waiting[0].id < returned[-1].id:
             front.append(self._waiting.popleft())
         for closure in returned:
             closure.state = State.QUEUED
         self._waiting.extendleft(sorted([*front, *returned], key=_id, reverse=True))
-        return []
+        return failed
 
     def finish(self, closure: Closure, result: Any) -> None:
         """Settles a closure that ended well."""
@@ -139,6 +153,10 @@ class ClosureQueue:
           error: Why it failed.
           cancels: Whether the closures that wait are cancelled, too.
         """
+        if closure.doubts:
+            closure.error = error
+            self.doubted[closure.id] = closure
+            return self.report(error, cancels=cancels)
         del self.in_flight[closure.id]
         closure.settle(State.FAILED, None, error)
         return [closure, *self.report(error, cancels=cancels)]
@@ -157,13 +175,16 @@ class ClosureQueue:
         del self.in_flight[closure.id]
         closure.settle(State.FAILED, None, error)
 
+    def still_doubted(self) -> list[Closure]:
+        """Returns the closures in doubt that another attempt has not settled meanwhile."""
+        self.doubted = {i: c for i, c in self.doubted.items() if not c.is_settled}
+        return list(self.doubted.values())
+
     def cancel_all(self) -> list[Closure]:
-        """Cancels everything that waits; returns it."""
-        cancelled = list(self._waiting)
+        """Cancels everything that waits, unless it is in doubt; returns it."""
+        waiting = list(self._waiting)
         self._waiting.clear()
-        if cancelled:
-            self._cancel(cancelled)
-        return cancelled
+        return self._cancel(waiting) if waiting else []
 
     def take_error(self) -> BaseException | None:
         """Returns the error, once, if nothing runs any more that has to end first."""
@@ -171,9 +192,14 @@ class ClosureQueue:
             return None
         error, self.error = self.error, None
         self.is_cancelling = False
+        self.doubted.clear()
         return error
 
-    def _cancel(self, closures: Iterable[Closure]) -> None:
+    def _cancel(self, closures: Iterable[Closure]) -> list[Closure]:
+        """Cancels closures that nobody has; returns all that are not in doubt."""
+        held = {c.id: c for c in closures if c.doubts}
+        self.in_flight.update(held)
+        self.doubted.update(held)
         # One error for all: there may be very many of them.
         reason = errors.CancelledError(
             errors.message(
@@ -182,8 +208,10 @@ class ClosureQueue:
                 "Schedule it again.",
             )
         )
-        for closure in closures:
+        cancelled = [c for c in closures if not c.doubts]
+        for closure in cancelled:
             closure.settle(State.CANCELLED, None, reason)
+        return cancelled
 
 
 def _id(closure: Closure) -> int:

@@ -181,7 +181,7 @@ class ServerPolicy:
         """Another coordinator has taken the job over: whatever runs is its business now."""
         running = self._take_running()
         self._fencings.clear()
-        ended = [Abandon(running, verdicts.aborted("another coordinator has the job"))]
+        ended = [Abandon(running, verdicts.replaced())]
         return [Raise(error), *(ended if running else [])]
 
     def fence_acknowledged(self, server: int, incarnation: int, now: float) -> list[Action]:

@@ -45,6 +45,22 @@ def aborted(found: str) -> errors.ClosureAbortedError:
     )
 
 
+def replaced() -> errors.ClosureAbortedError:
+    """For closures of a coordinator that has no say any more."""
+    return aborted("another coordinator has the job")
+
+
+def closed() -> errors.CancelledError:
+    """For closures that have not ended when their coordinator does."""
+    return errors.CancelledError(
+        errors.message(
+            "A closure runs as long as its coordinator",
+            "it was closed",
+            "Call `join` before `close`.",
+        )
+    )
+
+
 def poison(closure: Closure) -> errors.PoisonClosureError:
     """For a closure that has ended too many workers."""
     return errors.PoisonClosureError(

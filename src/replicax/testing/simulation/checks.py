@@ -35,11 +35,6 @@ class Checks:
         moment is lost there, for closures that count as finished by the time at which the
         coordinator knows. All others are run again, and complete in the end. A change of the
         coordinator's own is not run again where it was acknowledged before.
-
-    Note [What a stopped server may still do]
-        A worker that gets no answer gives its closure back. What it has sent may lie with the
-        server, and be made when that wakes up. If the closure was run again, it counts once; if
-        it was given up meanwhile, because another one had failed, it may count after that.
     """
 
     def __init__(self, world: World, plan: Plan, return_s: float) -> None:
@@ -128,7 +123,7 @@ class Checks:
         """The coordinator has heard of tasks: looks at what was settled by that.
 
         Args:
-          strangers: Servers that are stopped, or have gone and may be back.
+          strangers: Servers that have gone and may be back, while the coordinator does not know.
         """
         for element, closure in [(e, c) for e, c in self._open.items() if c.is_settled]:
             del self._open[element]

@@ -214,16 +214,12 @@ class SimulatedCoordinator(Process):
         self.checks.results_came(self._strangers())
 
     def _strangers(self) -> set[int]:
-        """Returns the servers that are away, or stopped, whether the coordinator knows it or not.
-
-        See Note [What a stopped server may still do].
-        """
+        """Returns the servers of which the coordinator does not know that they went away."""
         known = self.dispatcher.policy.servers
         return {
             server.task.index
             for server in self._servers
             if not server.is_up
-            or server.is_paused
             or known[server.task.index].is_away
             or known[server.task.index].incarnation not in (0, server.incarnation)
         }
