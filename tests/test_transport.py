@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +26,15 @@ from transport_partners import (
 )
 
 from replicax import errors
-from replicax.transport import codec, context, limits, messages, refusals
+from replicax.transport import (
+    addresses,
+    codec,
+    connection,
+    context,
+    limits,
+    messages,
+    refusals,
+)
 from replicax.transport.channel import Channel
 from replicax.transport.service import Service
 from replicax.transport.tasks import Task
@@ -444,6 +453,24 @@ def test_bar25_a_question_outlives_a_break_of_the_connection(place: Place) -> No
         with place.serve(incarnation=7):
             for i, number in enumerate(numbers):
                 assert channel.collect(timeout=60) == (number, messages.Ping(i), [])
+
+
+def test_bar25_an_idle_connection_that_breaks_all_the_time_holds_up_no_other(
+    ipc: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy whose server is away lets callers in, and closes; nobody looks at it meanwhile."""
+    monkeypatch.setattr(connection, "_RETRY", (1, 1))
+    path = Path(ipc.resolve("ps").path).with_name("away")
+    with socket.socket(socket.AF_UNIX) as listener, ipc.serve(), ipc.channel() as good:
+        listener.bind(str(path))
+        listener.listen()
+        listener.settimeout(20)
+        away = addresses.resolve(f"ipc://{path}")
+        with Channel(away, Task("coordinator", 0), peer=Task("ps", 0)) as idle:
+            idle.post(PING)
+            for _ in range(1_500):
+                listener.accept()[0].close()
+            assert good.request(PING, timeout=60)[0] == PING
 
 
 def test_forgotten_callers_say_hello_again(ipc: Place, monkeypatch: pytest.MonkeyPatch) -> None:

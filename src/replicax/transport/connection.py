@@ -150,8 +150,14 @@ class Connection:
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         )
         url = f"inproc://replicax-monitor-{next(_monitor_numbers)}"
-        self._monitor = socket.get_monitor_socket(events, url)
+        socket.monitor(url, events)
+        assert self._context is not None
+        self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.linger = 0
+        # Without a limit: where there is no room, the thread of ZeroMQ waits, and with it all
+        # connections of the process. Nobody looks here while the connection is not used.
+        self._monitor.rcvhwm = 0
+        self._monitor.connect(url)
         self.pollables.append((self._monitor, 1))
 
     def greet(self) -> None:
@@ -185,7 +191,7 @@ class Connection:
         if self.socket is None:
             return
         if self._monitor is not None:
-            self.socket.disable_monitor()
+            self.socket.monitor(None, 0)
             self._monitor.close()
             self._monitor = None
         self.socket.close(int(linger * 1e3))
