@@ -164,6 +164,7 @@ def test_bar23_a_server_that_was_restarted_before_it_was_met_is_noticed(is_saved
         (raised,) = of(act.Raise, done)
         assert isinstance(raised.error, errors.PSIncarnationError)
         assert "/job:ps/task:1" in str(raised.error)
+        assert desk.policy.server_restarted(1, desk.now) == [], "said once"
 
 
 # Closures that may still be made somewhere.

@@ -99,6 +99,9 @@ class ServerPolicy:
         """A server is not the process that was attached: it must be attached again."""
         server = self.servers[index]
         if not server.is_saved:
+            if server.has_lost_variables and server.loss is not None:
+                # It says so with every beat.
+                return []
             server.has_lost_variables = True
             server.loss = verdicts.REPLACED
             return self._stop_for(server)
