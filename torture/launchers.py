@@ -16,10 +16,12 @@ import replicax as rx
 from torture.bars import ROOT, Outcome, Plan, bar
 from torture.jobs import is_there
 
-# Starts a cluster, says which processes it has, and waits for its end.
+# Starts a cluster, says which processes it has, and waits for its end. Whoever runs all this in
+# the background of a shell has its children ignore interrupts.
 _LAUNCHER = """
-import sys, time
+import signal, sys, time
 import replicax as rx
+signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with rx.testing.LocalCluster(workers=1, ps=1, timing="fast") as cluster:
         tasks = [cluster.pid("worker", 0), cluster.pid("ps", 0)]
