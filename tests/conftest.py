@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,11 @@ os.environ["PYTHONWARNINGS"] = ",".join(
     f"ignore:Error {doing} persistent compilation cache entry:UserWarning"
     for doing in ("reading", "writing")
 )
+
+# A shell that runs the suite in the background has it ignore interrupts; some tests interrupt
+# themselves.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import replicax as rx
 
