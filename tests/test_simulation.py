@@ -281,7 +281,7 @@ def test_bar_10_a_worker_is_free_when_another_has_settled_what_it_had() -> None:
     assert not said
 
 
-@pytest.mark.parametrize("seed", [452])
+@pytest.mark.parametrize("seed", [452, 4192])
 def test_bar_29_histories_that_once_broke_a_rule(seed: int) -> None:
-    """A server that ends between a take-over and the first beat."""
+    """A server that ends between a take-over and the first beat; one that wakes after an error."""
     simulate(seed)
