@@ -34,9 +34,9 @@ else:
 
 _log = logging.getLogger(__name__)
 
-# Milliseconds between attempts to connect, first and at most.
-_RETRY = (10, 200)
-# Seconds between two sockets for one peer that lets callers in and drops them.
+# Seconds between attempts to reach a peer, first and at most; each time in vain they double.
+_RETRY = (0.01, 0.2)
+# Seconds between two sockets for one peer that lets callers in and drops them later.
 _REOPEN = 0.05
 
 _monitor_numbers = itertools.count(1)
@@ -81,13 +81,11 @@ class Connection:
         self._opened_at = 0.0
         self._observed_at = 0.0
         self._is_refused = False
-        # Whether the socket has not been connected yet; else it is not refused, but cut off again.
-        self._is_untried = True
+        self._pause_s = _RETRY[0]
         self._reopen_at: float | None = None
         self._has_handshake = False
-        # How often there was no handshake, and whether there is another key to try.
+        # How often there was no handshake: another key may do.
         self._num_failures = 0
-        self._has_other_key = False
         # Which listener at an in-process name this connection belongs to.
         self._generation: int | None = None
         self.socket: Any = None
@@ -100,14 +98,15 @@ class Connection:
         """Starts to connect and puts the greeting first."""
         if self._context is None:
             self._context = context.acquire()
-        self._is_untried = True
         socket = self._context.socket(zmq.DEALER)
         self.socket = socket
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = limits.QUEUE
         socket.maxmsgsize = limits.MESSAGE
         socket.handshake_ivl = int(limits.HANDSHAKE * 1e3)
-        socket.reconnect_ivl, socket.reconnect_ivl_max = _RETRY
+        # One socket is one attempt. ZeroMQ would go on by itself, also when nobody uses the
+        # connection, and keep all that happens to it for whoever looks next.
+        socket.reconnect_ivl = -1
         self.pollables = [(socket, 1)]
         if self.location.scheme == "tcp":
             self._guard(socket)
@@ -137,13 +136,12 @@ class Connection:
         socket.tcp_keepalive_cnt = 3
         # A peer may have an older key, or a newer one, when keys are being renewed.
         good = self._keys.latest().good(self.peer.role)
-        self._has_other_key = self._num_failures % len(good) < len(good) - 1
         authenticator.guard_client(socket, self._keys, good[self._num_failures % len(good)])
 
     def _watch(self, socket: zmq.Socket) -> None:
         events = (
-            zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_CONNECT_RETRIED
+            zmq.EVENT_CLOSED
+            | zmq.EVENT_DISCONNECTED
             | zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
             | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -154,9 +152,6 @@ class Connection:
         assert self._context is not None
         self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.linger = 0
-        # Without a limit: where there is no room, the thread of ZeroMQ waits, and with it all
-        # connections of the process. Nobody looks here while the connection is not used.
-        self._monitor.rcvhwm = 0
         self._monitor.connect(url)
         self.pollables.append((self._monitor, 1))
 
@@ -286,26 +281,24 @@ class Connection:
 
     def _note(self, event: int, now: float) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            if not self._has_handshake:
-                self._reopen_at = None
             self._has_handshake = True
             self.down_since = None
             self._is_refused = False
+            self._pause_s = _RETRY[0]
             return
-        if event == zmq.EVENT_DISCONNECTED:
-            self._is_untried = False
-            self.reason = "the connection was closed"
-            self._num_failures += not self._has_handshake
-            # What waits in the socket was for the old connection. Without a handshake ZeroMQ may
-            # have given up on the peer for good, which it does not say.
-            pause = _REOPEN if self._has_handshake or self._has_other_key else limits.RESET
-            self._reopen_at = max(now, self._opened_at + pause)
-        elif event == zmq.EVENT_CONNECT_RETRIED:
+        if event == zmq.EVENT_CLOSED:
             self.reason = "nobody listens there"
             # Tried anew since it broke: whoever was there has ended, and need not be waited for.
             was_met = self.incarnation is not None and self.down_since is not None
-            is_anew = self._is_untried and self._opened_at >= (self.down_since or 0.0)
-            self._is_refused = was_met and is_anew
+            self._is_refused = was_met and self._opened_at >= (self.down_since or 0.0)
+            self._try_later(now)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.reason = "the connection was closed"
+            if self._has_handshake:
+                self._reopen_at = max(now, self._opened_at + _REOPEN)
+            else:
+                self._num_failures += 1
+                self._try_later(now)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refusal = errors.PermissionDeniedError(
                 errors.message(
@@ -315,14 +308,15 @@ class Connection:
                 )
             )
         else:
+            # Also if a good connection brought what cannot be deciphered. ZeroMQ ends it.
             self.reason = "the handshake failed; its keys may be others than ours"
-        if event not in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED):
-            # What cannot be deciphered breaks a connection that was good.
-            pause = _REOPEN if self._has_handshake or self._has_other_key else limits.RESET
-            self._reopen_at = max(now, self._opened_at + pause)
         self.is_ready = False
         if self.down_since is None:
             self.down_since = now
+
+    def _try_later(self, now: float) -> None:
+        self._reopen_at = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _RETRY[1])
 
     def _observe_name(self, now: float) -> None:
         current = context.generation(self.location.url)
