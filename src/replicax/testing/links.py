@@ -130,13 +130,16 @@ class Link:
         self.is_broken = False
         # The request whose reply breaks the connection; 0, of a notice, stands for any reply.
         self._breaks_on: int | None = None
+        # Where what has come is put first: new memory of this size for each piece, of which only
+        # a part is kept, leaves holes in the memory of a process that runs for long.
+        self._room = memoryview(bytearray(_PIECE))
         # The names of the requests that have no reply yet, by number.
         self._names: collections.OrderedDict[int, str] = collections.OrderedDict()
 
     def read(self, stream: Stream, dice: Dice, now: float) -> None:
         """Reads what has come, and decides what happens to it."""
         try:
-            data = stream.source.recv(_PIECE)
+            data = bytes(self._room[: stream.source.recv_into(self._room)])
         except BlockingIOError:
             return
         except OSError:
