@@ -72,7 +72,9 @@ class Counting:
 
 
 def count_through_faults(desk: Desk, num_updates: int, timeout: float) -> None:
-    counting = Counting(desk)
+    # Who schedules without a pause keeps the proxies, threads of this process, from their work:
+    # for workers that is a server which does not answer.
+    counting = Counting(desk, queue_limit=100)
     coordinator = counting.coordinator
     before = counting.proxy.landed
     counting.proxy.harm(**TENTH)

@@ -20,7 +20,7 @@ _MIB = float(1 << 20)
 _WARM = 0.25
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
     """What one process held at some instant."""
 
