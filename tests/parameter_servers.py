@@ -37,6 +37,14 @@ def tasks_of(cluster: rx.testing.LocalCluster) -> list[tuple[str, int]]:
     return [(job, i) for job in spec.jobs for i in range(spec.num_tasks(job))]
 
 
+def mend(cluster: rx.testing.LocalCluster) -> None:
+    """Starts tasks again that a test has ended."""
+    for job, i in tasks_of(cluster):
+        if not cluster.alive(job, i):
+            cluster.restart(job, i, wait=False)
+    cluster.wait_until_ready()
+
+
 @contextlib.contextmanager
 def kept_cluster(**options: Any) -> Iterator[rx.testing.LocalCluster]:
     """A cluster for several tests."""

@@ -336,13 +336,10 @@ def _knock(place: Place) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-@pytest.mark.parametrize("num_each", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_bar46_silent_and_slow_callers_are_closed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    scheme: str,
-    num_each: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
+    num_each = 500
     monkeypatch.setattr(limits, "HANDSHAKE", 1.0)
     place = Place(scheme, tmp_path)
     with place.serve() as service:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parameter_servers import STEADY, Desk, becomes, kept_cluster, tasks_of
+from parameter_servers import STEADY, Desk, becomes, kept_cluster, mend
 
 import replicax as rx
 from replicax.checkpointing import background
@@ -294,10 +294,7 @@ def harmed_cluster() -> Iterator[rx.testing.LocalCluster]:
 @pytest.fixture
 def desk(harmed_cluster: rx.testing.LocalCluster, tmp_path: Path) -> Iterator[Desk]:
     # What tests before have left, so that nobody waits for it after the last one.
-    for job, i in tasks_of(harmed_cluster):
-        if not harmed_cluster.alive(job, i):
-            harmed_cluster.restart(job, i, wait=False)
-    harmed_cluster.wait_until_ready()
+    mend(harmed_cluster)
     desk = Desk(harmed_cluster)
     yield desk
     (tmp_path / "gate").touch()
@@ -401,7 +398,7 @@ def test_T94_join_and_fetch_end_when_their_time_is_over(desk: Desk, tmp_path: Pa
     ("harm", "bound_s"),
     [
         pytest.param("kill", 2.0, id="bar19-killed"),
-        pytest.param("stop", FAST.dead_s + 2.0, id="bar20-frozen", marks=pytest.mark.slow),
+        pytest.param("stop", FAST.dead_s + 2.0, id="bar20-frozen"),
     ],
 )
 def test_S191_bar19_bar20_every_call_names_the_lost_server_in_time(
@@ -454,7 +451,6 @@ def test_bar9_an_error_does_not_wait_for_a_worker_that_is_frozen(
         assert job.coordinator.fetch(values) == [0, 1, 2]
 
 
-@pytest.mark.slow
 def test_bar6_without_workers_join_raises_in_time(desk: Desk, tmp_path: Path) -> None:
     timing = dataclasses.replace(FAST, no_workers_s=3.0)
     job = Job(desk, tmp_path, timing)
@@ -471,7 +467,6 @@ def test_bar6_without_workers_join_raises_in_time(desk: Desk, tmp_path: Path) ->
             value.fetch(timeout=0)
 
 
-@pytest.mark.slow
 def test_bar24_a_server_killed_while_a_worker_recovers_is_named_in_time(
     desk: Desk, tmp_path: Path
 ) -> None:

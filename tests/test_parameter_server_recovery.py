@@ -114,6 +114,7 @@ def test_bar20_a_frozen_server_that_keeps_snapshots_goes_on_when_it_wakes() -> N
         until_finished(coordinator, 100)
         desk.cluster.stop("ps", 1)
         becomes(lambda: coordinator.status().servers[1].state == "away", "it counts as away")
+        assert not coordinator.done(), "stopped in the midst of work"
         desk.cluster.cont("ps", 1)
         coordinator.join(timeout=60)
         assert (int(a.read_value()), int(b.read_value())) == (1500, 1500)
@@ -320,6 +321,7 @@ def test_bar10_speculation_saves_the_tail_and_counts_once() -> None:
             coordinator.schedule(count)
         until_finished(coordinator, 4)
         desk.cluster.stop("worker", 1)
+        assert coordinator.status().workers[1].num_closures > 0, "it was at work"
         started = time.monotonic()
         coordinator.join(timeout=60)
         is_quick = time.monotonic() - started < 1.8
