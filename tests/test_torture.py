@@ -134,21 +134,28 @@ def test_bar28_histories_of_a_real_register_fit_and_changed_ones_do_not(seed: in
 
 
 def row(verdict: str, *reasons: str) -> tables.Row:
-    return tables.Row("1", "a|promise", "5 of 5", "≥ 5", verdict, 1.4, reasons, {"n": 5.0})
+    return tables.Row("1", "a|promise", "5 of 5", "≥ 5", verdict, 1.4, reasons, {"n": 5.0}, "abc")
 
 
 def test_the_table_is_written_for_people_and_machines(tmp_path: Path) -> None:
     rows = [row("pass"), row("void", "no kill landed")]
-    tables.save(tmp_path / "deep", rows, {"cores": 2})
+    tables.save(tmp_path / "deep", rows, {"cores": 2, "size": "full"})
     content = json.loads((tmp_path / "deep" / "table.json").read_text())
-    assert content["machine"] == {"cores": 2}
+    assert content["machine"] == {"cores": 2, "size": "full"}
     assert [line["verdict"] for line in content["table"]] == ["pass", "void"]
     assert content["table"][0]["numbers"] == {"n": 5.0}
     text = (tmp_path / "deep" / "table.md").read_text()
-    assert "| 1 | a\\|promise | 5 of 5 | ≥ 5 | pass | 1 |" in text
+    assert "| 1 | a\\|promise | 5 of 5 | ≥ 5 | pass | 1 | abc |" in text
     assert "- bar 1: no kill landed" in text
     assert [r.has_passed for r in rows] == [True, False]
     assert tables.for_screen(rows).row_count == 2
+    # A later run goes on with it, unless it wants other sizes.
+    again = tables.load(tmp_path / "deep", "full")
+    assert [(r.bar, r.verdict, r.code, list(r.reasons)) for r in again] == [
+        ("1", "pass", "abc", []),
+        ("1", "void", "abc", ["no kill landed"]),
+    ]
+    assert tables.load(tmp_path / "deep", "quick") == tables.load(tmp_path, "full") == []
 
 
 def test_a_bar_whose_faults_missed_proves_nothing() -> None:

@@ -261,8 +261,10 @@ def poison(plan: Plan) -> Outcome:
     with job(plan, workers=3) as work:
         for turn in range(rounds):
             lost = work.num_lost()
+            # All are queued before the poison takes effect: it is a matter of milliseconds.
+            values = work.schedule(good // 2, 0.02, first=turn * good)
             bad = work.coordinator.schedule(lambda: os.kill(os.getpid(), signal.SIGKILL))
-            values = work.schedule(good, 0.005, first=turn * good)
+            values += work.schedule(good // 2, 0.02, first=turn * good + good // 2)
             with _Reviver(work):
                 outcome.require(_is_blamed(work), "join did not name the poison closure")
             try:

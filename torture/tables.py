@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-_COLUMNS = ("bar", "promise", "figure", "limit", "verdict", "seconds")
+_COLUMNS = ("bar", "promise", "figure", "limit", "verdict", "seconds", "code")
 _COLORS = {"pass": "green", "fail": "red", "void": "yellow"}
 
 
@@ -27,6 +27,7 @@ class Row:
       seconds: How long it took.
       reasons: Why it did not pass.
       numbers: What was measured, for machines.
+      code: The commit that was put to the test.
     """
 
     bar: str
@@ -37,6 +38,7 @@ class Row:
     seconds: float
     reasons: tuple[str, ...] = ()
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    code: str = ""
 
     @property
     def has_passed(self) -> bool:
@@ -80,5 +82,15 @@ def save(directory: Path, rows: Sequence[Row], machine: Mapping[str, Any]) -> No
     (directory / "table.md").write_text(as_markdown(rows, machine))
 
 
+def load(directory: Path, size: str) -> list[Row]:
+    """Returns the rows that `save` wrote, if they are of a run of this size."""
+    path = directory / "table.json"
+    if not path.exists():
+        return []
+    content = json.loads(path.read_text())
+    return [Row(**row) for row in content["table"]] if content["machine"]["size"] == size else []
+
+
 def _cells(row: Row) -> tuple[str, ...]:
-    return (row.bar, row.promise, row.figure, row.limit, row.verdict, f"{row.seconds:.0f}")
+    seconds = f"{row.seconds:.0f}"
+    return (row.bar, row.promise, row.figure, row.limit, row.verdict, seconds, row.code)
