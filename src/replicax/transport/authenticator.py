@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replicax.foundation import lazy
-from replicax.transport import frames
+from replicax.transport import frames, messages
 from replicax.transport.keys import Keys
 
 if TYPE_CHECKING:
@@ -24,25 +24,21 @@ class Authenticator:
     """The one authenticator of a context. Its owner polls `socket` and calls `answer`."""
 
     def __init__(self, context: zmq.Context, keys: Keys) -> None:
-        self._keys = keys
-        self._stamp = keys.stamp()
-        self._roles = _roles(keys)
+        self._known = KnownKeys(keys)
         self.socket: zmq.Socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(_URL)
 
     def answer(self) -> None:
         """Answers the questions that wait."""
-        if (stamp := self._keys.stamp()) != self._stamp:
-            self._stamp, self._keys = stamp, self._keys.latest()
-            self._roles = _roles(self._keys)
+        self._known.refresh()
         while frames.has_message(self.socket):
             question = self.socket.recv_multipart()
             # version, number, domain, address, identity, mechanism, credentials
             role = None
             if len(question) == 7 and question[5] == b"CURVE" and question[2] == _DOMAIN:
-                role = self._roles.get(question[6])
-            status = [b"200", b"OK", role] if role else [b"400", b"unknown key", b""]
+                role = self._known.role_of(z85.encode(question[6]))
+            status = [b"200", b"OK", role.encode()] if role else [b"400", b"unknown key", b""]
             self.socket.send_multipart([*question[:2], *status, b""])
 
     def close(self) -> None:
@@ -50,8 +46,32 @@ class Authenticator:
         self.socket.close()
 
 
-def _roles(keys: Keys) -> dict[bytes, bytes]:
-    return {z85.decode(k): r.encode() for r in keys.public_keys for k in keys.good(r)}
+class KnownKeys:
+    """Who may come in: public keys, and the role of each.
+
+    >>> known = KnownKeys(Keys("ps", b"p" * 40, b"", {"ps": b"p" * 40, "worker": b"w" * 40}))
+    >>> known.role_of(b"w" * 40), known.role_of(b"x" * 40)
+    ('worker', None)
+    """
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self._stamp = keys.stamp()
+        self._roles = _roles(keys)
+
+    def refresh(self) -> None:
+        """Takes note of keys that were renewed or retired."""
+        if (stamp := self._keys.stamp()) != self._stamp:
+            self._stamp, self._keys = stamp, self._keys.latest()
+            self._roles = _roles(self._keys)
+
+    def role_of(self, key: bytes) -> messages.Role | None:
+        """Returns the role of a public key; None for one that is not known."""
+        return self._roles.get(key)
+
+
+def _roles(keys: Keys) -> dict[bytes, messages.Role]:
+    return {key: role for role in keys.public_keys for key in keys.good(role)}
 
 
 def guard_server(socket: zmq.Socket, keys: Keys) -> None:
