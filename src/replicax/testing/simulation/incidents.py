@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from replicax.testing.simulation.checks import Checks
+from replicax.testing.simulation.checks import BrokenRuleError, Checks
 from replicax.testing.simulation.coordinator import SimulatedCoordinator
 from replicax.testing.simulation.network import Network
 from replicax.testing.simulation.process import Process
 from replicax.testing.simulation.programs import Programs
 from replicax.testing.simulation.server import SimulatedServer
+from replicax.testing.simulation.service import STRANGER
 from replicax.testing.simulation.worker import SimulatedWorker
 from replicax.testing.simulation.world import World
 
@@ -18,6 +19,8 @@ _MOST = 16
 # A server may be silent, or unreachable for a worker, for so long without being given up.
 _HARMLESS_PAUSE_S = 0.9
 _HARMLESS_SEPARATION_S = 0.2
+# The mean time between two strangers.
+_STRANGER_S = 3.0
 
 
 class Incidents:
@@ -53,6 +56,7 @@ class Incidents:
         }
         if world.faults.kinds:
             self._plan_next()
+            self._expect_stranger()
 
     def end(self) -> None:
         """No more of them: what was stopped goes on, what was apart meets."""
@@ -178,10 +182,30 @@ class Incidents:
             return
         self._note("server_crash", f"{server} ends")
         server.crash()
+        if server.disk is not None and self._world.mischief.random() < 0.5:
+            self._note("power_cut", f"the machine of {server} has lost its power")
+            server.disk.cut_power()
         is_back = self._world.faults.has_takeovers or chance.random() < 0.9
         self._checks.may_lose_servers |= not is_back or not self._world.faults.saved_share
         if is_back:
             self._restart(server, chance.uniform(0.05, 1.5))
+
+    # Strangers.
+
+    def _expect_stranger(self) -> None:
+        when = self._world.now + self._world.mischief.expovariate(1 / _STRANGER_S)
+        self._world.at(when, self._call_as_stranger)
+
+    def _call_as_stranger(self) -> None:
+        """Somebody who has made keys of their own says to be the coordinator."""
+        if self._is_over:
+            return
+        called = self._world.mischief.choice([*self._servers, *self._workers])
+        if called.is_up and not called.is_paused:
+            self._note("stranger", f"a stranger calls {called}")
+            if (role := called.role_of(STRANGER)) is not None:
+                raise BrokenRuleError(f"{called} takes a stranger for a {role}")
+        self._expect_stranger()
 
     def _stop_for(self, process: Process, seconds: float, kind: str) -> None:
         if process.is_paused or not process.is_up:

@@ -74,8 +74,9 @@ def simulate(
 ) -> History:
     """Plays a job on a cluster in one thread, with everything that goes wrong in it.
 
-    The coordinator's decisions and the parameter servers are the real ones; the network, the
-    clock and the computing of workers are simulated. The same seed gives the same history.
+    The coordinator's decisions, the parameter servers and their snapshots are the real ones; the
+    network, the clock and the computing of workers are simulated, and so are power cuts and
+    strangers. The same seed gives the same history.
 
     Args:
       seed: Which history.
@@ -111,11 +112,17 @@ def _play(world: World, num_workers: int, num_servers: int, num_closures: int) -
     network = Network(world)
     plan = Plan(world, num_servers, most_elements(num_closures))
     checks = Checks(world, plan, timing.return_s)
-    servers = [SimulatedServer(world, network, i, plan, checks) for i in range(num_servers)]
-    workers = [SimulatedWorker(world, network, i, servers, plan) for i in range(num_workers)]
-    stage = Stage(world, network, plan, checks, timing, servers, workers)
-    programs = Programs(stage, num_closures)
-    incidents = Incidents(world, network, checks, programs, servers, workers)
+    with contextlib.ExitStack() as stack:
+        made = (SimulatedServer(world, network, i, plan, checks) for i in range(num_servers))
+        servers = [stack.enter_context(contextlib.closing(server)) for server in made]
+        workers = [SimulatedWorker(world, network, i, servers, plan) for i in range(num_workers)]
+        stage = Stage(world, network, plan, checks, timing, servers, workers)
+        return _play_on(stage, Programs(stage, num_closures))
+
+
+def _play_on(stage: Stage, programs: Programs) -> str:
+    world, servers = stage.world, stage.servers
+    incidents = Incidents(world, stage.network, stage.checks, programs, servers, stage.workers)
     while programs.current.outcome is None:
         if world.now > _LONGEST_S:
             raise BrokenRuleError(f"after {_LONGEST_S:g} s the user still waits")
@@ -126,7 +133,7 @@ def _play(world: World, num_workers: int, num_servers: int, num_closures: int) -
     end_s = world.now + _AFTERMATH_S
     while world.now < end_s:
         world.step()
-    checks.ended({s.task.index: s.num_once_entries for s in servers if s.is_up})
+    stage.checks.ended({s.task.index: s.num_once_entries for s in servers if s.is_up})
     programs.require_end()
     return outcome
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 from typing_extensions import override
 
 from replicax.parameter_server import snapshot
-from replicax.parameter_server.promises import Promise
+from replicax.parameter_server.promises import PromiseFile
 from replicax.parameter_server.service import ParameterStore
+from replicax.parameter_server.snapshot_files import GivenUpError, SnapshotDirectory
 from replicax.testing.simulation.checks import Checks, Values
+from replicax.testing.simulation.disk import Disk
 from replicax.testing.simulation.network import Network
 from replicax.testing.simulation.plan import Plan
 from replicax.testing.simulation.service import Answer, ListeningProcess
@@ -25,55 +26,48 @@ _WRITING_S = (0.01, 0.3)
 _OBSERVER = 1
 
 
-class Saved:
-    """A snapshot, as bytes, and the values in it."""
-
-    def __init__(self, cut: snapshot.Cut, values: Values) -> None:
-        self._state = msgspec.msgpack.encode(cut.state)
-        sections = range(len(cut.state.sections()))
-        self._sections = [[(at, p.copy()) for at, p in cut.pieces(i)] for i in sections]
-        cut.close()
-        self.values = values
-
-    def loaded(self) -> snapshot.Loaded:
-        """Returns what a new process finds on the disk."""
-        state = msgspec.msgpack.decode(self._state, type=snapshot.State)
-        return snapshot.Loaded(state, lambda section: iter(self._sections[section]))
-
-
-class Promised:
-    """What a disk says of whom a server obeys."""
-
-    def __init__(self) -> None:
-        self.kept: Promise | None = None
-
-    def keep(self, promise: Promise) -> None:
-        """Remembers a promise."""
-        self.kept = promise
-
-    def forget(self) -> None:
-        """The job is over."""
-        self.kept = None
-
-
 class SimulatedServer(ListeningProcess):
-    """One parameter server."""
+    """One parameter server.
+
+    Attributes:
+      disk: Where it keeps snapshots; None if it keeps none.
+    """
 
     def __init__(
         self, world: World, network: Network, index: int, plan: Plan, checks: Checks
     ) -> None:
         super().__init__(world, network, Task("ps", index))
         self._plan, self._checks = plan, checks
-        self._is_saved = bool(world.faults.saved_share)
-        self._promises = Promised() if self._is_saved else None
-        self._store = self._new_store()
-        self._saved: Saved | None = None
-        self._num_saved_changes = -1
-        # Whether it was restored, and nobody has looked yet: that needs a coordinator.
-        self._is_unchecked = False
+        self.disk = Disk() if world.faults.saved_share else None
+        # What each snapshot was taken of, by its number.
+        self._values_of: dict[int, Values] = {}
+        # What it must have restored, if nobody has looked yet: that needs a coordinator.
+        self._expected: Values | None = None
+        self._begin()
 
-    def _new_store(self) -> ParameterStore:
-        return ParameterStore(self.task.index, is_saved=self._is_saved, promises=self._promises)
+    def _begin(self) -> None:
+        """Everything that a process starts with; what is on the disk, if there is one."""
+        self._files: SnapshotDirectory | None = None
+        self._num_saved_changes = -1
+        self._expected = None
+        promises = None
+        if self.disk is not None:
+            promises = PromiseFile(self.disk.path / "promise.json")
+            promises.read()
+        self._store = ParameterStore(
+            self.task.index, is_saved=self.disk is not None, promises=promises
+        )
+        if self.disk is not None:
+            self._files = SnapshotDirectory(self.disk.path)
+            found = self._files.load(self._store.restore)
+            self._expected = None if found is None else self._values_of[found.number]
+
+    def close(self) -> None:
+        """Leaves nothing behind."""
+        if self._files is not None:
+            self._files.close()
+        if self.disk is not None:
+            self.disk.close()
 
     def prepare(self, attach: messages.Attach, coordinator: int, job: str, epoch: int) -> None:
         """Takes the server into the job, and makes its parts, before anything goes wrong."""
@@ -82,8 +76,8 @@ class SimulatedServer(ListeningProcess):
                 "coordinator", coordinator, body, job=job, epoch=epoch, now=self.world.now
             )
         self._job = job, epoch
-        if self._is_saved:
-            self._saved = self._take_snapshot()
+        if self._files is not None:
+            self._write(*self._take_snapshot())
             self.later(_SAVE_S, self._save)
 
     @property
@@ -94,35 +88,46 @@ class SimulatedServer(ListeningProcess):
     @override
     def crash(self) -> None:
         super().crash()
+        if self._files is not None:
+            self._files.close()
         self._checks.emptied(self.task.index)
 
     @override
     def start(self) -> None:
         super().start()
-        self._store = self._new_store()
-        if self._saved is not None:
-            self._store.restore(self._saved.loaded())
-            self._num_saved_changes = -1
-            self._is_unchecked = True
+        self._begin()
+        if self._files is not None:
             self.later(_SAVE_S, self._save)
 
     def _save(self) -> None:
         """Takes a snapshot if something has changed; it is on the disk a little later."""
         self.later(_SAVE_S, self._save)
         changes = self._store.marks().changes
-        taken = self._take_snapshot() if changes != self._num_saved_changes else None
-        if taken is None:
+        if changes == self._num_saved_changes:
+            return
+        cut, values = self._take_snapshot()
+        if cut is None:
             return
         self._num_saved_changes = changes
+        seconds = self.world.random.uniform(*_WRITING_S)
+        self.later(seconds, lambda: self._write(cut, values))
 
-        def written() -> None:
-            self._saved = taken
-
-        self.later(self.world.random.uniform(*_WRITING_S), written)
-
-    def _take_snapshot(self) -> Saved | None:
+    def _take_snapshot(self) -> tuple[snapshot.Cut | None, Values]:
         cut = self._store.snapshot()
-        return None if cut is None else Saved(cut, self._values())
+        return cut, {} if cut is None else self._values()
+
+    def _write(self, cut: snapshot.Cut | None, values: Values) -> None:
+        assert cut is not None and self._files is not None
+        endings = cut.marks.endings
+        try:
+            saved = self._files.save(
+                cut, is_wanted=lambda _: self._store.marks().endings == endings
+            )
+        except GivenUpError:
+            return
+        finally:
+            cut.close()
+        self._values_of[saved.number] = values
 
     @override
     def handle(
@@ -149,9 +154,9 @@ class SimulatedServer(ListeningProcess):
         if isinstance(body, messages.Attach):
             self._job = envelope.job, envelope.epoch
             self._checks.attached(index, envelope.epoch)
-            if self._is_unchecked and self._saved is not None:
-                self._is_unchecked = False
-                self._checks.restored(index, self._saved.values, self._values())
+            if self._expected is not None:
+                expected, self._expected = self._expected, None
+                self._checks.restored(index, expected, self._values())
         return answer
 
     def _values(self) -> Values:

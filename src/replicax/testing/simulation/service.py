@@ -11,10 +11,17 @@ from replicax.testing.simulation.network import Network, Wire
 from replicax.testing.simulation.process import Process
 from replicax.testing.simulation.world import World
 from replicax.transport import codec, messages, refusals
+from replicax.transport.authenticator import KnownKeys
 from replicax.transport.callers import Caller
-from replicax.transport.tasks import Task, library_version
+from replicax.transport.keys import Keys
+from replicax.transport.tasks import ROLES, Task, library_version
 
 Answer = tuple[messages.Body, Sequence[Any]]
+
+# The public keys of this cluster, by role, and one that is not among them; in the alphabet of
+# keys. Nothing is ciphered here.
+KEYS: dict[messages.Role, bytes] = {role: role[:1].encode() * 40 for role in ROLES}
+STRANGER = b"x" * 40
 
 
 class ListeningProcess(Process):
@@ -28,7 +35,12 @@ class ListeningProcess(Process):
         super().__init__(world, task)
         self._network = network
         self.incarnation = world.life()
+        self._known = KnownKeys(Keys(task.role, KEYS[task.role], b"", KEYS))
         self._callers: dict[int, tuple[Wire, Caller]] = {}
+
+    def role_of(self, key: bytes) -> str | None:
+        """Returns for whom it takes the owner of a public key; None if it does not know it."""
+        return self._known.role_of(key)
 
     def handle(
         self, caller: Caller, envelope: messages.Envelope, buffers: list[memoryview]
@@ -64,6 +76,9 @@ class ListeningProcess(Process):
         body = envelope.body
         if isinstance(body, messages.Hello):
             identity = wire.number.to_bytes(8)
+            role = self.role_of(KEYS[wire.ends[0].task.role])
+            if role != body.role:
+                raise AssertionError(f"{self} takes {wire.ends[0]} for a {role}")
             caller = Caller(identity, body.role, body.task, body.incarnation)
             caller.expected = body.first
             self._callers[wire.number] = wire, caller

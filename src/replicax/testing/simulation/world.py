@@ -17,7 +17,9 @@ class World:
 
     Attributes:
       now: The virtual time, in seconds.
-      random: The only source of chance.
+      random: The source of chance.
+      mischief: Another one, for what changes nothing where safeguards work: histories are the
+        same with it and without.
       faults: What may go wrong.
       trace: What has happened, line by line.
       landed: How many faults of each kind have hit work that was under way.
@@ -27,6 +29,7 @@ class World:
     def __init__(self, seed: int, faults: Faults) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
+        self.mischief = random.Random(f"mischief {seed}")
         self.faults = faults.drawn(self.random)
         self.trace: list[str] = []
         self.landed: collections.Counter[str] = collections.Counter()
