@@ -76,6 +76,7 @@ def test_the_hub_reports_connections_and_messages(recorder: Recorder, place: Pla
             recorder.hub.send(PS, messages.Ping(i), [b"%d" % i], request=i + 1)
         for i in range(50):
             assert recorder.next() == ("message", PS, messages.Ping(i), [b"%d" % i], i + 1)
+    assert recorder.next()[:2] == ("lost", PS)
 
 
 def test_the_hub_speaks_over_tcp(tmp_path: Path) -> None:
@@ -107,6 +108,7 @@ def test_notices_of_a_task_arrive(recorder: Recorder, place: Place) -> None:
         recorder.hub.send(WORKER, messages.Run([]))
         assert recorder.next()[0] == "connected"
         assert recorder.next() == ("message", WORKER, messages.Finished([]), [], 0)
+    assert recorder.next()[:2] == ("lost", WORKER)
 
 
 def test_questions_of_other_threads_get_their_answers(recorder: Recorder, place: Place) -> None:

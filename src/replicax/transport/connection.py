@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 _RETRY = (0.01, 0.2)
 # Seconds between two sockets for one peer that lets callers in and drops them later.
 _REOPEN = 0.05
+_NEVER_MS = 3_600_000
 
 _monitor_numbers = itertools.count(1)
 
@@ -105,8 +106,9 @@ class Connection:
         socket.maxmsgsize = limits.MESSAGE
         socket.handshake_ivl = int(limits.HANDSHAKE * 1e3)
         # One socket is one attempt. ZeroMQ would go on by itself, also when nobody uses the
-        # connection, and keep all that happens to it for whoever looks next.
-        socket.reconnect_ivl = -1
+        # connection, and keep all that happens to it for whoever looks next. Were it told never
+        # to, it would throw away what had come before the connection broke.
+        socket.reconnect_ivl = _NEVER_MS
         self.pollables = [(socket, 1)]
         if self.location.scheme == "tcp":
             self._guard(socket)
