@@ -103,12 +103,12 @@ def test_nothing_goes_wrong_without_faults() -> None:
 
 def test_power_cuts_and_strangers_change_no_history() -> None:
     """They come from a source of chance of their own: seeds that broke a rule stay of use."""
-    histories = [simulate(seed) for seed in range(20)]
+    histories = [simulate(seed) for seed in range(8)]
     assert sum(history.landed.get("power_cut", 0) for history in histories) > 0
     assert os.fsync is posix.fsync, "nobody looks at files any more"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "mischief", property(lambda _: Harmless(), lambda *_: None), False)
-        quiet = [simulate(seed) for seed in range(20)]
+        quiet = [simulate(seed) for seed in range(8)]
     for history, other in zip(histories, quiet, strict=True):
         lines = [line for line in history.trace if " has lost its power" not in line]
         assert [line for line in lines if "a stranger calls" not in line] == other.trace
@@ -150,7 +150,7 @@ def test_bar_54_saboteurs_are_found_within_1000_seeds(name: str) -> None:
 
 def test_a_broken_rule_says_how_to_see_it_again() -> None:
     with saboteurs.at_work("dedup"):
-        tally = batches.run_batch(range(100), None)
+        tally = batches.run_batch(range(10), None)
     seed, story = next(iter(tally.broken.items()))
     assert f"python -m replicax.testing.simulation --seed {seed} --trace" in story
     assert story.count("\n") >= 40
