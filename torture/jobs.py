@@ -116,7 +116,9 @@ class Job:
         """Kills a worker that has work, and starts it again; returns the closure it was in."""
         status = self.coordinator.status().workers
         busy = [i for i, worker in enumerate(status) if worker.state == "busy"]
-        if not busy:
+        # Where processes start more slowly than they are killed, the last one would meet the same
+        # closure each time, which then counts as poison.
+        if sum(worker.state in ("busy", "idle") for worker in status) < 2 or not busy:
             return None
         index = chance.choice(busy)
         number = self.hit(index, self.cluster.kill)
