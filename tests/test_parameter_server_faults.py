@@ -158,10 +158,11 @@ def test_T111_a_worker_killed_between_functions_comes_back(desk: Desk, tmp_path:
 def test_bar8_a_poison_closure_is_named_and_the_others_complete(desk: Desk, tmp_path: Path) -> None:
     training = Counting(desk, tmp_path)
     coordinator = training.coordinator
-    # All are queued before the poison takes effect.
-    training.schedule(40, seconds=0.05)
+    # All are queued before the poison takes effect: to pickle a plain function takes long in a
+    # process that has imported as much as this one.
+    training.schedule(80, seconds=0.05)
     poison = coordinator.schedule(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    training.schedule(60, seconds=0.05)
+    training.schedule(20, seconds=0.05)
     ended = threading.Event()
 
     def revive() -> None:
