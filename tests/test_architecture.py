@@ -18,9 +18,10 @@ SHELVES = {"util", "utils", "common", "helpers", "misc", "lib"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
-def test_modules_and_functions_are_short(path: Path) -> None:
+def test_modules_are_read_in_one_sitting(path: Path) -> None:
+    """A long module is one idea, or two that were never told apart; this finds the second."""
     text = path.read_text()
-    assert len(text.splitlines()) <= 400
+    assert len(text.splitlines()) <= 600
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             docstring = ast.get_docstring(node, clean=False) or ""
