@@ -12,6 +12,7 @@ from strategies_under_test import DISTRIBUTED, STRATEGIES, TWO_REPLICAS
 import replicax as rx
 
 SUM = rx.VariableAggregation.SUM
+ON_READ = rx.VariableSynchronization.ON_READ
 HAS_DEVICES = ("one_device", *DISTRIBUTED, "central_2")
 
 
@@ -123,6 +124,63 @@ def test_s121_x6_per_replica_arguments_are_refused(strategy: Any, how: str) -> N
         assert copies(strategy, v) == [1.0] * len(v.components)
     in_scope(strategy, lambda: strategy.extended.update(v, lambda c: c.assign_add(2.0)), how)
     assert copies(strategy, v) == [3.0] * len(v.components)
+
+
+@pytest.mark.strategies("mirrored_2", "virtual_2", "central_2")
+@HOW
+def test_s121_x6_on_read_variables_take_and_are_no_per_replica_arguments(
+    strategy: Any, how: str
+) -> None:
+    with strategy.scope():
+        v, w = (rx.Variable(1.0, synchronization=ON_READ, aggregation=SUM) for _ in range(2))
+        equal = rx.Variable(2.0)
+    value = strategy.run(lambda: 1.0 + rx.get_replica_context().replica_id_in_sync_group)
+
+    def update(argument: Any) -> Any:
+        return strategy.extended.update(v, lambda c, d: c.assign_add(d), args=(argument,))
+
+    for argument in (value, w, rx.PerReplica((1.0, 2.0))):
+        with pytest.raises(ValueError, match="equal on all replicas"):
+            in_scope(strategy, lambda a=argument: update(a), how)
+    assert copies(strategy, v) == [1.0, 1.0]
+    in_scope(strategy, lambda: update(equal), how)
+    assert copies(strategy, v) == [3.0, 3.0]
+
+
+def test_s121_x6_the_default_strategy_refuses_per_replica_arguments() -> None:
+    strategy, v = rx.get_strategy(), rx.Variable(1.0)
+    value = rx.PerReplica((1.0, 2.0))
+    with pytest.raises(ValueError, match="PerReplica"):
+        strategy.extended.update(v, lambda c, d: c.assign_add(d), args=(value,))
+    with pytest.raises(ValueError, match="PerReplica"):
+        strategy.extended.update_non_slot(v, lambda d: d, args=(value,))
+
+
+@pytest.mark.parametrize("other", ["mirrored_2", "one_device", "central_2", "default"])
+@HOW
+def test_s17_cross_replica_methods_under_another_strategy_are_refused(other: str, how: str) -> None:
+    strategy, current = STRATEGIES[other](), rx.MirroredStrategy(["CPU:2", "CPU:3"])
+    with strategy.scope():
+        v = rx.Variable(1.0)
+    value, extended = jnp.ones(2), strategy.extended
+    calls = {
+        "reduce_to": lambda: extended.reduce_to("sum", value, "CPU:0"),
+        "batch_reduce_to": lambda: extended.batch_reduce_to("sum", [(value, "CPU:0")]),
+        "broadcast_to": lambda: extended.broadcast_to(value, ["CPU:0", "CPU:1"]),
+        "call_for_each_replica": lambda: extended.call_for_each_replica(lambda: 1.0),
+        "update": lambda: extended.update(v, lambda c: c.assign_add(1.0)),
+        "update_non_slot": lambda: extended.update_non_slot(("CPU:0",), lambda: 1.0),
+        "reduce": lambda: strategy.reduce("sum", value, axis=None),
+        "gather": lambda: strategy.gather(value, axis=0),
+        "run": lambda: strategy.run(lambda: 1.0),
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match="Mixing different") as caught:
+            in_scope(current, call, how)
+        assert isinstance(caught.value, rx.errors.ContextError), name
+        with pytest.raises(RuntimeError, match=r"Mixing different|cross-replica"):
+            current.run(call)
+    assert v.read_value() == 1.0
 
 
 @pytest.mark.strategies(*TWO_REPLICAS)

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from replicax.contexts import frames
+from replicax.contexts import frames, guards
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.replica_context import ReplicaContext, ValueContext
 from replicax.execution.single import SingleExecutor
@@ -15,7 +15,11 @@ from replicax.foundation import errors
 from replicax.input.input_context import InputContext, checked_options
 from replicax.strategies.base import Strategy
 from replicax.strategies.extended import StrategyExtended
-from replicax.strategies.updating import update_on_devices, update_variable
+from replicax.strategies.updating import (
+    refuse_per_replica,
+    update_on_devices,
+    update_variable,
+)
 from replicax.variables import creators
 from replicax.variables.variable import Variable
 
@@ -75,6 +79,7 @@ class DefaultExtended(StrategyExtended):
 
     @override
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        guards.require_same_strategy("extended.broadcast_to", self.container_strategy)
         if destinations is not None:
             raise errors.UnsupportedError(
                 errors.message(
@@ -127,9 +132,12 @@ class DefaultExtended(StrategyExtended):
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        self._require_updatable(var)
         strategy = self.container_strategy
-        return update_variable(strategy, var, fn, tuple(args), dict(kwargs or {}), group)
+        guards.require_same_strategy("extended.update", strategy)
+        self._require_updatable(var)
+        arguments = (tuple(args), dict(kwargs or {}))
+        refuse_per_replica("extended.update", arguments)
+        return update_variable(strategy, var, fn, *arguments, group)
 
     @override
     def update_non_slot(
@@ -142,7 +150,9 @@ class DefaultExtended(StrategyExtended):
     ) -> Any:
         del colocate_with
         strategy = self.container_strategy
+        guards.require_same_strategy("extended.update_non_slot", strategy)
         arguments = (tuple(args), dict(kwargs or {}))
+        refuse_per_replica("extended.update_non_slot", arguments)
         return update_on_devices(strategy, None, [None], fn, *arguments, group)  # type: ignore[list-item]
 
     @override

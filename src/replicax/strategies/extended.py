@@ -100,6 +100,11 @@ class StrategyExtended:
         """Whether replica code must know all shapes; eager replica code need not."""
         return False
 
+    def _require_own_cross_replica(self, api: str, instead: str = "") -> None:
+        """Raises in replica code, and under another strategy."""
+        guards.require_same_strategy(api, self.container_strategy)
+        guards.require_cross_replica(api, instead)
+
     # Running.
 
     def scope_frame(self, location: str) -> Frame:
@@ -117,7 +122,7 @@ class StrategyExtended:
         self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Runs `fn` once per replica; the engine of `Strategy.run`."""
-        guards.require_cross_replica("call_for_each_replica")
+        self._require_own_cross_replica("call_for_each_replica")
         arguments = (tuple(args), dict(kwargs or {}))
         for leaf in leaves_of(arguments):
             if isinstance(leaf, PerReplica):
@@ -200,7 +205,7 @@ class StrategyExtended:
           options: Hints for the reduction.
         """
         op = resolve_reduce_op(reduce_op)
-        guards.require_cross_replica("extended.reduce_to", "Use `all_reduce` in replica code.")
+        self._require_own_cross_replica("extended.reduce_to", "Use `all_reduce` in replica code.")
         return self.batch_reduce(op, [(value, resolve_destinations(destinations))], options)[0]
 
     def batch_reduce_to(
@@ -211,7 +216,7 @@ class StrategyExtended:
     ) -> list[Any]:
         """Does several `reduce_to` together, which is faster; one result per pair."""
         op = resolve_reduce_op(reduce_op)
-        guards.require_cross_replica(
+        self._require_own_cross_replica(
             "extended.batch_reduce_to", "Use `all_reduce` in replica code."
         )
         pairs = resolve_pairs(value_destination_pairs)
@@ -242,7 +247,7 @@ class StrategyExtended:
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copies a value to devices; Python numbers pass through, their type open."""
-        guards.require_cross_replica("extended.broadcast_to")
+        self._require_own_cross_replica("extended.broadcast_to")
         if isinstance(tensor, int | float | bool | complex):
             return tensor
         return self.cross_device_ops.broadcast(tensor, destinations)
@@ -336,6 +341,7 @@ class StrategyExtended:
           kwargs: Keyword arguments, likewise.
           group: If False, results come as one tuple per leaf, with a result per copy.
         """
+        guards.require_same_strategy("extended.update", self.container_strategy)
         frame = frames.current()
         arguments = (tuple(args), dict(kwargs or {}))
         if frame.mode is Mode.REPLICA and not frame.is_default:
@@ -344,7 +350,6 @@ class StrategyExtended:
                 return strategy.extended.update(var, fn, args, kwargs, group)
 
             return frame.replica_context.merge_call(merged, arguments)
-        guards.require_same_strategy("extended.update", self.container_strategy)
         self._require_updatable(var)
         updating.refuse_per_replica("extended.update", arguments)
         return updating.update_variable(self.container_strategy, var, fn, *arguments, group)
@@ -369,8 +374,7 @@ class StrategyExtended:
         group: bool = True,
     ) -> Any:
         """Calls `fn(*args)` on the devices that `non_slot_devices` returned."""
-        guards.require_cross_replica("extended.update_non_slot")
-        guards.require_same_strategy("extended.update_non_slot", self.container_strategy)
+        self._require_own_cross_replica("extended.update_non_slot")
         if not isinstance(colocate_with, tuple | list):
             raise errors.InvalidArgumentError(
                 errors.message(

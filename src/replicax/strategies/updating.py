@@ -22,11 +22,17 @@ from replicax.variables.variable import Variable
 
 def refuse_per_replica(api: str, structure: Any) -> None:
     """Raises if arguments of an update differ between replicas."""
-    if any(isinstance(leaf, PerReplica) for leaf in leaves_of(structure)):
+    for leaf in leaves_of(structure):
+        if isinstance(leaf, PerReplica):
+            found = "a PerReplica value was given"
+        elif isinstance(leaf, ReplicatedVariable) and leaf.is_per_replica:
+            found = f"the ON_READ variable {leaf.name!r} was given, whose copies differ"
+        else:
+            continue
         raise errors.InvalidArgumentError(
             errors.message(
                 f"`{api}` needs arguments that are equal on all replicas",
-                "a PerReplica value was given",
+                found,
                 "Combine it first with `extended.reduce_to(op, value, destinations=var)`.",
             )
         )
