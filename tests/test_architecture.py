@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pickle
 import re
 import subprocess
 import sys
+import traceback
+import types
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
 import replicax as rx
+from replicax import foundation
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -124,14 +130,50 @@ OWN_NAMES = {
 }
 
 
+def namespaces() -> list[types.ModuleType]:
+    """`rx` and every namespace below it, such as `rx.data`."""
+    below = (getattr(rx, name) for name in rx.__all__)
+    return [rx, *(value for value in below if isinstance(value, types.ModuleType))]
+
+
 def test_exports_are_pinned_to_the_inventory() -> None:
-    layers = {"collectives", "contexts", "execution", "foundation"}
-    layers |= {"strategies", "tracing", "values", "variables"}
-    layers |= {"checkpointing", "cli", "exporting", "input", "training"}
-    layers |= {"cluster", "parameter_server", "server", "transport"}
-    found = {n for n in vars(rx) if not n.startswith("_")} - layers
     offered = {name for name, reason in INVENTORY.items() if not reason}
-    assert found == offered | OWN_NAMES
+    assert set(rx.__all__) == offered | OWN_NAMES
+
+
+def test_namespaces_show_what_they_export_and_nothing_internal() -> None:
+    for namespace in namespaces():
+        assert len(namespace.__all__) == len(set(namespace.__all__)), namespace.__name__
+        shown = {name for name in dir(namespace) if not name.startswith("_")}
+        assert shown == set(namespace.__all__), namespace.__name__
+        for name in shown:
+            assert hasattr(namespace, name), f"{namespace.__name__}.{name}"
+    assert not {"foundation", "variables", "tracing", "show_as_public", "sys"} & set(dir(rx))
+
+
+def test_every_error_is_public() -> None:
+    defined = {name for name, value in vars(foundation.errors).items() if isinstance(value, type)}
+    assert set(rx.errors.__all__) == defined
+
+
+def test_public_classes_and_functions_show_their_public_path() -> None:
+    for namespace in namespaces():
+        for name in namespace.__all__:
+            value = getattr(namespace, name)
+            if not isinstance(value, type | types.FunctionType):
+                continue
+            home = importlib.import_module(value.__module__)
+            assert home in namespaces(), value
+            assert getattr(home, value.__name__) is value
+            for pickler in (pickle, cloudpickle):
+                assert pickle.loads(pickler.dumps(value)) is value
+
+
+def test_errors_print_as_replicax_errors() -> None:
+    with pytest.raises(rx.errors.InvalidArgumentError) as caught:
+        rx.device("CPU:99").__enter__()
+    (last,) = traceback.format_exception_only(caught.value)
+    assert last.startswith("replicax.errors.InvalidArgumentError: ")
 
 
 def test_public_names_are_documented() -> None:

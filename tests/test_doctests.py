@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,32 @@ import replicax
 MODULES = [m.name for m in pkgutil.walk_packages(replicax.__path__, "replicax.")]
 
 
+class Finder(doctest.DocTestFinder):
+    """Finds public names where they are defined, although they show the path of their export."""
+
+    def _from_module(self, module: Any, object: Any) -> bool:
+        source = getattr(object, "__dict__", {}).get("_module_source")
+        if source is not None:
+            return source == module.__name__
+        return super()._from_module(module, object)  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name: str) -> None:
     module = importlib.import_module(name)
-    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    failed, _ = doctest.testmod(module, optionflags=flags)
-    assert failed == 0
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    for test in Finder().find(module):
+        runner.run(test)
+    assert runner.summarize(verbose=False).failed == 0
+
+
+def test_examples_of_public_names_are_found_once_where_they_are_defined() -> None:
+    tests = [t for name in MODULES for t in Finder().find(importlib.import_module(name))]
+    found = [test.name for test in tests if test.examples]
+    assert len(set(found)) == len(found)
+    assert {
+        "replicax.variables.variable.Variable",
+        "replicax.strategies.base.Strategy.run",
+        "replicax.tracing.gradients.grad",
+    } <= set(found)
+    assert not {name for name in found if name.startswith("replicax.nn.")}

@@ -4,9 +4,12 @@ Write a training step once, against replicas, variables and reductions; run it o
 device, on every device of a machine, or on workers and parameter servers, without a change.
 """
 
+import sys
+
 from replicax import cluster_resolver as cluster_resolver
 from replicax import coordinator as coordinator
 from replicax import data as data
+from replicax import errors as errors
 from replicax import experimental as experimental
 from replicax import metrics as metrics
 from replicax import nn as nn
@@ -21,13 +24,13 @@ from replicax.collectives.cross_device_ops import (
 from replicax.collectives.cross_device_ops import NcclAllReduce as NcclAllReduce
 from replicax.collectives.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
 from replicax.contexts.replica_context import ReplicaContext as ReplicaContext
-from replicax.foundation import errors as errors
 from replicax.foundation.devices import device as device
 from replicax.foundation.devices import set_virtual_cpu_devices as set_virtual_cpu_devices
 from replicax.foundation.options import ReduceOp as ReduceOp
 from replicax.foundation.options import RunOptions as RunOptions
 from replicax.foundation.options import VariableAggregation as VariableAggregation
 from replicax.foundation.options import VariableSynchronization as VariableSynchronization
+from replicax.foundation.public_names import show_as_public
 from replicax.input.distributed import DistributedDataset as DistributedDataset
 from replicax.input.distributed import DistributedIterator as DistributedIterator
 from replicax.input.input_context import InputContext as InputContext
@@ -69,3 +72,72 @@ from replicax.variables.sharded import ShardedVariable as ShardedVariable
 from replicax.variables.variable import Variable as Variable
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CentralStorageStrategy",
+    "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedIterator",
+    "DistributedValues",
+    "HierarchicalCopyAllReduce",
+    "IndexedSlices",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "Mirrored",
+    "MirroredStrategy",
+    "MirroredVariable",
+    "Module",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "ParameterServerStrategy",
+    "PerReplica",
+    "PerReplicaSpec",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "ReplicaLayout",
+    "RunOptions",
+    "Server",
+    "ShardedVariable",
+    "Staleness",
+    "Strategy",
+    "StrategyExtended",
+    "SyncOnReadVariable",
+    "TPUStrategy",
+    "TensorSpec",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "cluster_resolver",
+    "coordinator",
+    "data",
+    "device",
+    "errors",
+    "experimental",
+    "experimental_set_strategy",
+    "function",
+    "get_replica_context",
+    "get_strategy",
+    "grad",
+    "has_strategy",
+    "in_cross_replica_context",
+    "make_variables",
+    "metrics",
+    "nn",
+    "optimizers",
+    "read_variables",
+    "saved_model",
+    "set_virtual_cpu_devices",
+    "testing",
+    "train",
+    "value_and_grad",
+    "variable_creator_scope",
+]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+show_as_public(sys.modules[__name__])

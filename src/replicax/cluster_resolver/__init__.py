@@ -16,3 +16,20 @@ from replicax.cluster_resolver.union import UnionResolver as UnionResolver
 
 # The name that older programs use.
 UnionClusterResolver = UnionResolver
+
+__all__ = [
+    "ClusterResolver",
+    "GCEClusterResolver",
+    "KubernetesClusterResolver",
+    "KubernetesExecutableLocation",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "TPUClusterResolver",
+    "UnionClusterResolver",
+    "UnionResolver",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

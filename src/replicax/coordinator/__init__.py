@@ -30,3 +30,7 @@ __all__ = [
     "WorkerStatus",
     "experimental_get_current_worker_index",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

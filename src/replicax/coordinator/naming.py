@@ -55,10 +55,10 @@ def name_of(obj: Any, strategy: Any) -> Any:
         raise
 
 
-# The coordinator's own classes are known by name, because they are made above this module.
+# The coordinator's own classes are known by their public names: they are made above this module.
 _COORDINATOR_CLASSES = {
-    "replicax.coordinator.remote_value.RemoteValue": "remote_value",
-    "replicax.coordinator.cluster_coordinator.ClusterCoordinator": "coordinator",
+    "replicax.coordinator.RemoteValue": "remote_value",
+    "replicax.coordinator.ClusterCoordinator": "coordinator",
 }
 _ROLE_OF_CLASS: list[tuple[type, str]] = [
     (Variable, "local_variable"),

@@ -56,3 +56,7 @@ __all__ = [
     "coordinator",
     "partitioners",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -39,3 +39,7 @@ __all__ = [
     "Sum",
     "TopKCategoricalAccuracy",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

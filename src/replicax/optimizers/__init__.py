@@ -3,3 +3,7 @@
 from replicax.training.optimizer import Optimizer as Optimizer
 
 __all__ = ["Optimizer"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,6 +13,11 @@ from replicax.strategies.default import DefaultStrategy
 
 __all__ = ["contains_saved_model", "load", "save"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 # Exported code sees this strategy, whatever strategy the model belongs to.
 _alone = DefaultStrategy()
 

@@ -20,3 +20,15 @@ from replicax.testing.disks import small_disk as small_disk
 from replicax.testing.faults import Faults as Faults
 from replicax.testing.local_cluster import LocalCluster as LocalCluster
 from replicax.testing.proxy import Proxy as Proxy
+
+__all__ = [
+    "Faults",
+    "LocalCluster",
+    "Proxy",
+    "fill",
+    "small_disk",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,3 +7,17 @@ from replicax.checkpointing.reading import list_variables as list_variables
 from replicax.checkpointing.reading import load_variable as load_variable
 from replicax.checkpointing.status import RestoreStatus as RestoreStatus
 from replicax.cluster.spec import ClusterSpec as ClusterSpec
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "ClusterSpec",
+    "RestoreStatus",
+    "latest_checkpoint",
+    "list_variables",
+    "load_variable",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -12,6 +12,13 @@ from typing_extensions import override
 
 from replicax.foundation import errors
 
+__all__ = [
+    "FixedShardsPartitioner",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
+    "Partitioner",
+]
+
 # Whatever can be called with a shape and a type; axis 0 is the only one that is cut.
 AnyPartitioner = Callable[..., Any]
 
