@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import threading
@@ -215,6 +216,105 @@ def test_T85_outer_scopes_cannot_move_variables(desk: Desk) -> None:
 
     with rx.variable_creator_scope(elsewhere), strategy.scope():
         assert rx.Variable(1.0) == "made by the outer creator"
+
+
+@pytest.mark.parametrize("parts", [None, 2])
+def test_T85_creators_outside_the_scope_pass_variables_on_to_the_servers(
+    desk: Desk, parts: Any
+) -> None:
+    calls: list[Any] = []
+
+    def recording(tag: str, **changes: Any) -> Any:
+        def creator(next_creator: Any, **kwargs: Any) -> Any:
+            calls.append((tag, kwargs["name"]))
+            return next_creator(**{**kwargs, **changes})
+
+        return creator
+
+    with (
+        rx.variable_creator_scope(recording("outermost", trainable=False)),
+        rx.variable_creator_scope(recording("outer")),
+        desk.strategy(parts).scope(),
+        rx.variable_creator_scope(recording("inner")),
+    ):
+        v = rx.Variable(lambda: jnp.arange(4.0), name="v")
+        first = float(v[0])
+    names = ["v"] if parts is None else ["v/part_0", "v/part_1"]
+    below = [(tag, name) for name in names for tag in ("outer", "outermost")]
+    assert calls == [("inner", "v"), *below]
+    found = v.components
+    assert [c.name for c in found] == names and tasks(*found) == list(range(len(found)))
+    assert first == 0.0 and not v.trainable
+    np.testing.assert_array_equal(v.assign_add(np.ones(4)).numpy(), np.arange(4.0) + 1)
+
+
+@pytest.mark.parametrize("parts", [None, 2])
+def test_T85_creators_outside_the_scope_change_values_types_and_servers(
+    desk: Desk, parts: Any
+) -> None:
+    strategy = desk.strategy(parts)
+    with strategy.scope():
+        rx.Variable(0.0)
+
+    def doubling(next_creator: Any, **kwargs: Any) -> Any:
+        given = kwargs["initial_value"]
+        kwargs["initial_value"] = lambda: 2 * (given() if callable(given) else given)
+        return next_creator(**{**kwargs, "dtype": jnp.float16})
+
+    def on_the_second(next_creator: Any, **kwargs: Any) -> Any:
+        with rx.device("/job:ps/task:1"):
+            return next_creator(**kwargs)
+
+    def near(next_creator: Any, **kwargs: Any) -> Any:
+        return next_creator(**{**kwargs, "colocate_with": "/job:ps/replica:0/task:1/device:CPU:0"})
+
+    with rx.variable_creator_scope(doubling), strategy.scope():
+        doubled = rx.Variable(np.arange(4.0, dtype=np.float32), name="v")
+    np.testing.assert_array_equal(doubled.numpy(), 2 * np.arange(4.0))
+    assert doubled.dtype == jnp.float16 and "ps" in doubled.device
+    for creator in (on_the_second, near):
+        with rx.variable_creator_scope(creator), strategy.scope():
+            moved = [rx.Variable(np.ones(4)) for _ in range(2)]
+        assert {task for v in moved for task in tasks(*v.components)} == {1}
+
+
+def test_T83_partitioned_initialisers_are_asked_for_parts_only(desk: Desk) -> None:
+    class Eye:
+        def __init__(self) -> None:
+            self.asked: list[Any] = []
+
+        def __call__(self, shape: Any, dtype: Any = jnp.float32, **kwargs: Any) -> Any:
+            self.asked.append((kwargs["partition_shape"], kwargs["partition_offset"]))
+            rows, start = kwargs["partition_shape"][0], kwargs["partition_offset"][0]
+            return jnp.eye(*shape, dtype=dtype)[start : start + rows]
+
+    class Refusing:
+        def __init__(self, error: type[Exception]) -> None:
+            self.error = error
+
+        def __call__(self, **kwargs: Any) -> Any:
+            if kwargs:
+                raise self.error("no such argument")
+            return jnp.arange(6.0).reshape(3, 2)
+
+    told, untold, bound = Eye(), Eye(), Eye()
+    expected = [((2, 3), (0, 0)), ((1, 3), (2, 0))]
+    with desk.strategy(2).scope():
+        v = rx.Variable(told, shape=(3, 3), dtype=jnp.float32, name="told")
+        w = rx.Variable(untold, shape=(3, 3), name="untold")
+        u = rx.Variable(functools.partial(bound, shape=(3, 3)), shape=(3, 3), dtype=jnp.int32)
+        whole = [
+            rx.Variable(Refusing(kind), shape=(3, 2), dtype=jnp.float32)
+            for kind in (TypeError, ValueError)
+        ]
+    assert told.asked == bound.asked == expected
+    assert untold.asked == [((3, 3), (0, 0)), *expected]
+    for found in (v, w, u):
+        np.testing.assert_array_equal(found.numpy(), np.eye(3))
+    assert u.dtype == jnp.int32
+    for found in whole:
+        assert len(found.variables) == 2
+        np.testing.assert_array_equal(found.numpy(), np.arange(6.0).reshape(3, 2))
 
 
 # What can be done with them, here at the coordinator.

@@ -336,6 +336,33 @@ def test_t21_creators_opened_outside_of_the_scope(strategy: Any, run: Any) -> No
         assert strategy.extended.variable_created_in_scope(v)
 
 
+@pytest.mark.strategies(*KINDS)
+def test_t21_what_creators_outside_of_the_scope_change_holds(strategy: Any, run: Any) -> None:
+    def changing(next_creator: Any, **kwargs: Any) -> Any:
+        kwargs["name"] = kwargs["name"].replace("v", "w")
+        kwargs["initial_value"] = 2 * kwargs["initial_value"]
+        return next_creator(**{**kwargs, "dtype": jnp.float16})
+
+    # Known, and computed by the function that is compiled.
+    for initial in (3.0, lambda: 1.0 + 2.0 * jnp.ones(())):
+        found: list[Any] = []
+
+        def fn(initial: Any = initial, found: Any = found) -> Any:
+            given = initial() if callable(initial) else initial
+            if not found:
+                found.append(rx.Variable(given, name="v", dtype=jnp.float32))
+            return found[0].read_value()
+
+        with rx.variable_creator_scope(changing):
+            run(strategy, fn)
+        (v,) = found
+        v = getattr(v, "container", v)
+        assert (v.name, v.dtype) == ("w", jnp.float16)
+        assert copies(v) == [6.0] * len(v.components)
+        if strategy is not rx.get_strategy():
+            assert strategy.extended.variable_created_in_scope(v)
+
+
 @pytest.mark.strategies(*SEVERAL)
 def test_t21_a_creator_scope_left_open_by_a_replica_does_not_leak(strategy: Any) -> None:
     def creator(next_creator: Any, **kwargs: Any) -> Any:

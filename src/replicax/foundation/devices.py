@@ -25,6 +25,12 @@ _current: contextvars.ContextVar[Device | None] = contextvars.ContextVar(
 )
 
 
+# The name that it was given by, which may be one of another task.
+_requested: contextvars.ContextVar[DeviceSpec | None] = contextvars.ContextVar(
+    "replicax_requested_device", default=None
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class DeviceSpec:
     """A device name taken apart; absent parts are None."""
@@ -143,6 +149,11 @@ def explicit() -> Device | None:
     return _current.get()
 
 
+def requested() -> DeviceSpec | None:
+    """Returns the name that the innermost `device(...)` block was given, taken apart."""
+    return _requested.get()
+
+
 @contextlib.contextmanager
 def device(name: str | Device | None) -> Iterator[None]:
     """Places the arrays and variables made inside on one device.
@@ -156,10 +167,12 @@ def device(name: str | Device | None) -> Iterator[None]:
         return
     resolved = resolve(name)
     token = _current.set(resolved)
+    request = _requested.set(parse(name) if isinstance(name, str) else None)
     try:
         with jax.default_device(resolved):
             yield
     finally:
+        _requested.reset(request)
         _current.reset(token)
 
 

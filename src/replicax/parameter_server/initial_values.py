@@ -6,6 +6,7 @@ own part, so that a table may be larger than the memory of the process that crea
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -52,6 +53,10 @@ class InitialValue:
         """Returns the value of a variable in one part."""
         raise NotImplementedError
 
+    def rows(self, start: int, stop: int) -> Any:
+        """Computes the value of a part here."""
+        raise NotImplementedError
+
 
 class GivenValue(InitialValue):
     """A value that is there."""
@@ -66,30 +71,115 @@ class GivenValue(InitialValue):
     def whole(self) -> Initial:
         return Initial(messages.Given(), [np.ascontiguousarray(self._array)])
 
+    def rows(self, start: int, stop: int) -> Any:
+        return self._array[start:stop]
+
 
 class TracedValue(InitialValue):
-    """A value that a traceable function gives."""
+    """A value that a traced function gives."""
 
-    def __init__(self, function: Callable[[], Any], by_part: Any, spec: Any) -> None:
-        super().__init__(tuple(spec.shape), spec.dtype)
-        self._function = function
-        # Makes the rows from a start on, for functions that know about parts; else None.
-        self._by_part = by_part
+    def __init__(self, closed: Any, dtype: Any) -> None:
+        (aval,) = closed.out_avals
+        super().__init__(tuple(aval.shape), jnp.dtype(dtype or aval.dtype))
+        self._closed = closed
+
+    def _value(self) -> Any:
+        (found,) = jax_compat.eval_jaxpr(self._closed.jaxpr, self._closed.consts)
+        return jnp.asarray(found, self.dtype)
 
     def of_rows(self, start: int, stop: int) -> Initial:
-        if self._by_part is not None:
-            shape = (stop - start, *self.shape[1:])
-            offset = (start, *(0 for _ in self.shape[1:]))
-            part = functools.partial(self._by_part, partition_shape=shape, partition_offset=offset)
-            return _made_by(lambda: jnp.asarray(part(), self.dtype))
-        return _made_by(lambda: self._function()[start:stop])
+        return _made_by(lambda: self._value()[start:stop])
 
     def whole(self) -> Initial:
-        return _made_by(self._function)
+        return _made_by(self._value)
+
+    def rows(self, start: int, stop: int) -> Any:
+        with jax_compat.eagerly():
+            return jax.jit(self._value)()[start:stop]
 
 
-def describe(kwargs: dict[str, Any]) -> InitialValue:
-    """Finds out how the variable that `rx.Variable(**kwargs)` asks for gets its value."""
+class PartwiseValue(InitialValue):
+    """A value that a function gives part by part; it is asked for parts only.
+
+    Args:
+      function: Takes `partition_shape` and `partition_offset`. If it refuses them, or gives the
+        whole value all the same, parts are cut from the whole.
+      shape: The shape of the whole.
+      dtype: The type of the whole.
+    """
+
+    def __init__(self, function: Callable[..., Any], shape: tuple[int, ...], dtype: Any) -> None:
+        super().__init__(shape, jnp.dtype(dtype))
+        self._function = function
+        self._uncut: InitialValue | None = None
+
+    def of_rows(self, start: int, stop: int) -> Initial:
+        found = self._part(start, stop)
+        return found.whole() if found is not self._uncut else found.of_rows(start, stop)
+
+    def rows(self, start: int, stop: int) -> Any:
+        found = self._part(start, stop)
+        first = start if found is self._uncut else 0
+        return found.rows(first, first + stop - start)
+
+    def whole(self) -> Initial:
+        return self._whole_value().whole()
+
+    def _part(self, start: int, stop: int) -> InitialValue:
+        """Returns the value of a part, or that of the whole if there is nothing smaller."""
+        if self._uncut is not None:
+            return self._uncut
+        shape = (stop - start, *self.shape[1:])
+        offset = (start, *(0 for _ in self.shape[1:]))
+        by_part = functools.partial(self._function, partition_shape=shape, partition_offset=offset)
+        try:
+            found = _value_of(by_part, self.dtype)
+        except (TypeError, ValueError) as error:
+            _log.info("An initial value is computed as a whole: for a part, %r.", error)
+            return self._whole_value()
+        if found.shape == shape:
+            return found
+        self._uncut = found
+        creators.require_shape(self.shape, found.shape)
+        return found
+
+    def _whole_value(self) -> InitialValue:
+        if self._uncut is None:
+            self._uncut = _value_of(self._function, self.dtype)
+            creators.require_shape(self.shape, self._uncut.shape)
+        return self._uncut
+
+
+class PartValue:
+    """The initial value of a part, as creators outside the scope see it: a function.
+
+    Attributes:
+      shape: The shape of the part.
+      dtype: Its type.
+    """
+
+    def __init__(self, value: InitialValue, start: int, stop: int) -> None:
+        self._value = value
+        self._range = (start, stop)
+        self.shape = (stop - start, *value.shape[1:])
+        self.dtype = value.dtype
+
+    def __call__(self) -> Any:
+        return self._value.rows(*self._range)
+
+    def whole(self) -> Initial:
+        """Returns what the server is told."""
+        return self._value.of_rows(*self._range)
+
+
+def describe(kwargs: dict[str, Any], is_cut: bool) -> InitialValue:
+    """Finds out how the variable that `rx.Variable(**kwargs)` asks for gets its value.
+
+    Args:
+      kwargs: The arguments.
+      is_cut: Whether the variable may be cut into parts. Then a function that can make parts is
+        not called for the whole.
+    """
     function = kwargs.get("initial_value")
     if not callable(function):
         array = creators.initial_array(kwargs)
@@ -102,33 +192,52 @@ def describe(kwargs: dict[str, Any]) -> InitialValue:
                 )
             )
         return GivenValue(array)
-    bound, by_part = _bound(function, kwargs)
+    bound, knows_parts = _bound(function, kwargs)
+    shape, dtype = kwargs.get("shape"), kwargs.get("dtype")
+    if is_cut and knows_parts and shape is not None:
+        whole = tuple(np.atleast_1d(shape).tolist()) if shape != () else ()
+        if dtype is None and whole:
+            # The partitioner wants to know the type: asked for one part that is everything, the
+            # function tells. What goes wrong here goes wrong below, and is raised there.
+            ask = functools.partial(
+                bound, partition_shape=whole, partition_offset=tuple(0 for _ in whole)
+            )
+            with contextlib.suppress(Exception), jax_compat.eagerly():
+                dtype = jax.eval_shape(ask).dtype
+        if dtype is not None and whole:
+            return PartwiseValue(bound, whole, dtype)
+    found = _value_of(bound, dtype)
+    creators.require_shape(shape, found.shape)
+    return found
 
-    def value() -> Any:
-        return creators.initial_array({**kwargs, "initial_value": bound})
 
+def _value_of(function: Callable[[], Any], dtype: Any) -> InitialValue:
+    """Calls a function once, on tracers if that works."""
     with jax_compat.eagerly():
         try:
-            closed = jax.make_jaxpr(bound)()
+            closed = jax.make_jaxpr(function)()
         except Exception as error:
             # It may still do as a function that runs; if not, that error is the user's.
             _log.info("An initial value is computed here: tracing it failed with %r.", error)
-            return GivenValue(value())
-        size = sum(getattr(c, "nbytes", 0) for c in closed.consts)
-        if size > _MOST_CONSTANT_BYTES or len(closed.out_avals) != 1 or closed.jaxpr.effects:
-            return GivenValue(value())
-    dtype = kwargs.get("dtype") or closed.out_avals[0].dtype
-    spec = jax.ShapeDtypeStruct(closed.out_avals[0].shape, jnp.dtype(dtype))
-    creators.require_shape(kwargs.get("shape"), spec.shape)
-    return TracedValue(lambda: jnp.asarray(bound(), spec.dtype), by_part, spec)
+        else:
+            size = sum(getattr(c, "nbytes", 0) for c in closed.consts)
+            is_one = len(closed.out_avals) == 1
+            if size <= _MOST_CONSTANT_BYTES and is_one and not closed.jaxpr.effects:
+                return TracedValue(closed, dtype)
+    return GivenValue(creators.initial_array({"initial_value": function, "dtype": dtype}))
 
 
-def _bound(function: Callable[..., Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Gives a function the shape and type that it asks for by name."""
+def _bound(function: Callable[..., Any], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """Gives a function the shape and type that it asks for by name.
+
+    Returns:
+      The function, and whether it may be one that makes parts.
+    """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        parameters = {}
+        # It cannot be asked: the call will show.
+        return function, True
     given = {
         name: kwargs[name]
         for name in ("shape", "dtype")
@@ -137,8 +246,8 @@ def _bound(function: Callable[..., Any], kwargs: dict[str, Any]) -> tuple[Any, A
         and kwargs.get(name) is not None
     }
     bound = functools.partial(function, **given) if given else function
-    knows_parts = all(name in parameters for name in _PARTITIONING)
-    return bound, (bound if knows_parts else None)
+    is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return bound, is_open or all(name in parameters for name in _PARTITIONING)
 
 
 def _made_by(function: Callable[[], Any]) -> Initial:

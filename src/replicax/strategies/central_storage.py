@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -13,7 +14,7 @@ from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import VariableSynchronization
 from replicax.strategies.base import Strategy
 from replicax.strategies.extended import StrategyExtended
-from replicax.strategies.mirrored import create_replicated, resolve_worker_devices
+from replicax.strategies.mirrored import attributes_of, replicated_by, resolve_worker_devices
 from replicax.values.layout import ReplicaLayout
 from replicax.variables import creators
 from replicax.variables.plain import create_plain
@@ -30,14 +31,15 @@ class CentralStorageExtended(StrategyExtended):
         kwargs.pop("colocate_with", None)
         on_read = kwargs.get("synchronization") is VariableSynchronization.ON_READ
         if on_read:
-            return create_replicated(self, self.layout, **kwargs)
+            return replicated_by(next_creator, self, self.layout, kwargs)
         if creators.is_last_resort(next_creator):
             return create_plain(self, self._parameter_devices[0], is_aggregating=True, **kwargs)
-        with devices.device(self._parameter_devices[0]):
+        make = functools.partial(create_plain, self, is_aggregating=True)
+        with devices.device(self._parameter_devices[0]), creators.made_by(make):
             made = next_creator(**kwargs)
-        if not isinstance(made, Variable):
+        if not isinstance(made, Variable) or made.owner is self:
             return made
-        kwargs = dict(kwargs, initial_value=made.read_copy(0), trainable=made.trainable)
+        kwargs = dict(kwargs, **attributes_of(made), initial_value=made.read_copy(0))
         return create_plain(self, made.placement[0], is_aggregating=True, **kwargs)
 
 

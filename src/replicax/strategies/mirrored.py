@@ -34,36 +34,7 @@ class MirroredExtended(StrategyExtended):
         targets = kwargs.pop("colocate_with", None)
         if targets is not None and tuple(targets) != self.layout.devices:
             return create_plain(self, targets[0], is_aggregating=True, **kwargs)
-        if creators.is_last_resort(next_creator):
-            return create_replicated(self, self.layout, **kwargs)
-        return self._from_components(next_creator, kwargs)
-
-    def _from_components(self, next_creator: Callable[..., Any], kwargs: Any) -> Variable:
-        """Lets creators opened outside of the scope make each copy, then joins the copies."""
-        assert self.layout is not None
-        name = kwargs.get("name") or "Variable"
-        first: Any = None
-        parts: list[Any] = []
-        for i, device in enumerate(self.layout.devices):
-            own = dict(kwargs, name=name if i == 0 else f"{name}/replica_{i}")
-            if i > 0:
-                own["initial_value"] = first
-            with devices.device(device):
-                part = next_creator(**own)
-            if not isinstance(part, Variable):
-                return part
-            if part.stored is None:
-                # Its first value is being traced: there is one trace for all copies.
-                return create_replicated(self, self.layout, **kwargs)
-            first = part.read_copy(0) if i == 0 else first
-            parts.append(part)
-        kwargs = dict(kwargs, initial_value=first, trainable=parts[0].trainable)
-        variable = create_replicated(self, self.layout, **kwargs)
-        with jax_compat.eagerly():
-            copies = [part.read_copy(0) for part in parts]
-            join = self.layout.assemble if variable.is_per_replica else self.layout.from_copies
-            variable.stored = join(copies)
-        return variable
+        return replicated_by(next_creator, self, self.layout, kwargs)
 
     @override
     def _check_batch(self, values: list[Any]) -> None:
@@ -78,6 +49,58 @@ class MirroredExtended(StrategyExtended):
                     "Reduce the int32 values in a batch of their own.",
                 )
             )
+
+
+def replicated_by(
+    next_creator: Callable[..., Any], owner: Any, layout: ReplicaLayout, kwargs: dict[str, Any]
+) -> Any:
+    """Makes a variable with a copy on each replica; creators outside the scope make each copy."""
+    if creators.is_last_resort(next_creator):
+        return create_replicated(owner, layout, **kwargs)
+
+    def first_copy(**own: Any) -> Variable:
+        initial = creators.initial_array(own)
+        if jax_compat.is_traced(initial):
+            # There is one trace for all copies.
+            return create_replicated(owner, layout, **{**own, "initial_value": initial})
+        return create_plain(**{**own, "initial_value": initial})
+
+    def further_copy(**own: Any) -> Variable:
+        # A creator that changes initial values has changed this one already.
+        return create_plain(**{**own, "initial_value": first})
+
+    name = kwargs.get("name") or "Variable"
+    first: Any = None
+    parts: list[Any] = []
+    for i, device in enumerate(layout.devices):
+        own = dict(kwargs, name=name if i == 0 else f"{name}/replica_{i}")
+        if i > 0:
+            own["initial_value"] = first
+        maker = first_copy if i == 0 else further_copy
+        with devices.device(device), creators.made_by(maker):
+            part = next_creator(**own)
+        if not isinstance(part, Variable) or part.owner is owner:
+            return part
+        first = part.read_copy(0) if i == 0 else first
+        parts.append(part)
+    kwargs = dict(kwargs, **attributes_of(parts[0]), initial_value=first)
+    variable = create_replicated(owner, layout, **kwargs)
+    with jax_compat.eagerly():
+        copies = [part.read_copy(0) for part in parts]
+        join = layout.assemble if variable.is_per_replica else layout.from_copies
+        variable.stored = join(copies)
+    return variable
+
+
+def attributes_of(variable: Variable) -> dict[str, Any]:
+    """Returns what a creator outside the scope may have decided about a copy."""
+    return {
+        "name": variable.name,
+        "dtype": variable.dtype,
+        "shape": None,
+        "trainable": variable.trainable,
+        "constraint": variable.constraint,
+    }
 
 
 def create_replicated(owner: Any, layout: ReplicaLayout, **kwargs: Any) -> Variable:

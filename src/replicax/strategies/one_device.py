@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, final
 
@@ -27,9 +28,10 @@ class OneDeviceExtended(StrategyExtended):
         kwargs.pop("colocate_with", None)
         if creators.is_last_resort(next_creator):
             return create_plain(self, self.layout.devices[0], **kwargs)
-        with devices.device(self.layout.devices[0]):
+        make = functools.partial(create_plain, self)
+        with devices.device(self.layout.devices[0]), creators.made_by(make):
             variable = next_creator(**kwargs)
-        if isinstance(variable, Variable):
+        if isinstance(variable, Variable) and variable.owner is None:
             variable.owner = self
         return variable
 

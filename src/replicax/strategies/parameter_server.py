@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -21,7 +22,7 @@ from replicax.parameter_server import initial_values
 from replicax.parameter_server.client import ParameterClient
 from replicax.parameter_server.cluster import Cluster
 from replicax.parameter_server.creation import create_part
-from replicax.parameter_server.initial_values import Initial, InitialValue
+from replicax.parameter_server.initial_values import Initial, InitialValue, PartValue
 from replicax.strategies import parameter_server_options as options
 from replicax.strategies import server_optimizers
 from replicax.strategies.base import Strategy
@@ -126,34 +127,45 @@ class ParameterServerExtended(StrategyExtended):
 
     @override
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        near = kwargs.pop("colocate_with", None)
-        if not creators.is_last_resort(next_creator):
-            variable = next_creator(**kwargs)
-            if isinstance(variable, Variable) and variable.owner is None:
-                variable.owner = self
-            return variable
         name = kwargs.get("name") or "Variable"
         self.require_cluster(f"The creation of variable {name!r}")
-        initial = initial_values.describe(kwargs)
-        attributes = creators.resolve_attributes(kwargs, initial)
-        count = 1
-        if self._partitioner is not None and near is None and initial.shape:
-            count = checked_counts(self._partitioner, initial.shape, initial.dtype)
-        with self._lock:
+        # A block that a creator opens below this one can move the variable; one around us cannot.
+        make = functools.partial(self._make_uncut, devices.requested())
+        with self._lock, creators.made_by(make):
+            if self._partitioner is None or kwargs.get("colocate_with") is not None:
+                return self._owned(next_creator(**kwargs))
+            initial = initial_values.describe(kwargs, is_cut=True)
+            shape, dtype = initial.shape, initial.dtype
+            count = checked_counts(self._partitioner, shape, dtype) if shape else 1
             if count == 1:
-                return self.make_part(attributes, initial.whole(), self._server_near(near))
-            return self._make_sharded(attributes, initial, count)
+                if creators.is_last_resort(next_creator):
+                    kwargs["initial_value"] = initial
+                return self._owned(next_creator(**kwargs))
+            parts = []
+            for i, (start, stop) in enumerate(split_rows(shape[0], count)):
+                own = dict(kwargs, name=f"{name}/part_{i}", shape=(stop - start, *shape[1:]))
+                part = PartValue(initial, start, stop)
+                parts.append(next_creator(**dict(own, dtype=dtype, initial_value=part)))
+        return ShardedVariable(parts, name=name)
 
-    def _make_sharded(
-        self, attributes: creators.VariableAttributes, initial: InitialValue, count: int
-    ) -> ShardedVariable:
-        parts = [
-            self.make_part(
-                attributes.part(i, stop - start), initial.of_rows(start, stop), self.next_server()
-            )
-            for i, (start, stop) in enumerate(split_rows(initial.shape[0], count))
-        ]
-        return ShardedVariable(parts, name=attributes.name)
+    def _owned(self, variable: Any) -> Any:
+        """Takes in a variable that a creator outside the scope has made by itself."""
+        if isinstance(variable, Variable) and variable.owner is None:
+            variable.owner = self
+        return variable
+
+    def _make_uncut(self, around: Any, **kwargs: Any) -> RemoteVariable:
+        """Makes a variable, or a part of one, as the last creator asks for it."""
+        near = kwargs.pop("colocate_with", None)
+        block = devices.requested()
+        if near is None and block is not around and block is not None and block.job == "ps":
+            near = TaskName("ps", block.task or 0).device("CPU", 0)
+        value = kwargs.get("initial_value")
+        is_known = isinstance(value, InitialValue | PartValue)
+        if not is_known or kwargs.get("dtype") not in (None, value.dtype):
+            value = initial_values.describe(kwargs, is_cut=False)
+        attributes = creators.resolve_attributes(kwargs, value)
+        return self.make_part(attributes, value.whole(), self._server_near(near))
 
     def next_server(self) -> int:
         """Returns the server whose turn it is."""

@@ -24,6 +24,12 @@ _creators: contextvars.ContextVar[tuple[Creator, ...]] = contextvars.ContextVar(
 )
 
 
+# What a strategy puts in the place of the last resort while it asks the creators outside its scope.
+_maker: contextvars.ContextVar[Creator | None] = contextvars.ContextVar(
+    "replicax_variable_maker", default=None
+)
+
+
 class _Bottom:
     """What lies below the stacks of all threads."""
 
@@ -90,11 +96,33 @@ def create(
     }
     # The last creator is asked first; each gets the one before it as `next_creator`.
     chain = (*_Bottom.installed, *_creators.get())
-    variable = functools.reduce(_bind, chain, _Bottom.last_resort)(**kwargs)
+    variable = functools.reduce(_bind, chain, _last)(**kwargs)
     overlay = frames.current().overlay
     if overlay is not None:
         overlay.note_creation(variable)
     return variable
+
+
+def _last(**kwargs: Any) -> Any:
+    """Ends every stack: the strategy that asked makes the variable, or the last resort."""
+    return (_maker.get() or _Bottom.last_resort)(**kwargs)
+
+
+@contextlib.contextmanager
+def made_by(maker: Creator) -> Iterator[None]:
+    """Lets a strategy make the variables that creators outside its scope pass on.
+
+    Creators that were opened before `strategy.scope()` come after the strategy in the stack. They
+    may change the arguments, but the variable at the end must still be one of the strategy.
+
+    Args:
+      maker: Takes the arguments as the last creator passes them on.
+    """
+    token = _maker.set(maker)
+    try:
+        yield
+    finally:
+        _maker.reset(token)
 
 
 def _bind(next_creator: Creator, creator: Creator) -> Creator:
@@ -108,7 +136,7 @@ def set_last_resort(creator: Creator) -> None:
 
 def is_last_resort(creator: Creator) -> bool:
     """Tells whether no creator of the user's is left to ask."""
-    return creator is _Bottom.last_resort
+    return creator is _last
 
 
 def install(*creator: Creator) -> None:
