@@ -37,12 +37,14 @@ from benchmarks import (
     snapshots,
     sparse_step,
     tf_environment,
+    transformer_step,
     virtual_replicas,
 )
 from benchmarks.harness import OUT, ContestantFailed, Row, Settings
 
 BENCHMARKS: tuple[ModuleType, ...] = (
     compiled_step,
+    transformer_step,
     call_overhead,
     eager_all_reduce,
     virtual_replicas,

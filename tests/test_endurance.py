@@ -102,14 +102,19 @@ assert float(v[0]) == steps * 4
 """
 
 
-def run_alone(code: str, *args: object, timeout: float = 250) -> None:
+# The smallest thread pool: XLA then forgives no overlap of two programs.
+NARROW = "2"
+# Threads for two programs over eight devices: the next one is dispatched ahead.
+WIDE = "16"
+
+
+def run_alone(code: str, *args: object, timeout: float = 250, pool: str = NARROW) -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMMON + code, *map(str, args)],
         capture_output=True,
         text=True,
         timeout=timeout,
-        # The smallest thread pool: XLA then forgives no overlap of two programs.
-        env={**os.environ, "PYTHONFAULTHANDLER": "1", "NPROC": "2"},
+        env={**os.environ, "PYTHONFAULTHANDLER": "1", "NPROC": pool},
     )
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
@@ -117,27 +122,31 @@ def run_alone(code: str, *args: object, timeout: float = 250) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("pool", [NARROW, WIDE])
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_thousand_unawaited_steps(devices: int, threads: int) -> None:
-    run_alone(STEPS, devices, threads, 1000)
+def test_a_thousand_unawaited_steps(devices: int, threads: int, pool: str) -> None:
+    run_alone(STEPS, devices, threads, 1000, pool=pool)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("pool", [NARROW, WIDE])
 @pytest.mark.parametrize("devices", [2, 8])
-def test_twenty_thousand_unawaited_steps(devices: int) -> None:
-    run_alone(STEPS, devices, 4, 20_000, timeout=380)
+def test_twenty_thousand_unawaited_steps(devices: int, pool: str) -> None:
+    run_alone(STEPS, devices, 4, 20_000, timeout=380, pool=pool)
 
 
-def test_two_strategies_from_two_threads() -> None:
-    run_alone(TWO_STRATEGIES, 500)
+@pytest.mark.parametrize("pool", [NARROW, WIDE])
+def test_two_strategies_from_two_threads(pool: str) -> None:
+    run_alone(TWO_STRATEGIES, 500, pool=pool)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_strategies_from_two_threads_for_long() -> None:
-    run_alone(TWO_STRATEGIES, 10_000, timeout=380)
+@pytest.mark.parametrize("pool", [NARROW, WIDE])
+def test_two_strategies_from_two_threads_for_long(pool: str) -> None:
+    run_alone(TWO_STRATEGIES, 10_000, timeout=380, pool=pool)
 
 
 def test_eager_and_compiled_collectives_at_once() -> None:

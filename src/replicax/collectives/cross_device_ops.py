@@ -276,9 +276,9 @@ class _AllReduce(_PackedReduction):
         if program is None:
             program = self._programs[key] = self._compile(op, layout, options, kinds)
         with gate.state():
-            gate.take_turn()
+            gate.wait_for_previous()
             results, token = program(stored)
-            gate.hand_over(token)
+            gate.set_running(token)
         return [jax.tree.map(lambda a: a.addressable_shards[0].data, r) for r in results]
 
     def _compile(self, op: ReduceOp, layout: ReplicaLayout, options: Any, kinds: Any) -> Any:

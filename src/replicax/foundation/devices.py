@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from replicax.foundation import errors
+from replicax.foundation import errors, gate
 from replicax.foundation.jax_compat import Device
 
 _PLATFORMS = {"CPU": ("cpu",), "GPU": ("gpu", "cuda", "rocm"), "TPU": ("tpu",)}
@@ -195,6 +195,8 @@ def set_virtual_cpu_devices(count: int) -> None:
         os.environ["NPROC"] = str(max(os.cpu_count() or 1, 2 * count))
     try:
         jax.config.update("jax_num_cpu_devices", count)
+        num_threads = os.environ["NPROC"]
+        gate.set_pool(int(num_threads) if num_threads.isdecimal() else 0, count)
     except RuntimeError:
         if len(jax.devices("cpu")) == count:
             return

@@ -176,7 +176,7 @@ class Program:
                 for v in captured.variables
             ]
             with gate.state():
-                gate.take_turn()
+                gate.wait_for_previous()
                 found = jax.jit(initial)(
                     self._on_devices(values), self._constants, self._on_devices(arrays)
                 )
@@ -232,10 +232,10 @@ class Program:
             homes = [self._written[i].stored.sharding for i in self._foreign]
             old, kept = self._on_devices(old), self._on_devices(kept)
         if self._takes_turns:
-            gate.take_turn()
+            gate.wait_for_previous()
         new, outs, changed, token = self._run(old, kept, self._constants, arrays, pulled)
         if self._takes_turns:
-            gate.hand_over(token)
+            gate.set_running(token)
         for variable, value in zip(self._written, new, strict=True):
             variable.stored = value
             variable.is_lent = False
