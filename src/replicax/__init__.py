@@ -53,6 +53,8 @@ from replicax.strategies.parameter_server import (
 )
 from replicax.strategies.tpu import TPUStrategy as TPUStrategy
 from replicax.tracing.function import function as function
+from replicax.tracing.function import functions_run_eagerly as functions_run_eagerly
+from replicax.tracing.function import run_functions_eagerly as run_functions_eagerly
 from replicax.tracing.gradients import grad as grad
 from replicax.tracing.gradients import value_and_grad as value_and_grad
 from replicax.tracing.signature import PerReplicaSpec as PerReplicaSpec

@@ -196,6 +196,9 @@ class Dispatcher:
         buffers: list[memoryview],
         now: float,
     ) -> None:
+        for text in body.warnings:
+            # One line each, whatever it says.
+            _log.warning("%s: %s", Task("worker", worker), " ".join(text.split()))
         position = num_run = 0
         for result in body.results:
             own = buffers[position : position + result.num_buffers]

@@ -152,7 +152,8 @@ class _Pickler(cloudpickle.Pickler):
         elif isinstance(obj, types.ModuleType):
             self._send_by_value(obj.__name__)
         elif isinstance(obj, Function):
-            return Function, (obj.python_function, obj.input_signature, obj.name)
+            signature = obj.input_signature
+            return Function, (obj.python_function, signature, obj.name, obj.reduce_retracing)
         elif isinstance(obj, lazy.LazyModule):
             return lazy.module, (obj._name,)
         elif isinstance(obj, jax.Array):

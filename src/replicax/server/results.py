@@ -69,14 +69,16 @@ class Reports:
     Args:
       send: Sends a message with its buffers.
       note_sent: Called with the results that were sent.
+      take_warnings: Returns warnings that were not sent yet.
     """
 
     def __init__(
         self,
         send: Callable[[Finished, list[Any]], None],
         note_sent: Callable[[Sequence[tuple[Result, Sequence[Any]]]], None],
+        take_warnings: Callable[[], list[str]],
     ) -> None:
-        self._send, self._note_sent = send, note_sent
+        self._send, self._note_sent, self._take_warnings = send, note_sent, take_warnings
         self._outcomes: list[Outcome] = []
         self._since_s = 0.0
 
@@ -124,7 +126,7 @@ class Reports:
         # note that it still runs.
         self._note_sent(sent)
         try:
-            self._send(Finished([result for result, _ in sent]), buffers)
+            self._send(Finished([result for result, _ in sent], self._take_warnings()), buffers)
         except errors.DistributeError as error:
             # One of them is no message; the others, and the worker, do not suffer for it.
             if len(batch) > 1:

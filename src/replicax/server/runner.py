@@ -14,6 +14,7 @@ from replicax.server import failures, resources, results
 from replicax.server.functions import unpickle
 from replicax.server.job import Call, Drop, Job, Make, Work
 from replicax.server.results import Outcome
+from replicax.server.warning_relay import WarningRelay
 from replicax.transport.messages import Body, ClosureCall, MakeResource, ResourceMade
 
 Ended = list[tuple[int, Exception | None]]
@@ -91,7 +92,6 @@ class Runner:
     ) -> None:
         self._job, self._session, self._send = job, session, send
         self.resources = resources.Resources(task)
-        self._reports = results.Reports(send, job.note_sent)
         # Closures that have ended, and whose updates are on the way.
         self._arriving: dict[int, Outcome] = {}
         # How long functions took the last time.
@@ -105,10 +105,13 @@ class Runner:
         self._stack = contextlib.ExitStack()
         self._context.run(self._stack.enter_context, worker_index.on_worker(index))
         self._context.run(self._stack.enter_context, session.strategy.scope())
+        self._warnings = WarningRelay()
+        self._reports = results.Reports(send, job.note_sent, self._warnings.take)
 
     def close(self) -> None:
         """Drops all resources, and the session."""
         with contextlib.ExitStack() as stack:
+            stack.callback(self._warnings.close)
             stack.callback(self._session.close)
             stack.callback(self._context.run, self._stack.close)
             self._context.copy().run(self.resources.close)

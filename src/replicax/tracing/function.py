@@ -8,27 +8,65 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
 from replicax.contexts import frames
 from replicax.foundation import errors, jax_compat
-from replicax.tracing import feeds, signature
+from replicax.tracing import concrete, feeds, retracing, signature
+from replicax.tracing.concrete import ConcreteFunction
 from replicax.tracing.program import Program
 
 _log = logging.getLogger(__name__)
-_MANY_TRACES = 8
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+_BoundP = ParamSpec("_BoundP")
+_BoundR = TypeVar("_BoundR")
 
 
-class Function:
+class _Debugging:
+    """Whether compiled functions run as plain Python, in all threads."""
+
+    runs_eagerly = False
+
+
+def run_functions_eagerly(run_eagerly: bool) -> None:
+    """Makes all compiled functions run as plain Python, or compiles them again.
+
+    For debugging: prints, breakpoints and Python branches on values work then. Replica code
+    runs replica after replica, as it does under a plain `strategy.run`.
+
+    >>> import replicax as rx
+    >>> rx.run_functions_eagerly(True)
+    >>> rx.function(lambda x: "positive" if x > 0 else "negative")(rx.Variable(-1.0))
+    'negative'
+    >>> rx.run_functions_eagerly(False)
+    """
+    _Debugging.runs_eagerly = bool(run_eagerly)
+
+
+def functions_run_eagerly() -> bool:
+    """Tells whether `run_functions_eagerly(True)` is in force.
+
+    >>> functions_run_eagerly()
+    False
+    """
+    return _Debugging.runs_eagerly
+
+
+class Function(Generic[P, R]):
     """A compiled function; made by `rx.function`."""
 
     def __init__(
         self,
-        python_function: Callable[..., Any],
+        python_function: Callable[P, R],
         input_signature: Sequence[Any] | None = None,
         name: str | None = None,
+        reduce_retracing: bool = False,
+        *,
+        history: retracing.TraceHistory | None = None,
     ) -> None:
         functools.update_wrapper(self, python_function)
         self.python_function = python_function
@@ -37,39 +75,60 @@ class Function:
         # Per key of arguments one program, or several that took different data.
         self._programs: dict[Any, list[Program]] = {}
         self._reasons: list[str] = []
+        self._history = history or retracing.history_of(python_function)
+        self.reduce_retracing = reduce_retracing
+        self._generalization = retracing.Generalization() if reduce_retracing else None
         self._has_created = False
         self._has_warned = False
         # One compiled function per strategy that runs this one on its replicas.
-        self._per_strategy: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
+        self._per_strategy: weakref.WeakKeyDictionary[Any, Function[..., Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         # One trace at a time. Taken before the gate.
         self._lock = threading.RLock()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        given: tuple[Any, ...] = args
+        named: dict[str, Any] = kwargs
         if self.input_signature is not None:
             fn, specs = self.python_function, self.input_signature
-            args, kwargs = signature.apply_input_signature(fn, specs, args, kwargs), {}
+            given, named = signature.apply_input_signature(fn, specs, args, kwargs), {}
         frame = frames.current()
         # Replica code of several replicas is compiled as a whole, or not at all.
         is_one_of_many = frame.replica_id is not None and frame.strategy.num_replicas_in_sync > 1
-        is_inside = frame.overlay is not None or is_one_of_many
-        if is_inside or not jax_compat.is_eager() or jax_compat.is_jit_disabled():
-            return self.python_function(*args, **kwargs)
+        is_plain = frame.overlay is not None or is_one_of_many or _Debugging.runs_eagerly
+        if is_plain or not jax_compat.is_eager() or jax_compat.is_jit_disabled():
+            return self.python_function(*given, **named)
+        self._history.num_calls += 1
+        structure = None
         try:
-            arguments = signature.Arguments(args, kwargs, frame.layout)
-            key = (
-                arguments.key,
-                frame.mode,
-                weakref.ref(frame.strategy),
-                jax_compat.caller_settings(),
-            )
+            arguments = signature.Arguments(given, named, frame.layout)
+            if self._generalization is not None:
+                structure = arguments.key[1]
+                places = self._generalization.changing(structure, arguments.python_numbers)
+                arguments = signature.Arguments(given, named, frame.layout, places)
+            key = self._key(arguments, frame)
             programs = self._programs.get(key)
             if programs is None or programs[0].events:
                 return self._call_with_data(key, arguments)
         except signature.Ragged:
             self._warn_ragged()
             with _end_of_data(self.name):
-                return self.python_function(*args, **kwargs)
+                return self.python_function(*given, **named)
+        except errors.TracedValueError:
+            if self._generalization is None or not self._generalization.refuse(structure):
+                raise
+            # The function needs a Python number where it was given an array.
+            return self(*args, **kwargs)
         return programs[0](arguments.arrays)
+
+    def _key(self, arguments: signature.Arguments, frame: frames.Frame) -> Any:
+        return (
+            arguments.key,
+            frame.mode,
+            weakref.ref(frame.strategy),
+            jax_compat.caller_settings(),
+        )
 
     def _call_with_data(self, key: Any, arguments: signature.Arguments) -> Any:
         """Takes from data iterators what the program of an earlier call took, and runs it.
@@ -130,14 +189,7 @@ class Function:
             self._has_created = self._has_created or bool(program.created)
             self._reasons.append(reason)
             self._programs.setdefault(key, []).append(program)
-            if len(self._reasons) == _MANY_TRACES:
-                _log.warning(
-                    "%s was traced %d times; the last time because %s. Python numbers are "
-                    "constants of the trace: pass arrays for values that change.",
-                    self.name,
-                    _MANY_TRACES,
-                    reason,
-                )
+            self._history.note_trace(self.name, reason)
             return program
 
     def _reason(self, key: Any) -> str:
@@ -146,7 +198,44 @@ class Function:
         if key in self._programs:
             return "the elements of a data iterator changed"
         texts = [signature.difference(old[0], key[0]) for old in self._programs]
-        return min(texts, key=len) if len(set(texts)) > 1 else texts[-1]
+        # The nearest signature explains it best, and of several the latest.
+        return min(reversed(texts), key=len)
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> ConcreteFunction:
+        """Compiles the function for one signature, without calling it.
+
+        Args:
+          *args: As for a call; a `TensorSpec` stands for an array, and None in its shape for
+            any size (for each of which XLA compiles a program when it is first met). Nothing,
+            if the function has an `input_signature`.
+          **kwargs: Further arguments.
+
+        >>> import replicax as rx
+        >>> double = rx.function(lambda x: x * 2)
+        >>> double.get_concrete_function(rx.TensorSpec((3,))).structured_outputs
+        TensorSpec(shape=(3,), dtype=dtype('float32'), name=None)
+        """
+        given: tuple[Any, ...] = args
+        if self.input_signature is not None and not args and not kwargs:
+            given = self.input_signature
+        programs = [self._traced(*example) for example in concrete.examples((given, kwargs))]
+        return ConcreteFunction(
+            self, self.python_function, self.name, given, dict(kwargs), programs
+        )
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """Returns the program for some arguments, without calling it."""
+        frame = frames.current()
+        if self.input_signature is not None:
+            fn, specs = self.python_function, self.input_signature
+            args, kwargs = signature.apply_input_signature(fn, specs, args, kwargs), {}
+        arguments = signature.Arguments(args, kwargs, frame.layout)
+        key = self._key(arguments, frame)
+        supply = feeds.Supply(arguments.feeds)
+        try:
+            return self._program_for(key, supply) or self._trace(key, arguments, supply)
+        finally:
+            supply.return_all()
 
     def explain_traces(self) -> str:
         """Says how often the function was traced, and why each time.
@@ -169,7 +258,7 @@ class Function:
         inner = [f.experimental_get_tracing_count() for f in self._per_strategy.values()]
         return len(self._reasons) + sum(inner)
 
-    def on_replicas(self, strategy: Any) -> Function:
+    def on_replicas(self, strategy: Any) -> Function[..., Any]:
         """Returns the compiled function that runs this one on all replicas of a strategy."""
         with self._lock:
             found = self._per_strategy.get(strategy)
@@ -181,9 +270,22 @@ class Function:
                 def run(*args: Any, **kwargs: Any) -> Any:
                     return owner().run(fn, args, kwargs)  # type: ignore[union-attr]
 
-                found = Function(run, name=self.name)
+                found = Function(
+                    run,
+                    name=self.name,
+                    reduce_retracing=self.reduce_retracing,
+                    history=self._history,
+                )
                 self._per_strategy[strategy] = found
             return found
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Function[P, R]: ...
+
+    @overload
+    def __get__(
+        self: Function[Concatenate[Any, _BoundP], _BoundR], instance: object, owner: Any = None
+    ) -> Function[_BoundP, _BoundR]: ...
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds a function that is defined in a class body, once per instance."""
@@ -194,7 +296,9 @@ class Function:
         # The id: a subclass may override the method and call this one through super().
         key = f"_rx_function_{id(self)}"
         if key not in bindings:
-            bindings[key] = Function(method, self.input_signature, self.name)
+            bindings[key] = Function(
+                method, self.input_signature, self.name, reduce_retracing=self.reduce_retracing
+            )
         return bindings[key]
 
     def __repr__(self) -> str:
@@ -212,25 +316,47 @@ class Function:
 
 @overload
 def function(
-    func: Callable[..., Any], *, input_signature: Sequence[Any] | None = None
-) -> Function: ...
+    func: Callable[P, R],
+    input_signature: Sequence[Any] | None = None,
+    autograph: bool = True,
+    jit_compile: bool | None = None,
+    reduce_retracing: bool = False,
+) -> Function[P, R]: ...
 
 
 @overload
 def function(
-    func: None = None, *, input_signature: Sequence[Any] | None = None
-) -> Callable[[Callable[..., Any]], Function]: ...
+    func: None = None,
+    input_signature: Sequence[Any] | None = None,
+    autograph: bool = True,
+    jit_compile: bool | None = None,
+    reduce_retracing: bool = False,
+) -> Callable[[Callable[P, R]], Function[P, R]]: ...
 
 
-def function(func: Any = None, *, input_signature: Sequence[Any] | None = None) -> Any:
+def function(
+    func: Any = None,
+    input_signature: Sequence[Any] | None = None,
+    autograph: bool = True,
+    jit_compile: bool | None = None,
+    reduce_retracing: bool = False,
+) -> Any:
     """Compiles a function that may read, write and create variables and run replicas.
 
-    Arrays are arguments of the compiled program; Python values are constants of it, and a
-    new value means a new trace. `explain_traces()` tells why there was one.
+    Arrays, NumPy numbers too, are arguments of the compiled program; Python values are
+    constants of it, and a new value means a new trace. `explain_traces()` tells why there
+    was one, and a function that is traced in many calls in a row logs a warning.
 
     Args:
       func: The function; leave out to use `function` as a decorator with arguments.
       input_signature: One `TensorSpec` (or structure of them) per argument.
+      autograph: Accepted for portability, without effect: Python control flow runs while the
+        function is traced. Use `rx.cond` and `rx.while_loop` for values of the program.
+      jit_compile: Accepted for portability, without effect: XLA compiles every function.
+        `rx.run_functions_eagerly` switches compilation off.
+      reduce_retracing: Whether a Python number that changes from call to call becomes an
+        array with its second value, where the function can use it as one. Shapes are fixed
+        in XLA programs: an array of a new shape always means a new trace.
 
     >>> import replicax as rx
     >>> counter = rx.Variable(0.0)
@@ -241,14 +367,20 @@ def function(func: Any = None, *, input_signature: Sequence[Any] | None = None) 
     (Array(2., dtype=float32), Array(4., dtype=float32))
     """
     if func is None:
-        return functools.partial(function, input_signature=input_signature)
+        return functools.partial(
+            function,
+            input_signature=input_signature,
+            autograph=autograph,
+            jit_compile=jit_compile,
+            reduce_retracing=reduce_retracing,
+        )
     if not callable(func):
         raise errors.ArgumentTypeError(
             errors.message(
                 "`rx.function` needs a function", f"{func!r} was given", "Pass a callable."
             )
         )
-    return Function(func, input_signature)
+    return Function(func, input_signature, reduce_retracing=reduce_retracing)
 
 
 @contextlib.contextmanager

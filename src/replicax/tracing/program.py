@@ -81,6 +81,22 @@ class Program:
         layouts = signature.layouts_of(arguments.skeleton) + overlay.feed_inputs.layouts
         self._finish(captured, overlay, layouts, [*arguments.arrays, *supply.arrays])
 
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """The variables that the program reads, writes or creates."""
+        remote = [] if self._exchange is None else self._exchange.variables
+        return tuple(dict.fromkeys([*self._local, *remote, *self._written, *self.created]))
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """Arrays that the function captured from outside."""
+        return tuple(self._constants)
+
+    @property
+    def structured_outputs(self) -> Any:
+        """The structure of the results, with a spec for each array."""
+        return self._results.specs(self._result_shapes)
+
     def _finish(
         self, captured: Any, overlay: ProgramOverlay, layouts: list[Any], arrays: list[Any]
     ) -> None:
@@ -91,6 +107,8 @@ class Program:
         self._mesh = self._layout if is_mesh else None
         self._takes_turns = self._mesh is not None and gate.needs_turns(self._mesh.devices)
         self._constants = self._on_devices(captured.constants)
+        outputs = captured.jaxpr.outvars[captured.num_states :]
+        self._result_shapes = [(out.aval.shape, out.aval.dtype) for out in outputs]
         self._written: list[Any] = captured.written
         # Read and written: the old value goes in, and its buffer is reused for the new one.
         changed = set(captured.written)
@@ -304,7 +322,8 @@ class _Results:
             return signature.Slot(start, "mirrored", len(leaf.values))
         if isinstance(leaf, ArraySurface) or leaf is None:
             return leaf
-        if isinstance(leaf, bool | int | float | complex | np.ndarray):
+        is_python = isinstance(leaf, bool | int | float | complex)
+        if is_python or isinstance(leaf, np.ndarray) or signature.is_numpy_number(leaf):
             leaf = jnp.asarray(leaf)
         if isinstance(leaf, jax.Array):
             self._add([leaf], False)
@@ -331,6 +350,31 @@ class _Results:
     def _add(self, arrays: Any, is_per_replica: bool) -> None:
         self._arrays += arrays
         self._is_per_replica += [is_per_replica] * len(arrays)
+
+    def specs(self, shapes: list[tuple[tuple[int, ...], Any]]) -> Any:
+        """Returns the structure of the results, with a spec for each array."""
+
+        def visit(leaf: Any) -> Any:
+            if isinstance(leaf, PerReplica):
+                return signature.PerReplicaSpec(tuple(visit(v) for v in leaf.values))
+            if isinstance(leaf, IndexedSlices):
+                return leaf.map_arrays(visit)
+            if not isinstance(leaf, signature.Slot):
+                return leaf
+            if leaf.kind != "per_replica":
+                return signature.TensorSpec(*shapes[leaf.index])
+            own = [
+                signature.PerReplicaSpec(
+                    (signature.TensorSpec(leaf.layout.local_shape(shape, is_scalar), dtype),)
+                    * leaf.layout.num_replicas
+                )
+                for (shape, dtype), is_scalar in zip(
+                    shapes[leaf.index : leaf.index + leaf.count], leaf.scalars, strict=True
+                )
+            ]
+            return jax.tree.unflatten(leaf.treedef, own)
+
+        return map_structure(visit, self._skeleton)
 
     def shardings(self, layout: ReplicaLayout) -> list[Any]:
         """Returns where each result array has to be."""

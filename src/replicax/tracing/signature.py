@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -122,10 +123,18 @@ class Feed(abc.ABC):
 class Arguments:
     """The arguments of one call, split into arrays and everything else."""
 
-    __slots__ = ("arrays", "feeds", "key", "skeleton")
+    __slots__ = ("_as_arrays", "arrays", "feeds", "key", "skeleton")
 
-    def __init__(self, args: Any, kwargs: dict[str, Any], layout: ReplicaLayout | None) -> None:
+    def __init__(
+        self,
+        args: Any,
+        kwargs: dict[str, Any],
+        layout: ReplicaLayout | None,
+        as_arrays: frozenset[int] = frozenset(),
+    ) -> None:
         self.arrays: list[Any] = []
+        # Places of Python numbers that are passed as arrays.
+        self._as_arrays = as_arrays
         # Data iterators: one trace serves all of them, whatever their identity.
         self.feeds: list[Feed] = []
         key: list[Any] = []
@@ -142,9 +151,10 @@ class Arguments:
 
     def _add(self, leaf: Any, key: list[Any], layout: ReplicaLayout | None) -> Any:
         if isinstance(leaf, jax.Array | np.ndarray):
-            key.append((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)))
-            self.arrays.append(leaf)
-            return Slot(len(self.arrays) - 1, "array")
+            return self._add_array(leaf, key)
+        if is_numpy_number(leaf):
+            # The array form, as `jit` compiles one program for it and for arrays.
+            return self._add_array(np.asarray(leaf), key)
         if isinstance(leaf, PerReplica):
             return self._add_per_replica(leaf, key, layout)
         if isinstance(leaf, Mirrored):
@@ -155,8 +165,25 @@ class Arguments:
             key.append("iterator")
             self.feeds.append(leaf)
             return leaf
-        key.append(_static_key(leaf))
+        if self._as_arrays and len(key) in self._as_arrays and is_python_number(leaf):
+            # Weakly typed, as Python numbers are.
+            return self._add_array(jnp.asarray(leaf), key)
+        key.append(static_key(leaf))
         return leaf
+
+    @property
+    def python_numbers(self) -> dict[int, Any]:
+        """What tells the Python numbers among the arguments apart, by their place in the key."""
+        return {
+            place: entry
+            for place, entry in enumerate(self.key[0])
+            if isinstance(entry, tuple) and entry[0] == "static" and entry[1] in (int, float)
+        }
+
+    def _add_array(self, array: Any, key: list[Any]) -> Slot:
+        key.append((array.shape, array.dtype, getattr(array, "weak_type", False)))
+        self.arrays.append(array)
+        return Slot(len(self.arrays) - 1, "array")
 
     def _add_mirrored(self, leaf: Mirrored, key: list[Any]) -> Any:
         copies = [jnp.asarray(copy) for copy in leaf.values]
@@ -170,9 +197,10 @@ class Arguments:
         self, leaf: PerReplica, key: list[Any], layout: ReplicaLayout | None
     ) -> Any:
         layout = leaf.layout or layout
-        is_python = all(isinstance(v, int | float | bool | str) for v in leaf.values[:1])
+        first = leaf.values[0]
+        is_python = isinstance(first, int | float | str) and not isinstance(first, np.number)
         if is_python and all(type(v) is type(leaf.values[0]) for v in leaf.values):
-            key.append(("per_replica_python", tuple(map(_static_key, leaf.values))))
+            key.append(("per_replica_python", tuple(map(static_key, leaf.values))))
             return leaf
         if layout is None:
             raise Ragged
@@ -190,13 +218,33 @@ class Arguments:
         shapes: list[Any] = []
         for component in leaf.values:
             found, treedef = jax.tree.flatten(component)
-            if not found or not all(isinstance(a, jax.Array | np.ndarray) for a in found):
+            if not found or not all(map(_is_array, found)):
                 raise Ragged
             parts.append((len(self.arrays), len(found), treedef))
             self.arrays += found
             shapes += [(a.shape, a.dtype) for a in found]
         key.append(("ragged", layout, tuple(shapes), tuple(p[2] for p in parts)))
         return RaggedSlot(tuple(parts), layout)
+
+
+def is_numpy_number(value: Any) -> bool:
+    """Tells whether a value is a NumPy scalar that stands for an array without dimensions.
+
+    >>> is_numpy_number(np.float32(3)), is_numpy_number(3.0), is_numpy_number(np.str_("x"))
+    (True, False, False)
+    """
+    if not isinstance(value, np.generic):
+        return False
+    return value.dtype.kind in "biufc" or jnp.issubdtype(value.dtype, np.number)
+
+
+def is_python_number(value: Any) -> bool:
+    """Tells whether a value is a number that a compiled function takes as a constant."""
+    return type(value) in (int, float)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray) or is_numpy_number(leaf)
 
 
 def fill(skeleton: Any, arrays: Sequence[Any]) -> Any:
@@ -241,33 +289,37 @@ def apply_input_signature(
             )
         )
 
-    def convert(spec: Any, value: Any) -> Any:
-        if isinstance(value, PerReplica):
-            _require_components(fn, spec, value)
-            return value
-        if not hasattr(spec, "dtype"):
-            return value
-        if not isinstance(spec, TensorSpec):
-            spec = TensorSpec(spec.shape, spec.dtype)
-        if isinstance(value, int | float | bool | complex):
-            value = jnp.asarray(value, spec.dtype)
-        array = value if isinstance(value, jax.Array) else jnp.asarray(value)
-        if not spec.accepts(array.shape) or array.dtype != spec.dtype:
-            raise errors.InvalidArgumentError(
-                errors.message(
-                    f"{_name(fn)} needs an argument of shape {spec.shape} and type {spec.dtype}",
-                    f"shape {array.shape} and type {array.dtype} were given",
-                    "Convert the argument, or change the input_signature.",
-                )
-            )
-        return array
-
+    name = _name(fn)
     return tuple(
-        map_structure(convert, spec, value) for spec, value in zip(signature, args, strict=True)
+        map_structure(functools.partial(fitted, name), spec, value)
+        for spec, value in zip(signature, args, strict=True)
     )
 
 
-def _require_components(fn: Any, spec: Any, value: PerReplica) -> None:
+def fitted(name: str, spec: Any, value: Any) -> Any:
+    """Converts an argument of the function `name` to a spec, or raises if it does not fit."""
+    if isinstance(value, PerReplica):
+        _require_components(name, spec, value)
+        return value
+    if not hasattr(spec, "dtype"):
+        return value
+    if not isinstance(spec, TensorSpec):
+        spec = TensorSpec(spec.shape, spec.dtype)
+    if isinstance(value, int | float | bool | complex):
+        value = jnp.asarray(value, spec.dtype)
+    array = value if isinstance(value, jax.Array) else jnp.asarray(value)
+    if not spec.accepts(array.shape) or array.dtype != spec.dtype:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"{name} needs an argument of shape {spec.shape} and type {spec.dtype}",
+                f"shape {array.shape} and type {array.dtype} were given",
+                "Convert the argument, or change the signature.",
+            )
+        )
+    return array
+
+
+def _require_components(name: str, spec: Any, value: PerReplica) -> None:
     """Raises unless the components of a distributed value fit a spec per replica."""
     if not isinstance(spec, PerReplicaSpec):
         return
@@ -276,7 +328,7 @@ def _require_components(fn: Any, spec: Any, value: PerReplica) -> None:
         if not own.accepts(component.shape) or component.dtype != own.dtype:
             raise errors.InvalidArgumentError(
                 errors.message(
-                    f"{_name(fn)} needs shape {own.shape} and type {own.dtype} on replica {i}",
+                    f"{name} needs shape {own.shape} and type {own.dtype} on replica {i}",
                     f"shape {component.shape} and type {component.dtype} were given",
                     "Pass elements of the dataset whose element_spec this is.",
                 )
@@ -314,7 +366,8 @@ def _show(key: Any) -> str:
     return f"{key}"
 
 
-def _static_key(leaf: Any) -> Any:
+def static_key(leaf: Any) -> Any:
+    """Returns what tells one constant of a trace from another."""
     if isinstance(leaf, ArraySurface):
         return ("static", "variable", leaf)
     if isinstance(leaf, float | complex):

@@ -139,9 +139,16 @@ class Result(Body, frozen=True):
 
 
 class Finished(Body, frozen=True):
-    """Closures that are finished and whose updates the servers have acknowledged."""
+    """Closures that are finished and whose updates the servers have acknowledged.
+
+    Attributes:
+      results: How each of them ended.
+      warnings: What the worker warned of since the last such message, such as a function that
+        is traced for nearly every closure.
+    """
 
     results: list[Result]
+    warnings: list[str] = []
 
 
 class ResourceMade(Body, frozen=True):
