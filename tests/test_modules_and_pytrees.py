@@ -252,3 +252,78 @@ def test_a_flax_nnx_state_trains(strategy: Any, run: Any) -> None:
     assert names[1].startswith("kernel")
     train(strategy, run, variables, predict, x)
     check(rx.read_variables(variables), expected(state, predict, x))
+
+
+@jax.tree_util.register_pytree_node_class
+class Scaled:
+    """A node of a library that nobody has heard of."""
+
+    def __init__(self, weight: Any, scale: Any, name: str = "scaled") -> None:
+        self.weight, self.scale, self.name = weight, scale, name
+
+    def tree_flatten(self) -> Any:
+        return (self.weight, self.scale), self.name
+
+    @classmethod
+    def tree_unflatten(cls, name: str, children: Any) -> Any:
+        return cls(*children, name=name)
+
+
+ONES = jnp.ones((2, 3))
+
+
+def nnx_state() -> Any:
+    nnx = pytest.importorskip("flax.nnx")
+    return nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)
+
+
+def equinox_mlp(only_arrays: bool) -> Any:
+    eqx = pytest.importorskip("equinox")
+    mlp = eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0))
+    return {"model": eqx.filter(mlp, eqx.is_array) if only_arrays else mlp}
+
+
+def optax_state() -> Any:
+    return {"state": pytest.importorskip("optax").trace(0.9).init({"w": ONES})}
+
+
+MODELS: dict[str, Any] = {
+    "nnx": nnx_state,
+    "nnx in a dict": lambda: {"model": nnx_state(), "scale": ONES},
+    "equinox with None": lambda: equinox_mlp(only_arrays=True),
+    "equinox with functions": lambda: equinox_mlp(only_arrays=False),
+    "node": lambda: {"layer": Scaled(ONES, ONES * 2.0)},
+    "node with a number": lambda: {"layer": [Scaled(ONES, 3)]},
+    "frozen": lambda: pytest.importorskip("flax").core.freeze({"params": {"w": ONES}}),
+    "optax": optax_state,
+}
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.strategies("mirrored_2")
+def test_gradients_have_the_structure_of_what_make_variables_made(strategy: Any, kind: str) -> None:
+    tree = MODELS[kind]()
+
+    def loss_of(tree: Any) -> Any:
+        arrays = [a for a in jax.tree.leaves(tree) if isinstance(a, jax.Array)]
+        return sum(jnp.sum((a + 0.5) ** 2) for a in arrays)
+
+    with strategy.scope():
+        variables = rx.make_variables(tree)
+        both = rx.value_and_grad(lambda: loss_of(rx.read_variables(variables)), variables)
+        eager, compiled = both(), rx.function(both)()
+    arrays = [a for a in jax.tree.leaves(tree) if isinstance(a, jax.Array)]
+    for loss, gradients in (eager, compiled):
+        np.testing.assert_allclose(loss, loss_of(tree), rtol=1e-6)
+        assert type(gradients) is type(tree)
+        found = jax.tree.leaves(gradients)
+        for gradient, array in zip(found, arrays, strict=True):
+            np.testing.assert_allclose(gradient, 2 * array + 1.0, rtol=1e-6)
+
+
+def test_gradients_with_respect_to_no_variable_are_refused() -> None:
+    v = rx.Variable(1.0)
+    for wrong in (3, None, {"a": 3}, jnp.ones(2), [v, jnp.ones(2)]):
+        with pytest.raises(TypeError, match="Gradients need variables"):
+            rx.value_and_grad(lambda: v * 1.0, wrong)
+    assert rx.value_and_grad(lambda: v * 1.0, [])() == (1.0, [])

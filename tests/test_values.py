@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import gc
 import types
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from strategies_under_test import TWO_REPLICAS
 from vocabulary import refused, values
 
 import replicax as rx
-from replicax.values.regroup import map_structure, regroup, select, select_mirrored
+from replicax.values.regroup import leaves_of, map_structure, regroup, select, select_mirrored
 
 MANY_REPLICAS = ("mirrored_4", *TWO_REPLICAS)
 Point = collections.namedtuple("Point", ["x", "y"])
@@ -289,6 +290,67 @@ class Items(list):  # type: ignore[type-arg]
     """A list subclass."""
 
 
+class Estimate(collections.namedtuple("Estimate", ["mode", "loss"])):
+    """A named tuple whose `__new__` takes other arguments, and changes them."""
+
+    def __new__(cls, loss: Any, *, mode: Any = None) -> Any:
+        return super().__new__(cls, mode=loss if mode is None else mode, loss=[loss])
+
+
+class Pair(tuple):  # type: ignore[type-arg]
+    """A tuple whose `__new__` does not take its items as one argument."""
+
+    def __new__(cls, a: Any, b: Any) -> Any:
+        self = super().__new__(cls, (a, b))
+        self.note = "kept"
+        return self
+
+
+class PairList(list):  # type: ignore[type-arg]
+    """A list whose `__init__` does not take its items as one argument."""
+
+    def __init__(self, a: Any, b: Any) -> None:
+        super().__init__([a, b])
+
+
+class Ordered(collections.OrderedDict):  # type: ignore[type-arg]
+    """An OrderedDict with an `__init__` of its own."""
+
+    def __init__(self, z: Any, *, a: Any) -> None:
+        super().__init__(z=z, a=a)
+
+
+class Defaults(collections.defaultdict):  # type: ignore[type-arg]
+    """A defaultdict with an `__init__` of its own."""
+
+    def __init__(self, z: Any, *, a: Any) -> None:
+        super().__init__(list, z=z, a=a)
+
+
+@jax.tree_util.register_pytree_node_class
+class RegisteredMapping(Frozen):
+    """A mapping that says itself what its children are."""
+
+    def __init__(self, scale: int, k: Any) -> None:
+        super().__init__({"k": k, "scale": scale})
+
+    def tree_flatten(self) -> Any:
+        return (self["k"],), self["scale"]
+
+    @classmethod
+    def tree_unflatten(cls, scale: int, children: Any) -> Any:
+        return cls(scale, *children)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Record:
+    """A registered dataclass."""
+
+    b: Any
+    a: Any
+
+
 NESTS: dict[str, Callable[[Any], Any]] = {
     "list": lambda v: [v, [v, []]],
     "tuple": lambda v: (v, (), (v,)),
@@ -302,6 +364,13 @@ NESTS: dict[str, Callable[[Any], Any]] = {
     "proxy": lambda v: types.MappingProxyType({"k": v}),
     "list subclass": lambda v: Items([v, v]),
     "int keys": lambda v: {1: v, 0: v},
+    "named tuple with __new__": lambda v: Estimate(v),
+    "tuple with __new__": lambda v: Pair(v, [v]),
+    "list with __init__": lambda v: PairList(v, (v,)),
+    "OrderedDict with __init__": lambda v: Ordered(v, a=v),
+    "defaultdict with __init__": lambda v: Defaults(v, a=v),
+    "registered mapping": lambda v: RegisteredMapping(3, [v]),
+    "dataclass": lambda v: Record(v, {"x": v}),
 }
 
 
@@ -332,6 +401,47 @@ def test_t16_what_a_subclass_carries_is_kept() -> None:
     assert merged.note == "kept" and merged["k"].values == (1.5, 2.5)
     merged = regroup([collections.defaultdict(list, a=i) for i in (1, 2)])
     assert merged["new"] == []
+    merged = regroup([Defaults(i, a=i) for i in (1, 2)])
+    assert merged["new"] == []
+    assert regroup([Pair(i, i) for i in (1, 2)]).note == "kept"
+    assert regroup([RegisteredMapping(3, i) for i in (1, 2)])["scale"] == 3
+
+
+def test_t16_a_mapping_that_cannot_be_rebuilt_is_refused() -> None:
+    class Fixed(Frozen):
+        def __init__(self, a: Any, b: Any) -> None:
+            super().__init__({"a": a, "b": b})
+
+    with refused(TypeError, "register_pytree_node"):
+        regroup([Fixed(1, 2), Fixed(3, 4)])
+
+
+WITH_OWN_NEW = [kind for kind in NESTS if "__" in kind]
+
+
+@pytest.mark.parametrize("kind", WITH_OWN_NEW)
+@pytest.mark.strategies("mirrored_2", "one_device")
+def test_t16_classes_with_their_own_new_through_all_calls(
+    strategy: Any, run: Any, kind: str
+) -> None:
+    make, value = NESTS[kind], values(strategy, lambda i: jnp.float32(i + 1))
+    result = run(strategy, make, (value,))
+    results = {
+        "argument": run(strategy, lambda nest: nest, (result,)),
+        "merge_call": run(
+            strategy,
+            lambda v: rx.get_replica_context().merge_call(lambda _, nest: nest, (make(v),)),
+            (value,),
+        ),
+        "all_reduce": run(
+            strategy, lambda v: rx.get_replica_context().all_reduce("sum", make(v)), (value,)
+        ),
+        "reduce": strategy.reduce("sum", result, axis=None),
+    }
+    for name, found in results.items():
+        assert type(found) is type(result), name
+    total = sum(range(strategy.num_replicas_in_sync + 1))
+    assert {float(leaf) for leaf in leaves_of(results["reduce"])} == {total}
 
 
 @pytest.mark.parametrize("kind", ["namedtuple", "subclass", "Mapping"])

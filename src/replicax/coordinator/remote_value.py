@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from replicax.coordinator.closures import Closure
 from replicax.foundation import errors
+from replicax.values.regroup import mapping_like, sequence_like
 
 
 class Home(Protocol):
@@ -167,11 +168,9 @@ def map_structure(change: Callable[[Any], Any], value: Any) -> Any:
     {'a': ['1', ('2',)]}
     """
     if isinstance(value, dict):
-        return type(value)((k, map_structure(change, v)) for k, v in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_structure(change, v) for v in value))
+        return mapping_like(value, {k: map_structure(change, v) for k, v in value.items()})
     if isinstance(value, list | tuple):
-        return type(value)(map_structure(change, v) for v in value)
+        return sequence_like(value, [map_structure(change, v) for v in value])
     return change(value)
 
 

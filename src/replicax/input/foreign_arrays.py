@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.values.regroup import sequence_like
+
 
 def to_numpy(batch: Any) -> Any:
     """Replaces tensors of other libraries, and lists of numbers, by NumPy arrays.
@@ -20,10 +22,8 @@ def to_numpy(batch: Any) -> Any:
         return np.asarray(batch)
     if type(batch).__name__ == "SparseTensorValue":
         return _sparse(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(to_numpy, batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(map(to_numpy, batch))
+        return sequence_like(batch, [to_numpy(item) for item in batch])
     if isinstance(batch, Mapping):
         return {key: to_numpy(value) for key, value in batch.items()}
     return _leaf(batch)

@@ -19,7 +19,7 @@ from replicax.foundation.options import VariableAggregation
 from replicax.tracing.row_gradients import RowTaps
 from replicax.values.distributed_values import is_array_like
 from replicax.values.indexed_slices import concatenate
-from replicax.values.regroup import map_structure
+from replicax.values.regroup import leaves_of, map_structure
 from replicax.variables import updates
 from replicax.variables.remote import RemoteVariable
 from replicax.variables.sharded import ShardedVariable
@@ -140,7 +140,8 @@ def value_and_grad(
 
     Args:
       fun: Returns a scalar, or a pair (scalar, anything) with `has_aux`.
-      variables: A variable or a structure of them; gradients have the same structure.
+      variables: A variable or a structure of them; gradients have the same structure, with
+        None in the place of what is no variable, such as the functions of an equinox module.
       has_aux: Whether `fun` returns more than the scalar.
 
     >>> import replicax as rx
@@ -150,6 +151,8 @@ def value_and_grad(
     """
     named: list[Variable] = []
     map_structure(functools.partial(_collect, named), variables)
+    if not named and leaves_of(variables):
+        raise _nothing_to_differentiate(variables)
     flat = [v for v in dict.fromkeys(named) if not v.is_remote]
     remote = [v for v in dict.fromkeys(named) if v.is_remote]
 
@@ -189,7 +192,9 @@ def value_and_grad(
                 target.change_alone(frame, kind, payload)
         gradients = {v: overlay.gradient(v, g) for v, g in zip(flat, dense, strict=True)}
         gradients |= {v: overlay.gradient(v, None) for v in remote}
-        grads = map_structure(lambda variable: gradients[variable], variables)
+        grads = map_structure(
+            lambda leaf: gradients[leaf] if isinstance(leaf, Variable) else None, variables
+        )
         return ((loss, aux) if has_aux else loss), grads
 
     return differentiated
@@ -259,14 +264,10 @@ def _one_table(params: Any) -> Any:
 
 def _collect(found: list[Variable], leaf: Any) -> None:
     if not isinstance(leaf, Variable):
-        raise errors.ArgumentTypeError(
-            errors.message(
-                "Gradients need variables to be taken with respect to",
-                f"{type(leaf).__name__} was given",
-                "Pass `variables=` a variable or a structure of variables; for arrays use "
-                "jax.value_and_grad.",
-            )
-        )
+        # What `make_variables` leaves as it is has no gradient; an array is a mistake.
+        if isinstance(leaf, jax.Array | np.ndarray):
+            raise _nothing_to_differentiate(leaf)
+        return
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         raise errors.InvalidArgumentError(
             errors.message(
@@ -276,6 +277,17 @@ def _collect(found: list[Variable], leaf: Any) -> None:
             )
         )
     found.append(leaf)
+
+
+def _nothing_to_differentiate(found: Any) -> errors.ArgumentTypeError:
+    return errors.ArgumentTypeError(
+        errors.message(
+            "Gradients need variables to be taken with respect to",
+            f"{type(found).__name__} was given",
+            "Pass `variables=` a variable or a structure of variables; for arrays use "
+            "jax.value_and_grad.",
+        )
+    )
 
 
 def _scalar(loss: Any) -> Any:

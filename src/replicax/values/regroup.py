@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from replicax.values.layout import ReplicaLayout
 
 _SCALARS = (int, float, bool, complex, str, bytes, np.generic)
 _ATOMS = (jax.Array, *_SCALARS)
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
 def is_leaf(value: Any) -> bool:
@@ -42,11 +44,13 @@ def map_structure(fn: Callable[..., Any], *structures: Any) -> Any:
         return fn(*structures)
     if isinstance(first, list | tuple):
         return _map_sequence(fn, structures)
-    if isinstance(first, Mapping):
+    if type(first) in _DICTS:
         return _map_mapping(fn, structures)
+    # A class that says how it is taken apart knows more about itself than its keys tell.
     children, treedef = _flatten_once(first)
     if treedef is None:
-        return fn(*structures)
+        is_mapping = isinstance(first, Mapping)
+        return _map_mapping(fn, structures) if is_mapping else fn(*structures)
     rest = [_flatten_once(s) for s in structures[1:]]
     for other, (_, other_treedef) in zip(structures[1:], rest, strict=True):
         if other_treedef != treedef:
@@ -144,9 +148,27 @@ def _map_sequence(fn: Callable[..., Any], structures: tuple[Any, ...]) -> Any:
         if type(other) is not type(first) or len(other) != len(first):
             raise _mismatch(first, other)
     items = [map_structure(fn, *column) for column in zip(*structures, strict=True)]
-    if isinstance(first, list):
-        return items if type(first) is list else type(first)(items)
-    return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    return sequence_like(first, items)
+
+
+def sequence_like(example: list[Any] | tuple[Any, ...], items: Sequence[Any]) -> Any:
+    """Returns a list or tuple of the class of `example` with other items.
+
+    No `__new__` and no `__init__` of a subclass is called: their arguments need not be the
+    items, or not in this order.
+    """
+    cls = type(example)
+    if cls is list or cls is tuple:
+        return cls(items)
+    if isinstance(example, list):
+        result = copy.copy(example)
+        result[:] = items
+        return result
+    if hasattr(example, "_make"):
+        return cls._make(items)  # type: ignore[union-attr]
+    result = tuple.__new__(cls, items)  # type: ignore[arg-type]
+    vars(result).update(vars(example))
+    return result
 
 
 def _map_mapping(fn: Callable[..., Any], structures: tuple[Any, ...]) -> Any:
@@ -160,14 +182,40 @@ def _map_mapping(fn: Callable[..., Any], structures: tuple[Any, ...]) -> Any:
     mapped = {key: found[key] for key in first}
     if type(first) is dict:
         return mapped
+    return mapping_like(first, mapped)
+
+
+def mapping_like(example: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
+    """Returns a mapping of the class of `example`, with what it carries besides its items."""
     try:
-        # Keeps what a subclass carries besides its items, such as a default factory.
-        result = copy.copy(first)
+        result: Any = _emptied(example) if isinstance(example, dict) else copy.copy(example)
         for key, value in mapped.items():
-            result[key] = value  # type: ignore[index]
+            result[key] = value
         return result
     except TypeError:
-        return type(first)(mapped)  # type: ignore[call-arg]
+        pass
+    try:
+        return type(example)(mapped)  # type: ignore[call-arg]
+    except TypeError as error:
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "A mapping in what replicas return or are given must be writable, or be made "
+                "from a dict",
+                f"{type(example).__name__} is neither ({error})",
+                "Register it with jax.tree_util.register_pytree_node, or return a dict.",
+            )
+        ) from None
+
+
+def _emptied(example: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns an empty dict of the class of `example`, whose `__init__` is not called."""
+    cls = type(example)
+    result = cls.__new__(cls)
+    if isinstance(example, collections.defaultdict):
+        result.default_factory = example.default_factory  # type: ignore[attr-defined]
+    for name, value in getattr(example, "__dict__", {}).items():
+        object.__setattr__(result, name, value)
+    return result
 
 
 def _flatten_once(value: Any) -> tuple[list[Any], Any]:
