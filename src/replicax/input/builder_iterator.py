@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from replicax.foundation import errors
 from replicax.input.builder_plan import Plan
+from replicax.input.iterators import DataIterator
 
 if TYPE_CHECKING:
     import grain
 
 
-class DatasetIterator(Iterator[Any]):
+class DatasetIterator(DataIterator):
     """What `iter(dataset)` returns.
+
+    Inside an `rx.function`, as an argument or captured, each call takes new elements.
 
     `get_state` returns a small dict that JSON can hold. A process that builds the same dataset
     and sets it goes on with exactly the element that would have come next.
@@ -30,6 +35,7 @@ class DatasetIterator(Iterator[Any]):
     """
 
     def __init__(self, plan: Plan, epoch: int, on_epoch: Callable[[int], None]) -> None:
+        super().__init__()
         self._plan = plan
         self._epoch = epoch
         # Tells the dataset which epoch it is in, after a position was set.
@@ -38,7 +44,8 @@ class DatasetIterator(Iterator[Any]):
         # The last position of an iterator that is closed.
         self._end: dict[str, Any] | None = None
 
-    def __next__(self) -> Any:
+    @override
+    def _read(self) -> Any:
         if self._end is not None:
             raise StopIteration
         try:
@@ -47,8 +54,8 @@ class DatasetIterator(Iterator[Any]):
             self.close()
             raise
 
-    def get_state(self) -> dict[str, Any]:
-        """Returns the position."""
+    @override
+    def _position(self) -> dict[str, Any]:
         return {
             "pipeline": self._plan.name,
             "epoch": self._epoch,
@@ -69,13 +76,16 @@ class DatasetIterator(Iterator[Any]):
             )
         for seed, value in zip(self._plan.seeds, state["seeds"], strict=True):
             seed.value = value
-        self._iterator.close()
-        self._end = None
-        self._epoch = state["epoch"]
-        self._on_epoch(self._epoch)
-        self._iterator = self._plan.open((self._epoch,))
-        self._iterator.set_state(state["position"])
+        with self._lock:
+            self._returned = []
+            self._iterator.close()
+            self._end = None
+            self._epoch = state["epoch"]
+            self._on_epoch(self._epoch)
+            self._iterator = self._plan.open((self._epoch,))
+            self._iterator.set_state(state["position"])
 
+    @override
     def close(self) -> None:
         """Ends threads and closes files; the iterator then has no more elements."""
         if self._end is None:

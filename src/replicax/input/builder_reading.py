@@ -11,6 +11,7 @@ from replicax.input import builder_elements
 from replicax.input.builder_iterator import DatasetIterator
 from replicax.input.builder_plan import UNKNOWN_CARDINALITY, Plan
 from replicax.input.options import AutoShardPolicy
+from replicax.tracing.iterators import open_loop
 
 
 class ReadableDataset:
@@ -26,6 +27,12 @@ class ReadableDataset:
         self._next_epoch = 0
 
     def __iter__(self) -> DatasetIterator:
+        feed = open_loop(self)
+        assert isinstance(feed, DatasetIterator)
+        return feed
+
+    def open_feed(self) -> DatasetIterator:
+        """Returns a new iterator, at the first element of the next epoch."""
         epoch = self._next_epoch
         self._set_epoch(epoch)
         return DatasetIterator(self._plan, epoch, self._set_epoch)

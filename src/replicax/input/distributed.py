@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,11 @@ from replicax.contexts.frames import Mode
 from replicax.foundation import errors
 from replicax.input import pipelines, splitting
 from replicax.input.input_context import InputOptions
+from replicax.input.iterators import DataIterator
 from replicax.input.rebatching import Share
 from replicax.input.sources import Source, unbatched
-from replicax.tracing import feeds
-from replicax.tracing.signature import EndOfData, Feed, PerReplicaSpec, TensorSpec
+from replicax.tracing.iterators import open_loop
+from replicax.tracing.signature import PerReplicaSpec, TensorSpec
 from replicax.values.layout import ReplicaLayout
 
 # So many elements wait at least. Two threads of Python take turns of 5 ms, in which a quick
@@ -59,8 +59,7 @@ class DistributedDataset:
             raise unbatched("this dataset has no `batch` step")
 
     def __iter__(self) -> DistributedIterator:
-        overlay = frames.current().overlay
-        feed = feeds.open_loop(overlay, self)
+        feed = open_loop(self)
         assert isinstance(feed, DistributedIterator)
         return feed
 
@@ -152,7 +151,7 @@ class DistributedDataset:
         return f"<rx.DistributedDataset over {self._layout.num_replicas} replicas>"
 
 
-class DistributedIterator(Feed):
+class DistributedIterator(DataIterator):
     """The position of one loop over a `DistributedDataset`.
 
     `get_state` and `set_state` save and set it, so that a checkpoint can hold it; elements
@@ -160,21 +159,17 @@ class DistributedIterator(Feed):
     """
 
     def __init__(self, dataset: DistributedDataset, is_initialized: bool = True) -> None:
+        super().__init__()
         self._dataset = dataset
         self._pipeline: pipelines.Pipeline | None = None
         self._is_initialized = is_initialized
-        # Elements that came back, the next one last, each with the position before it.
-        self._returned: list[tuple[Any, Any]] = []
-        self._lock = threading.RLock()
 
     @property
     def element_spec(self) -> Any:
         """What elements look like."""
         return self._dataset.element_spec
 
-    def __iter__(self) -> DistributedIterator:
-        return self
-
+    @override
     def __next__(self) -> Any:
         frame = frames.current()
         if frame.mode is Mode.REPLICA and not frame.is_default:
@@ -185,48 +180,21 @@ class DistributedIterator(Feed):
                     "Call next(iterator) outside of `strategy.run` and pass the element in `args`.",
                 )
             )
-        return feeds.next_element(frame.overlay, self)
-
-    def get_next(self) -> Any:
-        """Returns the next element; raises `rx.errors.OutOfRangeError` after the last one."""
-        try:
-            return next(self)
-        except StopIteration:
-            raise errors.OutOfRangeError(
-                errors.message(
-                    "`get_next` needs another element",
-                    "the dataset has come to its end",
-                    "Catch this error to end the epoch, or repeat the dataset.",
-                )
-            ) from None
-
-    def get_next_as_optional(self) -> Optional:
-        """Returns the next element, or the news that there is none, without an error."""
-        try:
-            return Optional(next(self), has_value=True)
-        except StopIteration:
-            return Optional(None, has_value=False)
+        return super().__next__()
 
     @override
-    def pull(self) -> Any:
-        with self._lock:
-            if self._returned:
-                return self._returned.pop()[0]
-            try:
-                return next(self._open())
-            except StopIteration:
-                raise EndOfData from None
+    def _read(self) -> Any:
+        return next(self._open())
+
+    @override
+    def _position(self) -> Any:
+        return self._open().get_state()
 
     @override
     def placed(self, element: Any) -> Any:
         if not self._dataset.places_late:
             return element
         return self._dataset.splitter(to_device=True).place(element, 0)
-
-    @override
-    def put_back(self, elements: list[tuple[Any, Any]]) -> None:
-        with self._lock:
-            self._returned += reversed(elements)
 
     def initialize(self) -> None:
         """Starts, or starts again, at the first element."""
@@ -240,11 +208,6 @@ class DistributedIterator(Feed):
     def initializer(self) -> Callable[[], None]:
         """What has to be called first, for an initializable iterator."""
         return self.initialize
-
-    @override
-    def get_state(self) -> Any:
-        with self._lock:
-            return self._returned[-1][1] if self._returned else self._open().get_state()
 
     def set_state(self, state: Any) -> None:
         """Goes to a position that `get_state` returned, in this process or another."""
@@ -273,34 +236,6 @@ class DistributedIterator(Feed):
         if self._pipeline is None:
             self._pipeline = self._dataset.open_pipeline()
         return self._pipeline
-
-
-class Optional:
-    """An element, or the news that there is none.
-
-    >>> Optional(3, has_value=True).get_value()
-    3
-    """
-
-    def __init__(self, value: Any, has_value: bool) -> None:
-        self._value = value
-        self._has_value = has_value
-
-    def has_value(self) -> bool:
-        """Tells whether there is an element."""
-        return self._has_value
-
-    def get_value(self) -> Any:
-        """Returns the element, or raises if there is none."""
-        if not self._has_value:
-            raise errors.InvalidArgumentError(
-                errors.message(
-                    "`get_value` needs an element",
-                    "the dataset has come to its end",
-                    "Ask has_value() first.",
-                )
-            )
-        return self._value
 
 
 def _device_dtype(dtype: Any) -> Any:

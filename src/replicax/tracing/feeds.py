@@ -11,23 +11,18 @@ fails go back to where they came from.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from replicax.contexts import frames
 from replicax.foundation import errors, jax_compat
 from replicax.tracing import signature
-from replicax.tracing.signature import EndOfData, Feed
+from replicax.tracing.iterators import EndOfData, Feed, FeedSource
 
 # How many elements one call may take: each is a set of inputs of the compiled program.
 MOST_ELEMENTS = 1024
-
-
-class FeedSource(Protocol):
-    """A dataset: each loop over it starts a new iterator."""
-
-    def open_feed(self) -> Feed: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +80,8 @@ class Supply:
             self._origins[id(feed)] = origin
         if self._replayed == len(self.events):
             # An iterator without read-ahead computes here, and not for the trace.
-            with jax_compat.eagerly():
+            eager = frames.current().with_overlay(None)
+            with jax_compat.eagerly(), frames.pushed(eager):
                 self.take(origin)
         _, element = self.events[self._replayed]
         self._replayed += 1
@@ -111,6 +107,7 @@ class Supply:
             return self.events[-1][0]
         self._taken.append((feed, taken, position))
         element = signature.Arguments((taken,), {}, None)
+        _require_numbers(element)
         self.events.append((Event(origin, element.key), element))
         return self.events[-1][0]
 
@@ -167,32 +164,14 @@ class FeedInputs:
         return jnp.copy(own)
 
 
-def next_element(overlay: Any, feed: Feed) -> Any:
-    """Returns the next element of an iterator where `overlay` is in force."""
-    inputs = _inputs_of(overlay)
-    if inputs is None:
-        return feed.placed(feed.pull())
-    if not overlay.is_current_trace():
-        raise errors.TracingError(
-            errors.message(
-                "`next(iterator)` in compiled code must be called once per element",
-                "it is called inside a jax.lax loop, branch or a nested transformation",
-                "Take the element before, and pass it in.",
+def _require_numbers(element: signature.Arguments) -> None:
+    for array in element.arrays:
+        if array.dtype.kind in "OSUMm" or array.dtype.names is not None:
+            raise errors.ArgumentTypeError(
+                errors.message(
+                    "A compiled function can take elements of numbers from an iterator",
+                    f"an element has an array of type {array.dtype}",
+                    "Remove or convert that part with `Dataset.map`, or call next(iterator) "
+                    "outside of `rx.function`.",
+                )
             )
-        )
-    return inputs.next_of(feed)
-
-
-def open_loop(overlay: Any, source: FeedSource) -> Feed:
-    """Starts a loop over a dataset where `overlay` is in force."""
-    inputs = _inputs_of(overlay)
-    return source.open_feed() if inputs is None else inputs.supply.loop_over(source)
-
-
-def _inputs_of(overlay: Any) -> FeedInputs | None:
-    while overlay is not None:
-        inputs = getattr(overlay, "feed_inputs", None)
-        if inputs is not None:
-            return inputs
-        overlay = overlay.parent
-    return None

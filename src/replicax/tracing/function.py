@@ -16,6 +16,7 @@ from replicax.contexts import frames
 from replicax.foundation import errors, jax_compat
 from replicax.tracing import concrete, feeds, retracing, signature
 from replicax.tracing.concrete import ConcreteFunction
+from replicax.tracing.iterators import EndOfData
 from replicax.tracing.program import Program
 
 _log = logging.getLogger(__name__)
@@ -388,7 +389,7 @@ def _end_of_data(name: str) -> Iterator[None]:
     """Turns the end of an iterator into an error that no loop around the call swallows."""
     try:
         yield
-    except signature.EndOfData:
+    except EndOfData:
         raise errors.OutOfRangeError(
             errors.message(
                 f"{name!r} needs another element",

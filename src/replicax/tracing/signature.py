@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import inspect
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.foundation import errors
+from replicax.tracing.iterators import Feed, PythonIterator, is_iterator
 from replicax.values.array_surface import ArraySurface
 from replicax.values.distributed_values import Mirrored, PerReplica
 from replicax.values.indexed_slices import IndexedSlices
@@ -92,34 +92,6 @@ class Ragged(Exception):
     """Raised for per-replica arguments that one compiled program cannot take."""
 
 
-class EndOfData(StopIteration):
-    """Raised by `next` of a data iterator that has no element left."""
-
-
-class Feed(abc.ABC):
-    """An iterator that compiled functions can take elements from."""
-
-    @abc.abstractmethod
-    def pull(self) -> Any:
-        """Returns the next element, or raises EndOfData."""
-
-    def placed(self, element: Any) -> Any:
-        """Returns what `pull` gave as code outside of compiled functions gets it."""
-        return element
-
-    @abc.abstractmethod
-    def get_state(self) -> Any:
-        """Returns the position, such that an iterator there gives the same elements."""
-
-    @abc.abstractmethod
-    def put_back(self, elements: list[tuple[Any, Any]]) -> None:
-        """Takes back what `pull` gave last, oldest first, each with the position before it."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Stops work in the background."""
-
-
 class Arguments:
     """The arguments of one call, split into arrays and everything else."""
 
@@ -165,6 +137,8 @@ class Arguments:
             key.append("iterator")
             self.feeds.append(leaf)
             return leaf
+        if is_iterator(leaf):
+            return self._add(PythonIterator(leaf), key, layout)
         if self._as_arrays and len(key) in self._as_arrays and is_python_number(leaf):
             # Weakly typed, as Python numbers are.
             return self._add_array(jnp.asarray(leaf), key)

@@ -220,6 +220,9 @@ def _emptied(example: dict[Any, Any]) -> dict[Any, Any]:
 
 def _flatten_once(value: Any) -> tuple[list[Any], Any]:
     """Returns the children of a registered pytree node, or ([], None) for a leaf."""
+    if hasattr(type(value), "__next__"):
+        # An iterator; JAX warns about some of them.
+        return [], None
     children, treedef = jax.tree.flatten(value, is_leaf=lambda x: x is not value)
     if len(children) == 1 and children[0] is value:
         return [], None

@@ -1,0 +1,98 @@
+"""What iterators over datasets have in common: TensorFlow's spellings, and elements given back."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from typing import Any
+
+from typing_extensions import override
+
+from replicax.foundation import errors
+from replicax.tracing.iterators import EndOfData, Feed
+
+
+class DataIterator(Feed):
+    """An iterator over a dataset, also inside `rx.function`."""
+
+    def __init__(self) -> None:
+        # Elements that came back, the next one last, each with the position before it.
+        self._returned: list[tuple[Any, Any]] = []
+        self._lock = threading.RLock()
+
+    @abc.abstractmethod
+    def _read(self) -> Any:
+        """Returns the next element of the dataset, or raises StopIteration."""
+
+    @abc.abstractmethod
+    def _position(self) -> Any:
+        """Returns the position of what `_read` reads."""
+
+    def get_next(self) -> Any:
+        """Returns the next element; raises `rx.errors.OutOfRangeError` after the last one."""
+        try:
+            return next(self)
+        except StopIteration:
+            raise errors.OutOfRangeError(
+                errors.message(
+                    "`get_next` needs another element",
+                    "the dataset has come to its end",
+                    "Catch this error to end the epoch, or repeat the dataset.",
+                )
+            ) from None
+
+    def get_next_as_optional(self) -> Optional:
+        """Returns the next element, or an Optional without a value at the end of the data."""
+        try:
+            return Optional(next(self), has_value=True)
+        except StopIteration:
+            return Optional(None, has_value=False)
+
+    @override
+    def pull(self) -> Any:
+        with self._lock:
+            if self._returned:
+                return self._returned.pop()[0]
+            try:
+                return self._read()
+            except StopIteration:
+                raise EndOfData from None
+
+    @override
+    def put_back(self, elements: list[tuple[Any, Any]]) -> None:
+        with self._lock:
+            self._returned += reversed(elements)
+
+    @override
+    def get_state(self) -> Any:
+        """Returns the position; elements that were read ahead do not count."""
+        with self._lock:
+            return self._returned[-1][1] if self._returned else self._position()
+
+
+class Optional:
+    """An element, or the news that there is none.
+
+    >>> Optional(3, has_value=True).get_value()
+    3
+    """
+
+    def __init__(self, value: Any, has_value: bool) -> None:
+        self._value = value
+        self._has_value = has_value
+
+    def has_value(self) -> bool:
+        """Tells whether there is an element."""
+        return self._has_value
+
+    def get_value(self) -> Any:
+        """Returns the element, or raises if there is none."""
+        if not self._has_value:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`get_value` needs an element",
+                    "the dataset has come to its end",
+                    "Ask has_value() first.",
+                )
+            )
+        return self._value

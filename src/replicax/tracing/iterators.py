@@ -1,0 +1,158 @@
+"""Iterators that compiled functions can take elements from, again in each call.
+
+See `tracing/feeds.py` for how their elements become inputs of programs.
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+from typing import Any, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from typing_extensions import override
+
+from replicax.contexts import frames
+from replicax.contexts.frames import Mode
+from replicax.foundation import errors, jax_compat
+from replicax.values.array_surface import ArraySurface
+from replicax.values.regroup import map_structure
+
+
+class EndOfData(StopIteration):
+    """Raised by `next` of a data iterator that has no element left."""
+
+
+class Feed(abc.ABC):
+    """An iterator that compiled functions can take elements from."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        frame = frames.current()
+        inputs = _inputs_of(frame.overlay)
+        if inputs is None:
+            return self.placed(self.pull())
+        _require_one_taker(frame)
+        return inputs.next_of(self)
+
+    @abc.abstractmethod
+    def pull(self) -> Any:
+        """Returns the next element, or raises EndOfData."""
+
+    def placed(self, element: Any) -> Any:
+        """Returns what `pull` gave as code outside of compiled functions gets it."""
+        return element
+
+    @abc.abstractmethod
+    def get_state(self) -> Any:
+        """Returns the position, such that an iterator there gives the same elements."""
+
+    @abc.abstractmethod
+    def put_back(self, elements: list[tuple[Any, Any]]) -> None:
+        """Takes back what `pull` gave last, oldest first, each with the position before it."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stops work in the background."""
+
+
+class FeedSource(Protocol):
+    """A dataset: each loop over it starts a new iterator."""
+
+    def open_feed(self) -> Feed: ...
+
+
+class PythonIterator(Feed):
+    """Any other iterator, for the length of one call to which it was given as an argument.
+
+    It stands in the place of the argument while the function is traced. Iterators of Python
+    take nothing back: what a failing call has taken is lost, as it is in eager code.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    @override
+    def pull(self) -> Any:
+        try:
+            element = next(self._iterator)
+        except StopIteration:
+            raise EndOfData from None
+        return map_structure(_as_array, element)
+
+    @override
+    def get_state(self) -> Any:
+        return None
+
+    @override
+    def put_back(self, elements: list[tuple[Any, Any]]) -> None:
+        del elements
+
+    @override
+    def close(self) -> None:
+        """Leaves the iterator to its owner."""
+
+
+def is_iterator(value: Any) -> bool:
+    """Tells whether `next` of a value gives another one each time; files do not count.
+
+    >>> is_iterator(iter([1])), is_iterator([1])
+    (True, False)
+    """
+    cls = type(value)
+    has_next = hasattr(cls, "__next__") and hasattr(cls, "__iter__")
+    return has_next and not isinstance(value, io.IOBase)
+
+
+def open_loop(source: FeedSource) -> Feed:
+    """Starts a loop over a dataset, where the running code stands."""
+    inputs = _inputs_of(frames.current().overlay)
+    return source.open_feed() if inputs is None else inputs.supply.loop_over(source)
+
+
+def _inputs_of(overlay: Any) -> Any:
+    """Returns what feeds the function that is being compiled, or None in eager code."""
+    while overlay is not None:
+        inputs = getattr(overlay, "feed_inputs", None)
+        if inputs is not None:
+            return inputs
+        overlay = overlay.parent
+    return None
+
+
+def _require_one_taker(frame: frames.Frame) -> None:
+    """Raises where one `next` of a trace would stand for several at run time."""
+    if not frame.overlay.is_current_trace():  # type: ignore[union-attr]
+        raise errors.TracingError(
+            errors.message(
+                "`next(iterator)` in compiled code must be called once per element",
+                "it is called inside a jax.lax loop, branch or a nested transformation",
+                "Take the element before, and pass it in.",
+            )
+        )
+    if frame.mode is Mode.REPLICA and frame.strategy.num_replicas_in_sync > 1:
+        raise errors.TracingError(
+            errors.message(
+                "Compiled replica code is traced once for all replicas, and cannot take an element "
+                "for each of them",
+                f"`next(iterator)` is called in {frame.describe()}",
+                "Call next(iterator) outside of `strategy.run` and pass the element in `args`.",
+            )
+        )
+
+
+def _as_array(leaf: Any) -> Any:
+    """Makes arrays of numbers and of arrays of other libraries: inputs instead of constants."""
+    if isinstance(leaf, jax.Array | np.ndarray | ArraySurface):
+        return leaf
+    if isinstance(leaf, bool | int | float | complex | np.generic):
+        with jax_compat.eagerly():
+            return jnp.asarray(leaf)
+    return np.asarray(leaf) if hasattr(leaf, "__array__") else leaf
