@@ -12,7 +12,7 @@ import jax.core
 from replicax.foundation import errors
 from replicax.strategies.base import Strategy
 from replicax.strategies.extended import StrategyExtended
-from replicax.tracing.signature import Feed
+from replicax.tracing.iterators import Feed
 from replicax.values.layout import ReplicaLayout
 from replicax.variables.variable import Variable
 

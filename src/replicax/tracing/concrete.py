@@ -11,6 +11,7 @@ import numpy as np
 
 from replicax.foundation import errors
 from replicax.tracing import signature
+from replicax.tracing.iterators import Feed
 from replicax.tracing.program import Program
 from replicax.tracing.signature import PerReplicaSpec, TensorSpec
 from replicax.values.distributed_values import PerReplica
@@ -128,7 +129,7 @@ class ConcreteFunction:
         def fit(spec: Any, value: Any) -> Any:
             if isinstance(spec, TensorSpec | PerReplicaSpec):
                 return signature.fitted(f"`{self.name}`", spec, value)
-            if isinstance(spec, signature.Feed) and isinstance(value, signature.Feed):
+            if isinstance(spec, Feed) and isinstance(value, Feed):
                 return value
             if spec is not value and signature.static_key(spec) != signature.static_key(value):
                 raise errors.InvalidArgumentError(
@@ -200,7 +201,7 @@ def _common_spec(one: Any, other: Any) -> Any:
 
 
 def _has_arrays(structure: Any) -> bool:
-    kinds = (TensorSpec, PerReplicaSpec, signature.Feed)
+    kinds = (TensorSpec, PerReplicaSpec, Feed)
     return any(isinstance(leaf, kinds) for leaf in leaves_of(structure))
 
 
