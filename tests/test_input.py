@@ -369,6 +369,50 @@ def test_unbatched_elements_are_refused(strategy: Any) -> None:
         strategy.experimental_distribute_dataset(rx.data.Dataset.range(4))
 
 
+def whole_batches() -> Any:
+    yield from (np.arange(i, i + n) for i, n in ((0, 4), (4, 4), (8, 3)))
+
+
+@pytest.mark.strategies(
+    "default", "one_device", "mirrored_2", "virtual_2", "mirrored_4", "central_2"
+)
+@pytest.mark.parametrize("kind", ["generator", "signature", "mapped", "interleaved", "tensors"])
+def test_batches_without_a_batch_step_are_cut(strategy: Any, kind: str) -> None:
+    dataset = rx.data.Dataset.from_generator(whole_batches)
+    if kind == "signature":
+        spec = rx.TensorSpec((None,), np.int32)
+        dataset = rx.data.Dataset.from_generator(whole_batches, output_signature=spec)
+    elif kind == "mapped":
+        dataset = dataset.map(lambda x: x).prefetch(1)
+    elif kind == "interleaved":
+        dataset = rx.data.Dataset.range(1).flat_map(lambda _: rx.data.Dataset.range(11).batch(4))
+    elif kind == "tensors":
+        parts = [rx.data.Dataset.from_tensors(batch) for batch in whole_batches()]
+        dataset = parts[0].concatenate(parts[1]).concatenate(parts[2])
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    found = [[len(v) for v in step] for step in elements(strategy, distributed)]
+    parts = {1: [[4], [4], [3]], 2: [[2, 2], [2, 2], [2, 1]], 4: [[1] * 4, [1] * 4, [1, 1, 1, 0]]}
+    assert found == parts[strategy.num_replicas_in_sync]
+    values = [x for step in elements(strategy, distributed) for part in step for x in part]
+    assert values == list(range(11))
+    if strategy.num_replicas_in_sync > 1:
+        assert distributed.element_spec.shape == (None,)
+
+    @rx.function
+    def step(iterator: Any) -> Any:
+        return total(strategy, jnp.sum, next(iterator))
+
+    iterator = iter(distributed)
+    assert [int(step(iterator)) for _ in range(3)] == [6, 22, 27]
+
+
+@pytest.mark.strategies("mirrored_2")
+def test_single_examples_of_a_generator_are_refused(strategy: Any) -> None:
+    dataset = rx.data.Dataset.from_generator(lambda: iter([1.0, 2.0]))
+    with refused(ValueError, "global batches"):
+        next(iter(strategy.experimental_distribute_dataset(dataset)))
+
+
 @pytest.mark.strategies("mirrored_2")
 def test_things_that_are_no_datasets(strategy: Any) -> None:
     with refused(TypeError, "none of these"):

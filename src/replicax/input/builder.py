@@ -61,7 +61,8 @@ class Dataset(ReadableDataset):
     def from_tensors(tensors: Any) -> Dataset:
         """Returns a dataset of one element."""
         element = builder_elements.copied(builder_elements.as_element(tensors))
-        return Dataset(builder_steps.in_memory("from_tensors", lambda: nodes.Listed([element]), 1))
+        make = functools.partial(_make_listed, [element])
+        return Dataset(builder_steps.in_memory("from_tensors", make, 1, has_examples=False))
 
     @staticmethod
     def from_tensor_slices(tensors: Any) -> Dataset:
@@ -319,6 +320,10 @@ class Dataset(ReadableDataset):
 
 def _make_counting(numbers: range, dtype: Any) -> Any:
     return nodes.Counting(numbers, dtype)
+
+
+def _make_listed(elements: Sequence[Any]) -> Any:
+    return nodes.Listed(elements)
 
 
 def _names(files: tuple[str, ...]) -> Plan:

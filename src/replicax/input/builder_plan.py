@@ -47,6 +47,8 @@ class Plan:
       is_indexed: Whether that is a MapDataset, with random access.
       cardinality: The number of elements, or one of the constants above.
       batch_size: That of the last batch step, if there is one that still counts.
+      has_examples: Whether elements are known to be single examples. What generators yield
+        or inner datasets give may be batches without a batch step.
       drops_remainder: Whether every batch has exactly that size.
       is_padded: Whether sizes differ between batches.
       is_quick: Whether elements come from memory, without a function of the user.
@@ -66,6 +68,7 @@ class Plan:
     is_indexed: bool
     cardinality: int
     batch_size: int | None = None
+    has_examples: bool = False
     drops_remainder: bool = False
     is_padded: bool = False
     is_quick: bool = False

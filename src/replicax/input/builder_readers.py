@@ -125,6 +125,7 @@ def _stream_plan(
         lambda epoch: streams.Stream(lambda: nested.Chained(open_part, len(files))),
         False,
         UNKNOWN_CARDINALITY if files else 0,
+        has_examples=True,
         files=files,
         with_files=lambda files: _stream_plan(name, open_file, files, num_shards, index),
         shard_records=lambda num, i: _stream_plan(
@@ -147,6 +148,7 @@ def _indexed_plan(files: tuple[str, ...], num_shards: int = 1, index: int = 0) -
         lambda epoch: opened(),
         True,
         len(opened()),
+        has_examples=True,
         files=files,
         with_files=lambda files: _indexed_plan(files, num_shards, index),
         shard_records=lambda num, i: _indexed_plan(files, num_shards * num, index + num_shards * i),

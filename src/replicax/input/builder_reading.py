@@ -17,7 +17,7 @@ from replicax.tracing.iterators import open_loop
 class ReadableDataset:
     """A dataset as its readers see it; `Dataset` adds the steps.
 
-    Distribution reads `batch_size`, `drops_remainder`, `is_quick`, `files` and
+    Distribution reads `has_examples`, `drops_remainder`, `is_quick`, `files` and
     `auto_shard_policy`, and asks for parts by `with_files` and `shard_records`.
     """
 
@@ -102,6 +102,18 @@ class ReadableDataset:
     def batch_size(self) -> int | None:
         """The size of the last batch step; None if elements are single examples."""
         return self._plan.batch_size
+
+    @property
+    def has_examples(self) -> bool:
+        """Whether elements are known to be single examples, and no batches."""
+        return self._plan.has_examples
+
+    @property
+    def has_known_sizes(self) -> bool:
+        """Whether `element_spec` says how many rows elements have, if all have as many."""
+        plan = self._plan
+        is_counted = plan.has_examples or plan.batch_size is not None
+        return is_counted or plan.spec is not None or plan.cardinality == 1
 
     @property
     def drops_remainder(self) -> bool:

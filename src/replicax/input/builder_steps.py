@@ -39,9 +39,11 @@ _MAX_ORDER = 1 << 28
 _END = sys.maxsize
 
 
-def in_memory(name: str, make: Callable[[], Any], length: int) -> Plan:
+def in_memory(
+    name: str, make: Callable[[], Any], length: int, *, has_examples: bool = True
+) -> Plan:
     """Returns a plan that starts from something in memory."""
-    return Plan(name, lambda epoch: make(), True, length, is_quick=True)
+    return Plan(name, lambda epoch: make(), True, length, is_quick=True, has_examples=has_examples)
 
 
 def map_elements(parent: Plan, function: Any, num_parallel_calls: int) -> Plan:
@@ -162,6 +164,7 @@ def batch(parent: Plan, size: int, drops_remainder: bool, join: Any = None) -> P
         ),
         cardinality=known,
         batch_size=size,
+        has_examples=False,
         drops_remainder=drops_remainder,
         is_padded=join is not None,
     )
@@ -179,6 +182,7 @@ def unbatch(parent: Plan) -> Plan:
         lambda iterator, epoch: nested.Interleaved(iterator, rows, 1, 1),
         cardinality=UNKNOWN_CARDINALITY,
         batch_size=None,
+        has_examples=True,
         drops_remainder=False,
         is_padded=False,
     )
@@ -201,6 +205,7 @@ def interleave(
         ),
         cardinality=UNKNOWN_CARDINALITY,
         batch_size=None,
+        has_examples=False,
         drops_remainder=False,
         is_padded=False,
         is_quick=False,
@@ -328,6 +333,7 @@ def _joined(name: str, plans: Sequence[Plan], **facts: Any) -> Plan:
     return Plan(
         f"{name}({', '.join(p.name for p in plans)})",
         is_padded=any(p.is_padded for p in plans),
+        has_examples=any(p.has_examples for p in plans),
         is_quick=all(p.is_quick for p in plans),
         num_threads=max(p.num_threads for p in plans),
         seeds=tuple(seed for p in plans for seed in p.seeds),

@@ -77,7 +77,7 @@ class BuilderSource(Source):
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
-        self.is_batched = dataset.batch_size is not None
+        self.is_batched = not dataset.has_examples
         self.is_quick = dataset.is_quick
         self.is_fresh = True
         self.drops_remainder = dataset.drops_remainder
@@ -88,7 +88,13 @@ class BuilderSource(Source):
 
     def batch_spec(self) -> Any:
         # An iteration of ours would count as an epoch, and change the next shuffle.
-        return self.dataset.element_spec
+        spec = self.dataset.element_spec
+        if self.dataset.has_known_sizes:
+            return spec
+        # Batches of a generator, say, of which the last may be smaller than the first.
+        return jax.tree.map(
+            lambda s: TensorSpec((None, *s.shape[1:])[: len(s.shape)], s.dtype), spec
+        )
 
 
 class GrainSource(Source):
