@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import secrets
 import threading
 import time
@@ -89,6 +90,7 @@ class Cluster:
         self._writing = threading.Lock()
         # Finds the handle of a variable by its key; set by the strategy.
         self.variable: Callable[[tuple[Any, ...]], Any]
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._is_attached = False
         self._is_closed = False
@@ -233,6 +235,9 @@ class Cluster:
 
     def close(self, *, keeps: bool = False) -> None:
         """Leaves the servers, which drop the variables of the job unless it `keeps` them."""
+        if os.getpid() != self._process:
+            # A forked child of the coordinator ends: the job goes on.
+            return
         with self._lock:
             was_attached, self._is_attached = self._is_attached, False
             self._is_closed = True

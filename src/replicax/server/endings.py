@@ -1,4 +1,12 @@
-"""How a process that serves a task ends: by signal, in bounded time, and with its parent."""
+"""How a process that serves a task ends: by signal, in bounded time, and with its parent.
+
+Note [A forked child is not the task]
+    A closure may fork: `os.fork`, `multiprocessing`, a subprocess with `preexec_fn`. The child
+    inherits the signal handlers and the descriptor that signals are written to, which is a pipe
+    that the task reads: a SIGTERM for the child would end the task. So signals wait while a
+    process forks, and the child restores what was there before the task installed its own. When
+    what the closure called returns in the child, the child ends; the task reports the result.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +16,13 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 from replicax.foundation import errors
 
@@ -22,6 +33,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LEAVE = b"\x00"
 
 _log = logging.getLogger(__name__)
+
+# What to undo in a forked child, the last first; and the signals that a thread which forks had
+# blocked before. See Note [A forked child is not the task].
+_undo_in_child: list[Callable[[], None]] = []
+_forking = threading.local()
 
 
 def die_with_parent(parent: int) -> None:
@@ -56,6 +72,7 @@ def ended_by_signals(end: Callable[[], None], *, seconds: float) -> Iterator[Non
         Python runs handlers only in the main thread, and not while that is inside XLA.
       seconds: How long the body may take after the first signal.
     """
+    owner = os.getpid()
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     watcher = threading.Thread(
@@ -63,17 +80,29 @@ def ended_by_signals(end: Callable[[], None], *, seconds: float) -> Iterator[Non
     )
     old_writing = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     before = {number: signal.signal(number, _pass_by) for number in _SIGNALS}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old_writing)
+
+    def undo_in_child() -> None:
+        restore()
+        os.close(writing)
+        os.close(reading)
+
+    _undo_in_child.append(undo_in_child)
     watcher.start()
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(old_writing)
-        os.write(writing, _LEAVE)
-        watcher.join(timeout=seconds)
-        os.close(writing)
-        os.close(reading)
+        if os.getpid() == owner:
+            _undo_in_child.remove(undo_in_child)
+            restore()
+            os.write(writing, _LEAVE)
+            watcher.join(timeout=seconds)
+            os.close(writing)
+            os.close(reading)
 
 
 def end_soon(exit_code: int, *, seconds: float) -> None:
@@ -87,6 +116,62 @@ def end_soon(exit_code: int, *, seconds: float) -> None:
         os._exit(exit_code)
 
     threading.Thread(target=end, name="replicax-end", daemon=True).start()
+
+
+@contextlib.contextmanager
+def only_in_this_process() -> Iterator[None]:
+    """Ends a child that was forked in the block when it reaches the end of the block.
+
+    Its exit code is that of a program: 0, 1 after an error, or that of `sys.exit`. See
+    Note [A forked child is not the task].
+    """
+    owner = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != owner:
+            _end_child(error)
+        raise
+    if os.getpid() != owner:
+        _end_child(None)
+
+
+def _end_child(error: BaseException | None) -> None:
+    code: Any = 0
+    if isinstance(error, SystemExit):
+        code = 0 if error.code is None else error.code
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def _before_fork() -> None:
+    if _undo_in_child:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _after_fork() -> None:
+    mask, _forking.mask = getattr(_forking, "mask", None), None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _after_fork_in_child() -> None:
+    while _undo_in_child:
+        _undo_in_child.pop()()
+    _after_fork()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)
 
 
 def _pass_by(number: int, frame: FrameType | None) -> None:

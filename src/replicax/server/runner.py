@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from replicax.foundation import errors
 from replicax.parameter_server import worker_index
-from replicax.server import failures, resources, results
+from replicax.server import endings, failures, resources, results
 from replicax.server.functions import unpickle
 from replicax.server.job import Call, Drop, Job, Make, Work
 from replicax.server.results import Outcome
@@ -253,6 +253,7 @@ class Runner:
     # Resources.
 
     def _make(self, order: MakeResource, buffers: Sequence[Any]) -> None:
+        @endings.only_in_this_process()
         def make() -> Any:
             if order.kind == "iterator":
                 return iter(self.resources.get(order.source))
@@ -269,7 +270,9 @@ class Runner:
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return results.encode(function(*args, **kwargs))
+    with endings.only_in_this_process():
+        value = function(*args, **kwargs)
+    return results.encode(value)
 
 
 def _worse(outcome: Outcome, error: Exception) -> Outcome:

@@ -229,6 +229,10 @@ class PathLock:
         except FileNotFoundError:
             return False
 
+    def leave_to_parent(self) -> None:
+        """Closes the descriptor in a forked child; the lock stays with the other process."""
+        os.close(self._fd)
+
     def release(self) -> None:
         """Gives the place free; nobody may listen there any more."""
         Path(self._socket_path).unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -83,6 +84,7 @@ class Channel:
         self.incarnation = incarnation or new_incarnation()
         self.given_up: Callable[[], Exception | None] | None = None
         self._keys = keys
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._next = 1
@@ -119,6 +121,7 @@ class Channel:
           DistributeError: What the peer said: one of the classes of `replicax.errors`.
         """
         deadline = time.monotonic() + timeout
+        self._require_own_process()
         if not self._lock.acquire(timeout=max(timeout, 0.0)):
             raise failures.deadline(self.peer, body, timeout)
         number = 0
@@ -146,6 +149,7 @@ class Channel:
         Returns:
           The number by which `collect` names the answer.
         """
+        self._require_own_process()
         with self._lock:
             return self._post(body, buffers)
 
@@ -203,8 +207,15 @@ class Channel:
             self._ready.clear()
             self._peer_life = self._new_life = None
 
+    def _require_own_process(self) -> None:
+        # The thread that moves the bytes of a socket does not exist in a forked child.
+        if os.getpid() != self._process:
+            raise failures.forked(self.peer, self._process)
+
     def close(self) -> None:
         """Ends the connection. The channel opens a new one if it is used again."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._give_up(limits.LINGER)
             self._ready.clear()

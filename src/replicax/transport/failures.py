@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from replicax.foundation import errors
 from replicax.transport import messages
 from replicax.transport.addresses import Location
@@ -42,5 +44,16 @@ def deadline(peer: Task, body: messages.Body, timeout: float) -> errors.Deadline
             f"{peer} must answer {type(body).__name__} within {timeout:g} s",
             "there is no answer",
             "It may be stopped or overloaded; look at its log.",
+        )
+    )
+
+
+def forked(peer: Task, parent: int) -> errors.ContextError:
+    """Makes the error for a connection that is used by a forked child of its process."""
+    return errors.ContextError(
+        errors.message(
+            f"{peer} is called by the process that has connected to it, process {parent}",
+            f"process {os.getpid()}, which was forked from it, called",
+            "Read variables before the fork and pass their values; change them after it.",
         )
     )

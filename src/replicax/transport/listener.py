@@ -1,11 +1,20 @@
-"""The socket of a service: bound, guarded, bounded, and given back."""
+"""The socket of a service: bound, guarded, bounded, and given back.
+
+Note [Descriptors of forked children]
+    A child that was forked holds the listening socket, its connections and the lock of its path,
+    too. If the process ends and the child does not, peers would not see their connections
+    close, and the next process could not listen at the same address. So the child closes them. It
+    finds the sockets, which belong to ZeroMQ, by their address.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-from typing import TYPE_CHECKING
+import socket
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from replicax.foundation import errors, lazy
 from replicax.transport import addresses, context, limits
@@ -19,6 +28,10 @@ if TYPE_CHECKING:
     import zmq
 else:
     zmq = lazy.module("zmq")
+
+
+# See Note [Descriptors of forked children].
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 class Listener:
@@ -36,6 +49,8 @@ class Listener:
         self._location = location
         self._path_lock: addresses.PathLock | None = None
         self._has_name = False
+        # As the kernel tells it: a path, or a host and a port.
+        self._local: Any = location.path if location.scheme == "ipc" else None
         self.authenticator: Authenticator | None = None
         self.doorway: Doorway | None = None
         self.url = location.url
@@ -70,6 +85,8 @@ class Listener:
             raise
         if is_tcp:
             self._read_port()
+        if location.scheme != "inproc":
+            _listeners.add(self)
 
     def _configure(self) -> None:
         self.socket.linger = int(limits.LINGER * 1e3)
@@ -102,7 +119,9 @@ class Listener:
             ) from error
 
     def _read_port(self) -> None:
-        port = self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2]
+        endpoint = self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0").removeprefix("tcp://")
+        numeric, _, port = endpoint.rpartition(":")
+        self._local = numeric.strip("[]"), int(port)
         host = self.address.rpartition(":")[0]
         self.address = f"{host}:{port}"
         self.url = f"tcp://{self.address}"
@@ -111,6 +130,7 @@ class Listener:
         """Gives everything back; what was sent gets a moment to leave."""
         if self.socket.closed:
             return
+        _listeners.discard(self)
         if self._has_name:
             # At once: closing gives a name free only when ZeroMQ gets round to it.
             with contextlib.suppress(zmq.ZMQError):
@@ -124,3 +144,45 @@ class Listener:
         context.release(self._context)
         if self._path_lock is not None:
             self._path_lock.release()
+
+    def leave_to_parent(self) -> None:
+        """Closes what a forked child has inherited; the process that it came from keeps it."""
+        if self._path_lock is not None:
+            self._path_lock.leave_to_parent()
+        for fd in _open_sockets():
+            if _address_of(fd) == self._local:
+                os.close(fd)
+
+
+def _open_sockets() -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # Not on Linux.
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    found.append(int(name))
+    return found
+
+
+def _address_of(fd: int) -> Any:
+    """Returns the local address of a socket: a path, or a host and a port."""
+    try:
+        opened = socket.socket(fileno=fd)
+    except OSError:
+        return None
+    try:
+        name = opened.getsockname()
+    except OSError:
+        name = None
+    finally:
+        opened.detach()
+    return name[:2] if isinstance(name, tuple) else name
+
+
+def _after_fork_in_child() -> None:
+    for listener in list(_listeners):
+        listener.leave_to_parent()
+    _listeners.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
+
+_wakeups: weakref.WeakSet[Wakeup] = weakref.WeakSet()
 
 
 class Wakeup:
@@ -21,6 +24,7 @@ class Wakeup:
         self._lock = threading.Lock()
         self._is_set = False
         self._is_closed = False
+        _wakeups.add(self)
 
     def set(self) -> None:
         """Wakes the thread; what was stored before will be seen by it."""
@@ -39,9 +43,29 @@ class Wakeup:
                 os.eventfd_read(self.fd)
             self._is_set = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the file is closed."""
+        return self._is_closed
+
     def close(self) -> None:
         """Closes the file; later calls do nothing."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
                 os.close(self.fd)
+
+    def leave_to_parent(self) -> None:
+        """Makes a forked child unable to wake the thread, which its parent has and it has not."""
+        self._lock = threading.Lock()
+        self._is_closed = True
+        os.close(self.fd)
+
+
+def _after_fork_in_child() -> None:
+    for wakeup in list(_wakeups):
+        if not wakeup.is_closed:
+            wakeup.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
