@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from parameter_servers import Desk, becomes, kept_cluster, mend, own_cluster
+from parameter_servers import Desk, becomes, kept_cluster, mend, own_cluster, until_all_idle
 
 import replicax as rx
 
@@ -166,3 +166,29 @@ def test_a_forked_process_that_stays_holds_no_address_and_no_connection(protocol
             os.kill(pid, 0)
         finally:
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("then", ["return", "sleep", "read"])
+def test_a_worker_whose_descriptors_a_closure_closes_ends_at_once(desk: Desk, then: str) -> None:
+    strategy = desk.strategy()
+    coordinator = desk.coordinator(strategy)
+    with strategy.scope():
+        variable = rx.Variable(3.0, name="variable")
+    until_all_idle(coordinator)
+
+    def close_everything() -> Any:
+        os.closerange(3, 1024)
+        if then == "sleep":
+            time.sleep(1_000)
+        return float(variable) if then == "read" else 0
+
+    value = coordinator.schedule(close_everything)
+    # Each time the worker is missed at once and started again, so that the third death comes
+    # long before one that is only silent would count as dead.
+    with pytest.raises(rx.errors.PoisonClosureError):
+        value.fetch(timeout=60)
+    with pytest.raises(rx.errors.PoisonClosureError):
+        coordinator.join(timeout=60)
+    values = [coordinator.schedule(lambda: float(variable)) for _ in range(4)]
+    coordinator.join(timeout=60)
+    assert [v.fetch() for v in values] == [3.0] * 4

@@ -26,8 +26,6 @@ _log = logging.getLogger(__name__)
 _ENDING_SECONDS = 8.0
 # A worker that was given up drops its closure when it can, or else after this long.
 _GIVEN_UP_SECONDS = 1.0
-# The exit code of a task that has ended itself: starting it again helps (EX_TEMPFAIL).
-_START_AGAIN = 75
 # The exit code for a cluster or a task that makes no sense: starting again will not help.
 _BAD_CONFIGURATION = 2
 
@@ -89,7 +87,7 @@ def serve(
             keys=keys,
             snapshots=snapshots,
             snapshot_every=snapshot_every,
-            on_ending=lambda _: endings.end_soon(_START_AGAIN, seconds=_GIVEN_UP_SECONDS),
+            on_ending=lambda _: endings.end_soon(endings.START_AGAIN, seconds=_GIVEN_UP_SECONDS),
         )
         seconds = _ENDING_SECONDS + (LAST_SAVE_S if snapshots is not None else 0.0)
         # In place before anything listens: from then on an end is an orderly one.
@@ -99,7 +97,7 @@ def serve(
             server.join()
     if server.ending is not None:
         _log.warning("%s ends: %s", name.label, server.ending)
-        raise typer.Exit(_START_AGAIN)
+        raise typer.Exit(endings.START_AGAIN)
 
 
 def _which_task(

@@ -31,6 +31,8 @@ _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # No signal has this number.
 _LEAVE = b"\x00"
+# The exit code of a task that has ended itself: starting it again helps (EX_TEMPFAIL).
+START_AGAIN = 75
 
 _log = logging.getLogger(__name__)
 
@@ -179,6 +181,18 @@ def _pass_by(number: int, frame: FrameType | None) -> None:
 
 
 def _watch(reading: int, end: Callable[[], None], seconds: float) -> None:
+    """Waits for signals. Ends the process if its descriptors are closed under it."""
+    try:
+        _read_signals(reading, end, seconds)
+    except (OSError, ValueError) as error:
+        # The pipe wakes this thread when it is closed. Nothing else works any more either: sockets
+        # are gone, and ZeroMQ would abort the process sooner or later.
+        text = "the descriptors of this process were closed by the code that it ran (%s): ending"
+        _log.error(text, error)
+        os._exit(START_AGAIN)
+
+
+def _read_signals(reading: int, end: Callable[[], None], seconds: float) -> None:
     """Reads the numbers of signals, until told to leave or out of time."""
     deadline: float | None = None
     while True:

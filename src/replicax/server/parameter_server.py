@@ -99,7 +99,13 @@ class ParameterServerTask:
             self._mirroring.reached,
         )
         self._service = Service(
-            location, self._task, self._handle, keys, incarnation, on_idle=self._expire
+            location,
+            self._task,
+            self._handle,
+            keys,
+            incarnation,
+            on_idle=self._expire,
+            on_failed=self._fail,
         )
 
     @property
@@ -268,6 +274,10 @@ class ParameterServerTask:
     def _is_making(self) -> bool:
         with self._lock:
             return self._waiting.total() > 0
+
+    def _fail(self, why: str) -> None:
+        self._ending = why
+        self.interrupt()
 
     def _expire(self, now: float) -> None:
         self._store.expire(now)

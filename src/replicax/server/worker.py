@@ -7,6 +7,7 @@ unpickles, computes and waits for servers.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -70,7 +71,14 @@ class WorkerTask:
         self._index = index
         self._task = Task("worker", index)
         self._make_session = make_session
-        self._service = Service(location, self._task, self._handle, keys, on_idle=self._on_idle)
+        self._service = Service(
+            location,
+            self._task,
+            self._handle,
+            keys,
+            on_idle=self._on_idle,
+            on_failed=self._end,
+        )
         # Protects the job and its successor; also says that there is one, or that it is over.
         # Taken before the lock of a job.
         self._changed = threading.Condition()
@@ -133,9 +141,12 @@ class WorkerTask:
         self._runner = runner
         try:
             self._work(job, runner)
-        except Exception:
-            # Not of a closure. The coordinator gives what this life had to another worker.
+        except Exception as error:
+            # Not of a closure. The coordinator gives what this incarnation had to another worker.
             _log.exception("%s cannot go on with %s", self._task, job)
+            if isinstance(error, OSError) and error.errno == errno.EBADF:
+                self._end("a closure has closed its descriptors")
+                return
             self._end_life(job)
         self._num_run_before += runner.num_run
         self._runner = None

@@ -31,8 +31,9 @@ class LocalCluster:
     CPU devices unless `env` says otherwise (`JAX_PLATFORMS`), and use sockets in a directory
     that only this user can enter, or TCP on this machine with keys made for this cluster.
 
-    A process that ends itself because the others have given it up (exit code 75) is started
-    again, as a platform would; one that is killed stays away until `restart`.
+    A process that ends itself, because the others have given it up (exit code 75) or because it
+    cannot go on (SIGABRT), is started again, as a platform would; one that is killed stays away
+    until `restart`.
 
     Args:
       workers: The number of workers.

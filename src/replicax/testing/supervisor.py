@@ -1,20 +1,21 @@
-"""Starts processes again that ask for it: they end with the exit code of `START_AGAIN`."""
+"""Starts processes again that end themselves: those that exit with `START_AGAIN`, or abort."""
 
 from __future__ import annotations
 
 import collections
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
 
+from replicax.server.endings import START_AGAIN
 from replicax.testing.child import Child
 
 _log = logging.getLogger(__name__)
 
-# A task that finds itself given up ends with this code: it is of use again in a new life.
-START_AGAIN = 75
-
+# Exit codes of processes that ended themselves. ZeroMQ and XLA abort a process that cannot go on.
+_OWN_ENDINGS = (START_AGAIN, -signal.SIGABRT)
 _LOOK_S = 0.05
 _JOIN_SECONDS = 5.0
 
@@ -80,14 +81,14 @@ class Supervisor:
 
     def _look(self, child: Child, now: float) -> None:
         pid = child.pid
-        if pid is None or child.exit_code != START_AGAIN:
+        if pid is None or child.exit_code not in _OWN_ENDINGS:
             return
         known = self._due.get(id(child))
         if known is None or known[0] != pid:
             due_s = self._backoffs[id(child)].next(now)
             self._due[id(child)] = known = (pid, due_s)
             if due_s is None:
-                _log.error("%s asked to be started again too often; it stays away", child)
+                _log.error("%s has ended too often to be started again", child)
         if known[1] is not None and now >= known[1]:
             self._due[id(child)] = (pid, None)
             self._start(child, pid)

@@ -60,6 +60,8 @@ class Service:
       keys: What to prove with who listens, and to check callers by; TCP needs them.
       incarnation: Which life of the task this is.
       on_idle: Called in the thread of the service at least every 0.1 s with the monotonic time.
+      on_failed: Called in the thread of the service, with the reason, when it cannot listen any
+        more, for example because its sockets were closed under it.
 
     A message may come twice, when a connection broke before its answer had arrived; handlers
     must give the same answer again.
@@ -88,11 +90,13 @@ class Service:
         keys: Keys | None = None,
         incarnation: int | None = None,
         on_idle: Callable[[float], None] | None = None,
+        on_failed: Callable[[str], None] | None = None,
     ) -> None:
         self.task = task
         self.incarnation = incarnation or new_incarnation()
         self._handler = handler
         self._on_idle = on_idle
+        self._on_failed = on_failed
         self._can_lend = location.scheme != "inproc"
         # Of known callers: headers and buffers, whatever way they took.
         self.num_bytes_received = self.num_bytes_sent = 0
@@ -217,9 +221,10 @@ class Service:
                 if now - self._idle_at >= limits.IDLE / 2:
                     self._idle_at = now
                     self._look_around(now)
-        except Exception:
-            # A bug of ours. Nobody answers any more, so the beats of others condemn this task.
-            _log.exception("The service of %s ends", self.task)
+        except Exception as error:
+            _log.exception("%s cannot listen any more", self.task)
+            if self._on_failed is not None:
+                self._on_failed(f"it cannot listen any more ({error})")
         finally:
             self._send_outbox()
             self._release()
