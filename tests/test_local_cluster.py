@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import os
 import signal
@@ -89,6 +90,19 @@ def test_a_task_is_frozen_and_goes_on(cluster: LocalCluster) -> None:
 def test_a_task_ends_in_order_when_asked(cluster: LocalCluster) -> None:
     assert cluster.terminate("worker", 0, timeout=60) == 0
     assert not cluster.alive("worker", 0)
+
+
+def test_several_threads_may_restart_tasks() -> None:
+    with LocalCluster(workers=1, ps=1, timing="fast") as cluster:
+        before = {cluster.pid("worker", 0), cluster.pid("ps", 0)}
+        tasks = ["worker", "worker", "ps"]
+        with concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
+            restarts = [pool.submit(cluster.restart, job, 0, timeout=100) for job in tasks]
+            for restart in restarts:
+                restart.result(timeout=120)
+        assert before.isdisjoint({cluster.pid("worker", 0), cluster.pid("ps", 0)})
+        ask(cluster, "worker", 0)
+        ask(cluster, "ps", 0)
 
 
 def test_unknown_tasks_are_refused(cluster: LocalCluster) -> None:

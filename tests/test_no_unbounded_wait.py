@@ -52,7 +52,7 @@ ALLOWED = {
     ): "the reader, or its end, makes room",
     (
         "server/endings.py",
-        "_watch",
+        "_read_signals",
         "select.select",
     ): "ended by a byte; after a signal it has a bound",
     (

@@ -146,7 +146,7 @@ def _end_child(error: BaseException | None) -> None:
         traceback.print_exception(error)
         code = 1
     if not isinstance(code, int):
-        print(code, file=sys.stderr)
+        sys.stderr.write(f"{code}\n")
         code = 1
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

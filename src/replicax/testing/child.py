@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,9 +30,13 @@ class Child:
         self.address = ""
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
-        # The reading end of the pipe; None when it has spoken, or died.
-        self.pipe: int | None = None
+        # Held by the thread that restarts it, until it listens or the time is over.
+        self.restarting = threading.RLock()
+        # The reading end of the pipe; None when it has spoken, or died. Any thread may look
+        # into it, and any may end or start the process meanwhile: `_listening` protects both.
+        self._pipe: int | None = None
         self._said = b""
+        self._listening = threading.Lock()
 
     def __str__(self) -> str:
         return f"{self.job} {self.index}"
@@ -58,6 +63,7 @@ class Child:
         """
         self.close_pipe()
         reading, writing = os.pipe()
+        os.set_blocking(reading, False)
         command = [sys.executable, "-m", "replicax", "serve", "--ready-fd", str(writing)]
         command += ["--die-with-parent", str(os.getpid()), *options]
         try:
@@ -76,30 +82,45 @@ class Child:
             raise
         finally:
             os.close(writing)
-        self.pipe, self._said = reading, b""
+        with self._listening:
+            self._pipe, self._said = reading, b""
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the process was started, and has not said yet that it listens."""
+        return self._pipe is not None
 
     def hear(self) -> bool:
-        """Reads what the process says about itself; returns whether it is ready.
+        """Reads what the process has said about itself, without waiting.
 
-        Call it when the pipe has something to read. A pipe that closes with nothing said
-        leaves `pipe` as None and returns False: the process is dying.
+        Returns:
+          False if it has ended before it said that it listens; True if it listens, if it may
+          still say so, and if another thread has ended it.
         """
-        assert self.pipe is not None
-        piece = os.read(self.pipe, 4096)
-        self._said += piece
-        if not self._said.endswith(b"\n"):
-            if not piece:
-                self.close_pipe()
-            return False
-        self.address = json.loads(self._said)["address"]
-        self.close_pipe()
-        return True
+        with self._listening:
+            if self._pipe is None:
+                return True
+            try:
+                piece = os.read(self._pipe, 4096)
+            except BlockingIOError:
+                return True
+            self._said += piece
+            is_complete = self._said.endswith(b"\n")
+            if is_complete:
+                self.address = json.loads(self._said)["address"]
+            if is_complete or not piece:
+                self._close_pipe()
+            return is_complete or bool(piece)
 
     def close_pipe(self) -> None:
         """Listens no more to what the process says about itself."""
-        if self.pipe is not None:
-            os.close(self.pipe)
-            self.pipe = None
+        with self._listening:
+            self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to the process and what it started, if it is alive."""

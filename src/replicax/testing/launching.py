@@ -6,13 +6,12 @@ import concurrent.futures
 import dataclasses
 import json
 import os
-import selectors
 import shutil
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from replicax.foundation import errors
@@ -28,6 +27,8 @@ _LONGEST_DIRECTORY = 80
 _ORDERLY_SECONDS = 3.0
 _KILLED_SECONDS = 10.0
 _START_SECONDS = 30.0
+# Seconds between two looks at processes that are starting.
+_LOOK_S = 0.01
 # Seconds until all processes must listen. Those that die before are told of at once, so this
 # ends only what hangs: where two cores start ten processes that import JAX, that takes a minute.
 PATIENCE = 180.0
@@ -176,24 +177,15 @@ def wait_until_ready(children: Iterable[Child], timeout: float) -> None:
       DeadlineExceededError: If one does not listen in time.
     """
     deadline = time.monotonic() + timeout
-    waiting = {c.pipe: c for c in children if c.pipe is not None}
-    with selectors.DefaultSelector() as selector:
-        for pipe in waiting:
-            selector.register(pipe, selectors.EVENT_READ)
-        while waiting:
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise _late(list(waiting.values()), timeout)
-            for key, _ in ready:
-                pipe = key.fd
-                child = waiting[pipe]
-                is_ready = child.hear()
-                if child.pipe is not None:
-                    continue
-                selector.unregister(pipe)
-                del waiting[pipe]
-                if not is_ready:
-                    raise _died(child)
+    # Looked at again and again: other threads may end and start processes meanwhile.
+    while waiting := [child for child in children if child.is_starting]:
+        for child in waiting:
+            if not child.hear():
+                raise _died(child)
+        still = [child for child in waiting if child.is_starting]
+        if still and time.monotonic() >= deadline:
+            raise late(still, timeout)
+        time.sleep(_LOOK_S)
 
 
 def _share_of_machine(job: str, num_workers: int) -> dict[str, str]:
@@ -225,7 +217,8 @@ def _died(child: Child) -> errors.UnavailableError:
     )
 
 
-def _late(children: list[Child], timeout: float) -> errors.DeadlineExceededError:
+def late(children: Sequence[Child], timeout: float) -> errors.DeadlineExceededError:
+    """The error for processes that do not listen in time."""
     names = ", ".join(map(str, children))
     return errors.DeadlineExceededError(
         errors.message(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -223,22 +224,34 @@ class LocalCluster:
     ) -> None:
         """Starts a process again at the same address; kills it first if it is alive.
 
+        Any thread may call it. Of several that restart one task, each waits for the one before.
+
         Args:
           job: Its job.
           index: Its index.
           wait: Whether to wait until it listens.
           timeout: How long.
           empty: Whether a parameter server loses its snapshots before.
+
+        Raises:
+          UnavailableError: If a process ends before it listens; with the last lines of its log.
+          DeadlineExceededError: If it does not listen in time.
         """
         crew, child = self._task(job, index)
-        crew.duty.set(child, 1)
-        with crew.changing:
-            child.kill()
-            if empty and crew.snapshots_directory is not None:
-                shutil.rmtree(crew.snapshots_directory / f"{job}-{index}", ignore_errors=True)
-            crew.spawn(child)
-        if wait:
-            self.wait_until_ready(timeout)
+        deadline = time.monotonic() + timeout
+        if not child.restarting.acquire(timeout=timeout):
+            raise launching.late([child], timeout)
+        try:
+            crew.duty.set(child, 1)
+            with crew.changing:
+                child.kill()
+                if empty and crew.snapshots_directory is not None:
+                    shutil.rmtree(crew.snapshots_directory / f"{job}-{index}", ignore_errors=True)
+                crew.spawn(child)
+            if wait:
+                self.wait_until_ready(max(deadline - time.monotonic(), 0.0))
+        finally:
+            child.restarting.release()
 
     def alive(self, job: str, index: int) -> bool:
         """Whether a process is there; a frozen one is."""
