@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from typing_extensions import override
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
-from replicax.foundation import errors
+from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
 from replicax.values.array_surface import as_operand
 from replicax.variables.module import Module
@@ -20,6 +21,7 @@ from replicax.variables.variable import Variable
 
 Initializer = float | str | Callable[..., Any] | None
 _NAMED_INITIALIZERS = {"zeros": 0, "ones": 1}
+_HOST = (np.ndarray, np.generic)
 
 
 class Metric(Module):
@@ -109,7 +111,7 @@ class Metric(Module):
     def reset_state(self) -> None:
         """Sets all state to zero; in replica code, that of this replica."""
         for variable in self.variables:
-            variable.assign(jnp.zeros(variable.shape, variable.dtype))
+            variable.assign(np.zeros(variable.shape, variable.dtype))
 
     def reset_states(self) -> None:
         """Calls `reset_state`, under its older name."""
@@ -154,8 +156,15 @@ class RunningTotal:
         self._rest.assign(rest)
 
     def value(self) -> Any:
-        """Returns the sum, as the current code sees it."""
-        return self._total.read_value() + self._rest.read_value()
+        """Returns the sum, as the current code sees it; on the host, if it is known there.
+
+        A result is asked for once in a while: to compile its arithmetic would take longer
+        than to do it.
+        """
+        total, rest = self._total.read_value(), self._rest.read_value()
+        if jax_compat.is_traced(total) or jax_compat.is_traced(rest):
+            return total + rest
+        return np.asarray(total) + np.asarray(rest)
 
 
 @jax.jit
@@ -177,8 +186,10 @@ def as_array(value: Any) -> jax.Array:
 
 def divide(numerator: Any, denominator: Any) -> Any:
     """Divides; nothing divided by nothing is 0."""
+    is_on_host = isinstance(numerator, _HOST) and isinstance(denominator, _HOST)
+    xnp: Any = np if is_on_host else jnp
     is_zero = denominator == 0
-    return jnp.where(is_zero, 0, numerator / jnp.where(is_zero, 1, denominator))
+    return xnp.where(is_zero, 0, numerator / xnp.where(is_zero, 1, denominator))
 
 
 def _initial_value(initializer: Initializer, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -225,14 +236,20 @@ def _over_all_replicas(result: Callable[..., Any]) -> Callable[..., Any]:
     def combined(self: Metric) -> Any:
         frame = frames.current()
         if frame.mode is not Mode.REPLICA or frame.is_default or not _num_copies(self):
-            return result(self)
-        merged = frame.replica_context.merge_call(lambda strategy: result(self))
+            return jax.tree.map(_from_host, result(self))
+        merged = frame.replica_context.merge_call(
+            lambda strategy: jax.tree.map(_from_host, result(self))
+        )
         if frame.replica_id is None or frame.layout is None:
             return merged
         device = frame.layout.devices[frame.replica_id]
         return jax.tree.map(lambda leaf: jax.device_put(leaf, device), merged)
 
     return combined
+
+
+def _from_host(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, _HOST) else leaf
 
 
 def _is_seen_from_outside(frame: Frame) -> bool:

@@ -221,7 +221,7 @@ class AUC(_Thresholded):
     def result(self) -> Any:
         hits = divide(self._true_positives.value(), self._positives.value())
         alarms = divide(self._false_positives.value(), self._negatives.value())
-        return jnp.sum((alarms[:-1] - alarms[1:]) * (hits[:-1] + hits[1:]) / 2)
+        return ((alarms[:-1] - alarms[1:]) * (hits[:-1] + hits[1:]) / 2).sum()
 
 
 def _weight_above(pred: jax.Array, weights: jax.Array, thresholds: np.ndarray) -> jax.Array:

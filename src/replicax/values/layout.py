@@ -30,6 +30,12 @@ def copier(sharding: Sharding) -> Callable[[Any], Any]:
     return jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays), out_shardings=sharding)
 
 
+def _join(xnp: Any, components: Sequence[Any]) -> Any:
+    """Joins values along axis 0, with the functions of `numpy` or `jax.numpy`."""
+    join = xnp.concatenate if components[0].shape else xnp.stack
+    return join(list(components))
+
+
 class ReplicaLayout:
     """The devices of the replicas: one each on a mesh, or all of them on one device."""
 
@@ -85,18 +91,20 @@ class ReplicaLayout:
     def assemble(self, components: Sequence[Any]) -> Any:
         """Joins one array per replica, all of one shape and dtype, into the stored array."""
         first = components[0]
+        is_on_host = isinstance(first, np.ndarray | np.generic)
         if self.num_replicas == 1:
-            return first
-        shape = self.global_shape(first.shape)
-        join = jnp.concatenate if first.shape else jnp.stack
+            return jax.device_put(first, self.devices[0]) if is_on_host else first
         if any(map(jax_compat.is_traced, components)):
-            return join(list(components))
+            return _join(jnp, components)
         if not self.is_mesh:
-            return join(jax.device_put(list(components), self.devices[0]))
+            if is_on_host:
+                return jax.device_put(_join(np, components), self.devices[0])
+            return _join(jnp, jax.device_put(list(components), self.devices[0]))
         if first.shape:
             parts = jax.device_put(list(components), list(self.devices))
         else:
-            parts = jax.device_put([jnp.reshape(c, (1,)) for c in components], list(self.devices))
+            parts = jax.device_put([c.reshape((1,)) for c in components], list(self.devices))
+        shape = self.global_shape(first.shape)
         return jax.make_array_from_single_device_arrays(shape, self.per_replica, parts)
 
     def split(self, array: Any, is_scalar: bool) -> tuple[Any, ...]:

@@ -6,13 +6,14 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
 from typing_extensions import override
 
 from replicax.collectives import eager, in_replica
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import View
-from replicax.foundation import devices, errors, gate
+from replicax.foundation import devices, errors, gate, jax_compat
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp, VariableAggregation
 from replicax.values import printing
@@ -21,6 +22,11 @@ from replicax.variables import aggregation, updates
 from replicax.variables.creators import VariableAttributes
 from replicax.variables.trace_guards import require_concrete, require_readable
 from replicax.variables.variable import Variable
+
+# Copies up to this size are combined, and shared out, by NumPy: for a metric that is read
+# once an epoch, the first computation on the devices costs more in compilation than all
+# that follow.
+_HOST_BYTES = 64 << 10
 
 
 class ReplicatedVariable(Variable):
@@ -145,6 +151,8 @@ class SyncOnReadVariable(ReplicatedVariable):
         if frame.replica_id is not None:
             return self.read_copy(frame.replica_id)
         with gate.state():
+            if self.stored.nbytes <= _HOST_BYTES:
+                return self._combine_on_host(self.stored)
             self.is_lent = True
             return self._combine_copies(self.layout.split(self.stored, not self.shape))
 
@@ -153,6 +161,17 @@ class SyncOnReadVariable(ReplicatedVariable):
         with gate.state():
             self.is_lent = True
             return self.layout.component(self.stored, replica_id, not self.shape)
+
+    def _combine_on_host(self, stored: Any) -> Any:
+        self._require_aggregation("Reading")
+        rows = np.asarray(stored).reshape((self.layout.num_replicas, *self.shape))
+        value = rows[0]
+        if self.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
+            value = rows.sum(0, dtype=self.dtype)
+        if self.aggregation is VariableAggregation.MEAN:
+            value = (value / self.layout.num_replicas).astype(self.dtype)
+        with jax_compat.any_dtype(self.dtype):
+            return jax.device_put(value, devices.current())
 
     def _combine_copies(self, copies: tuple[Any, ...]) -> Any:
         self._require_aggregation("Reading")
@@ -223,15 +242,17 @@ class SyncOnReadVariable(ReplicatedVariable):
     def _shares(self, value: Any) -> Any:
         """Returns one value per replica: parts of a sum, or the value itself."""
         count = self.layout.num_replicas
-        value = jnp.asarray(value)
+        is_on_host = not jax_compat.is_traced(value) and value.nbytes * count <= _HOST_BYTES
+        xnp: Any = np if is_on_host else jnp
+        value = xnp.asarray(value)
         shape = (count, *self.shape)
         if self.aggregation is not VariableAggregation.SUM:
-            return jnp.broadcast_to(value, shape)
+            return xnp.broadcast_to(value, shape)
         if jnp.issubdtype(self.dtype, jnp.integer):
             # Whole numbers: the first replicas take what does not divide.
-            extra = jnp.arange(count).reshape((count,) + (1,) * len(self.shape))
+            extra = xnp.arange(count).reshape((count,) + (1,) * len(self.shape))
             return (value // count + (extra < value % count)).astype(self.dtype)
-        return jnp.broadcast_to(value / count, shape).astype(self.dtype)
+        return xnp.broadcast_to(value / count, shape).astype(self.dtype)
 
     @override
     def store_everywhere(self, frame: Frame, value: Any) -> None:

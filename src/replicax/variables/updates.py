@@ -46,6 +46,8 @@ def _apply_compiled(kind: str, old: Any, payload: Any) -> Any:
 
 def apply(kind: str, old: Any, payload: Any) -> Any:
     """Returns the value after one update."""
+    if kind == "assign" and payload.shape == old.shape and payload.dtype == old.dtype:
+        return payload
     if jax_compat.is_eager():
         return _apply_compiled(kind, old, payload)
     return _RULES[kind](old, payload).astype(old.dtype)
