@@ -123,8 +123,11 @@ def test_division_of_integers_is_exact_and_defined_for_zero(caller: Caller) -> N
     caller.create(0, np.array([7, -7, 5, -5, 0, (1 << 31) - 1], np.int32))
     ids = np.arange(6, dtype=np.int32)
     caller.update("scatter_div", 0, ids, np.array([2, 2, 0, 0, 0, 1], np.int32))
-    limits = np.iinfo(np.int32)
-    assert caller.read(0).tolist() == [3, -3, limits.max, limits.min, 0, limits.max]
+    assert caller.read(0).tolist() == [3, -3, -1, -1, -1, (1 << 31) - 1]
+    large = (1 << 62) + 1
+    caller.create(1, np.array([large, -large, -(1 << 63)], np.int64))
+    caller.update("scatter_div", 1, ids[:3], np.array([1, -1, 1], np.int64))
+    assert caller.read(1).tolist() == [large, large, -(1 << 63)]
 
 
 def test_overflow_and_division_by_zero_are_silent_as_in_xla(caller: Caller) -> None:

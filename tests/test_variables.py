@@ -415,6 +415,95 @@ def test_1_7_the_scatter_family(make: Any) -> None:
         assert float(v[1, 1]) == 4.0
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int32", "int64"])
+def test_1_7_scatter_div_of_integers_is_exact_and_rounds_towards_zero(dtype: str) -> None:
+    with jax.enable_x64(dtype == "int64"):
+        limits = jnp.iinfo(dtype)
+        first, last = int(limits.min), int(limits.max)
+        old = np.array([[last, last], [first + 1, 7], [last - 1, 5], [3, 3]], dtype)
+        rows = np.array([[1, 2], [3, 2], [7, 3], [last, 2]], dtype)
+        for indices, repeat in (([0, 1, 2, 3], 1), ([0, 1, 2, 3, 0, 1, 2, 3], 2)):
+            # Python divides exactly; what is repeated divides again.
+            want = [
+                [
+                    int(abs(int(a)) // int(b) ** repeat) * (-1 if a < 0 else 1)
+                    for a, b in zip(*r, strict=True)
+                ]
+                for r in zip(old, rows, strict=True)
+            ]
+            slices = rx.IndexedSlices(np.tile(rows, (repeat, 1)), np.asarray(indices))
+            v = rx.Variable(old)
+            v.scatter_div(slices)
+            assert v.dtype == dtype
+            assert v.numpy().tolist() == want
+            v.assign(old)
+            rx.function(lambda s, v=v: v.scatter_div(s))(slices)
+            assert v.numpy().tolist() == want
+        with pytest.raises(ValueError, match="other than 0"):
+            v.scatter_div(rx.IndexedSlices(rows * 0, [0, 1, 2, 3]))
+        assert v.numpy().tolist() == want
+
+
+def test_1_7_negative_indices_of_a_narrow_type_are_dropped_by_compiled_code() -> None:
+    v = rx.Variable(jnp.zeros((200,)))
+    rx.function(lambda i: v.scatter_add(rx.IndexedSlices(jnp.ones((2,)), i)))(
+        jnp.asarray([-1, 3], jnp.int8)
+    )
+    assert np.flatnonzero(v.numpy()).tolist() == [3]
+
+
+def reads_by_index(v: Any) -> dict[str, Any]:
+    return {
+        "sparse_read": v.sparse_read,
+        "gather_nd": lambda ids: v.gather_nd(jnp.asarray(ids)[..., None]),
+        "embedding_lookup": lambda ids: rx.nn.embedding_lookup(v, ids),
+        "gradient": lambda ids: rx.value_and_grad(
+            lambda: rx.nn.embedding_lookup(v, ids).sum(), v
+        )()[0],
+    }
+
+
+def test_1_7_reads_out_of_range_are_refused_like_writes(make: Any) -> None:
+    array = np.arange(6.0, dtype=np.float32).reshape(3, 2)
+    v = make(array)
+    for name, read in reads_by_index(v).items():
+        for indices in ([3], [-1], [0, 99], [[0, 1], [2, -3]]):
+            with pytest.raises(ValueError, match=r"indices in \[0, 3\)") as caught:
+                read(indices)
+            assert isinstance(caught.value, rx.errors.InvalidArgumentError), name
+        if name != "gradient":
+            np.testing.assert_array_equal(read([[2, 0]]), array[[[2, 0]]])
+            assert read(np.zeros((0,), np.int8)).shape == (0, 2)
+    with pytest.raises(ValueError, match="integer"):
+        v.sparse_read([0.5])
+    with pytest.raises(ValueError, match="integer"):
+        v.gather_nd([[0.5]])
+    with pytest.raises(ValueError, match="at most 2"):
+        v.gather_nd([[0, 0, 0]])
+    with pytest.raises(ValueError, match="vectors"):
+        v.gather_nd(0)
+    with pytest.raises(ValueError, match="at most 0"):
+        make(1.0).sparse_read([0])
+    assert float(v.gather_nd([2, 1])) == 5.0
+
+
+def test_1_7_compiled_reads_out_of_range_are_nan(run: Any) -> None:
+    strategy = STRATEGIES["mirrored_2"]()
+    array = np.arange(6.0, dtype=np.float32).reshape(3, 2)
+    with strategy.scope():
+        v = rx.Variable(array, aggregation=SUM)
+    ids = jnp.asarray([3, -1, 1, -3, 99])
+    for name, read in reads_by_index(v).items():
+        if run.executor == "threaded":
+            with pytest.raises(ValueError, match="indices"):
+                run(strategy, read, (ids,))
+        elif name != "gradient":
+            for found in strategy.experimental_local_results(run(strategy, read, (ids,))):
+                wanted = np.full((5, 2), np.nan)
+                wanted[2] = array[1]
+                np.testing.assert_array_equal(found, wanted)
+
+
 def bad_writes(v: Any) -> list[tuple[Any, Any]]:
     """Writes to a float32 variable of shape (2, 3) that must be refused, and how."""
     slices = rx.IndexedSlices

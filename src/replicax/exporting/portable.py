@@ -31,7 +31,7 @@ from replicax.exporting import structures
 from replicax.foundation import errors, jax_compat
 from replicax.tracing import capture as capturing
 from replicax.tracing.function import Function, translated_errors
-from replicax.variables import updates
+from replicax.variables import row_numbers, updates
 from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
 
@@ -110,7 +110,7 @@ class _OneReplicaOverlay(capturing.CapturingOverlay):
 
     def read_rows(self, variable: Any, ids: Any) -> Any:
         # A model that is loaded has no servers to ask for rows.
-        return jnp.take(variable.read_in(frames.current()), jnp.asarray(ids), axis=0)
+        return row_numbers.take(variable.read_in(frames.current()), ids)
 
     def record(self, change: Change) -> None:
         """Makes a change of what lives on servers here, where the model will run."""

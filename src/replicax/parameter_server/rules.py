@@ -236,10 +236,13 @@ class _Rows:
 
 
 def _divided(rows: np.ndarray, divisors: np.ndarray) -> np.ndarray:
-    """Returns integer quotients, rounded towards zero; what is not finite is cut to the range."""
-    limits = jnp.iinfo(rows.dtype)
-    quotients = np.true_divide(rows.astype(np.float64), divisors.astype(np.float64))
-    cut = np.nan_to_num(quotients, nan=0.0, posinf=float(limits.max), neginf=float(limits.min))
-    is_most = cut >= float(limits.max)
-    exact = np.where(is_most, 0.0, np.trunc(cut)).astype(rows.dtype)
-    return np.where(is_most, np.asarray(limits.max, rows.dtype), exact)
+    """Returns integer quotients, rounded towards zero; -1 by zero, as XLA gives."""
+    # NumPy cannot compute with the types that it does not know itself; they are narrow.
+    dtype = rows.dtype if rows.dtype.kind in "iu" else np.dtype(np.int64)
+    rows_, divisors_ = rows.astype(dtype), divisors.astype(dtype)
+    with np.errstate(divide="ignore", over="ignore"):
+        quotients, rest = np.divmod(rows_, divisors_)
+    # NumPy rounds down: one too low where the exact quotient is a negative fraction.
+    quotients += ((rest != 0) & ((rows_ < 0) != (divisors_ < 0))).astype(dtype)
+    by_zero = np.asarray(-1).astype(dtype)
+    return np.where(divisors_ == 0, by_zero, quotients).astype(rows.dtype)

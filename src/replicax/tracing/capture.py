@@ -14,6 +14,7 @@ from replicax.contexts import frames
 from replicax.contexts.overlay import Change, Overlay, View
 from replicax.foundation import jax_compat
 from replicax.values.layout import AXIS
+from replicax.variables import row_numbers
 
 
 @dataclasses.dataclass
@@ -74,7 +75,7 @@ class CapturingOverlay(Overlay):
 
     def read_rows(self, variable: Any, ids: Any) -> Any:
         if not self.is_current_trace() or self.knows(variable):
-            return jnp.take(variable.read_in(frames.current()), jnp.asarray(ids), axis=0)
+            return row_numbers.take(variable.read_in(frames.current()), ids)
         is_traced = jax_compat.is_traced(ids)
         with jax_compat.eagerly():
             shape = (*jnp.shape(ids), *variable.shape[1:])

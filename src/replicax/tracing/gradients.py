@@ -20,7 +20,7 @@ from replicax.tracing.row_gradients import RowTaps
 from replicax.values.distributed_values import is_array_like
 from replicax.values.indexed_slices import concatenate
 from replicax.values.regroup import leaves_of, map_structure
-from replicax.variables import updates
+from replicax.variables import row_numbers, updates
 from replicax.variables.remote import RemoteVariable
 from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
@@ -65,7 +65,7 @@ class GradientOverlay(Overlay):
         """Returns rows of a remote variable, with a gradient by rows where that is possible."""
         is_direct = self.is_current_trace() and not isinstance(self.parent, GradientOverlay)
         if not is_direct or self.knows(variable):
-            return jnp.take(variable.read_in(frames.current()), jnp.asarray(ids), axis=0)
+            return row_numbers.take(variable.read_in(frames.current()), ids)
         # Row numbers have no gradient, so they belong to the trace around this one.
         around = contextlib.nullcontext()
         if self.parent is not None:
@@ -84,7 +84,7 @@ class GradientOverlay(Overlay):
         is_direct = is_direct and not self.holds_all_copies(variable)
         if is_direct and self.is_current_trace():
             return self.taps.lookup(variable, self.values[variable], ids)
-        return jnp.take(variable.read_in(frames.current()), jnp.asarray(ids), axis=0)
+        return row_numbers.take(variable.read_in(frames.current()), ids)
 
     def holds_all_copies(self, variable: Any) -> bool:
         """Tells whether the value here is that of all copies, which a read combines."""
@@ -112,7 +112,9 @@ class GradientOverlay(Overlay):
         rows = self.taps.rows_of(variable)
         if rows is None:
             return dense
-        return rows if variable not in self.read_whole else dense.at[rows.indices].add(rows.values)
+        if variable not in self.read_whole:
+            return rows
+        return updates.apply("scatter_add", dense, rows)
 
     def _remote_gradient(self, variable: Any) -> Any:
         rows = self.taps.rows_of(variable)
@@ -232,23 +234,19 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
     if isinstance(params, list | tuple):
         params = _one_table(params)
     if not isinstance(params, Variable):
-        return jnp.take(jnp.asarray(params), jnp.asarray(ids), axis=0)
+        table = jnp.asarray(params)
+        return row_numbers.take(table, row_numbers.checked("embedding_lookup", table, ids))
     is_known = not any(map(jax_compat.is_traced, jax.tree.leaves(ids)))
     # Row numbers that are known need not be computed by the program that uses the rows.
     ids = np.asarray(ids) if params.is_remote and is_known else jnp.asarray(ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise errors.InvalidArgumentError(
-            errors.message(
-                "`ids` must be integers", f"they have type {ids.dtype}", "Convert them first."
-            )
-        )
+    ids = row_numbers.checked("embedding_lookup", params, ids)
     frame = frames.current()
     params.check_frame(frame, "A lookup in")
     if isinstance(params, RemoteVariable | ShardedVariable):
         return params.rows_in(frame, ids)
     if isinstance(frame.overlay, GradientOverlay):
         return frame.overlay.lookup(params, ids)
-    return jnp.take(params.read_in(frame), ids, axis=0)
+    return row_numbers.take(params.read_in(frame), ids)
 
 
 def _one_table(params: Any) -> Any:

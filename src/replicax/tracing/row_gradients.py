@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax.values.indexed_slices import IndexedSlices
+from replicax.variables import row_numbers
 
 
 class RowTaps:
@@ -31,7 +32,7 @@ class RowTaps:
     def lookup(self, variable: Any, table: Any, ids: Any) -> Any:
         """Returns rows of a table; their gradient will be found by `rows_of`."""
         ids = jnp.asarray(ids)
-        return self.looked_up(variable, ids, jnp.take(jax.lax.stop_gradient(table), ids, axis=0))
+        return self.looked_up(variable, ids, row_numbers.take(jax.lax.stop_gradient(table), ids))
 
     def looked_up(self, variable: Any, ids: Any, rows: Any) -> Any:
         """Returns rows that were looked up; their gradient will be found by `rows_of`."""

@@ -16,7 +16,7 @@ from replicax.contexts.overlay import Change
 from replicax.foundation import devices, errors, jax_compat
 from replicax.foundation.jax_compat import Device
 from replicax.values.distributed_values import Mirrored
-from replicax.variables import aggregation, creators, read_cache, updates
+from replicax.variables import aggregation, creators, read_cache, row_numbers, updates
 from replicax.variables.trace_guards import require_outside_traces
 from replicax.variables.variable import Variable
 
@@ -236,11 +236,4 @@ def checked_rows(variable: Any, indices: Any) -> Any:
     """Returns rows of a remote or sharded variable, in the order of the indices."""
     frame = frames.current()
     variable.check_frame(frame, "A lookup in")
-    ids = jnp.asarray(indices)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise errors.InvalidArgumentError(
-            errors.message(
-                "`indices` must be integers", f"they have type {ids.dtype}", "Convert them first."
-            )
-        )
-    return variable.rows_in(frame, ids)
+    return variable.rows_in(frame, row_numbers.checked("sparse_read", variable, indices))

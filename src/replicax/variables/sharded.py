@@ -18,7 +18,7 @@ from replicax.foundation import errors, jax_compat
 from replicax.values.array_surface import as_operand
 from replicax.values.distributed_values import Mirrored
 from replicax.values.indexed_slices import IndexedSlices
-from replicax.variables import creators, updates
+from replicax.variables import creators, row_numbers, updates
 from replicax.variables.partitioners import split_rows
 from replicax.variables.remote import ElsewhereVariable, Read, RemoteVariable, checked_rows
 from replicax.variables.variable import Variable
@@ -98,7 +98,7 @@ class ShardedVariable(ElsewhereVariable):
     def rows_in(self, frame: Frame, ids: Any) -> Any:
         """Returns rows by number, in the order of `ids`, moving no others."""
         if not self.is_whole_remote:
-            return jnp.take(self.read_in(frame), ids, axis=0)
+            return row_numbers.take(self.read_in(frame), ids)
         if frame.overlay is not None:
             return frame.overlay.read_rows(self, ids)
         first = self.variables[0]

@@ -13,14 +13,31 @@ import numpy as np
 from replicax.foundation import errors, jax_compat
 from replicax.values.array_surface import as_operand
 from replicax.values.indexed_slices import IndexedSlices
+from replicax.variables import row_numbers
 
 
 def _at(old: jax.Array, slices: IndexedSlices) -> Any:
     """Returns the update helper for rows, or for elements where indices are vectors."""
-    # An index out of range is dropped; a negative one must not count from the end.
-    far = jnp.iinfo(slices.indices.dtype).max
-    indices = jnp.where(slices.indices < 0, far, slices.indices)
+    # An index out of range is dropped.
+    indices = row_numbers.without_negative(slices.indices)
     return old.at[tuple(jnp.moveaxis(indices, -1, 0)) if indices.ndim > 1 else indices]
+
+
+def _divided(old: jax.Array, slices: IndexedSlices) -> jax.Array:
+    """Divides rows; whole numbers exactly, rounded towards zero."""
+    if not jnp.issubdtype(old.dtype, jnp.integer):
+        return _at(old, slices).divide(slices.values)
+    depth = slices.indices.shape[-1] if slices.indices.ndim > 1 else 1
+    vectors = row_numbers.without_negative(slices.indices).reshape((-1, depth))
+    divisors = slices.values.reshape((-1, *old.shape[depth:]))
+
+    def divide_row(i: Any, table: jax.Array) -> jax.Array:
+        # One by one: the product of the divisors of one row may be too large for the type.
+        row = table.at[tuple(vectors[i])]
+        quotient = jax.lax.div(row.get(mode="fill", fill_value=0), divisors[i])
+        return row.set(quotient, mode="drop")
+
+    return jax.lax.fori_loop(0, len(vectors), divide_row, old)
 
 
 _RULES: dict[str, Callable[[Any, Any], Any]] = {
@@ -30,7 +47,7 @@ _RULES: dict[str, Callable[[Any, Any], Any]] = {
     "scatter_add": lambda old, s: _at(old, s).add(s.values),
     "scatter_sub": lambda old, s: _at(old, s).subtract(s.values),
     "scatter_mul": lambda old, s: _at(old, s).multiply(s.values),
-    "scatter_div": lambda old, s: _at(old, s).divide(s.values),
+    "scatter_div": _divided,
     "scatter_min": lambda old, s: _at(old, s).min(s.values),
     "scatter_max": lambda old, s: _at(old, s).max(s.values),
     "scatter_update": lambda old, s: _at(old, s).set(s.values),
@@ -138,24 +155,8 @@ def _checked_slices(variable: Any, kind: str, value: Any) -> IndexedSlices:
             )
         )
     indices = jnp.asarray(as_operand(value.indices))
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{kind}` needs integer indices",
-                f"they have type {indices.dtype}",
-                "Convert them with `.astype(int)`.",
-            )
-        )
     depth = indices.shape[-1] if indices.ndim > 1 else 1
-    if depth > len(variable.shape):
-        raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{kind}` on variable {variable.name!r} needs indices of at most "
-                f"{len(variable.shape)} numbers each",
-                f"they have {depth}",
-                "Give one number per dimension of the variable, or fewer.",
-            )
-        )
+    indices = row_numbers.checked(kind, variable, indices, depth)
     count = indices.shape[:-1] if indices.ndim > 1 else indices.shape
     rows = jnp.asarray(as_operand(value.values))
     expected = (*count, *variable.shape[depth:])
@@ -168,23 +169,22 @@ def _checked_slices(variable: Any, kind: str, value: Any) -> IndexedSlices:
                 "Give one row per index.",
             )
         )
-    _require_in_range(variable, kind, indices)
     rows = jnp.broadcast_to(cast(variable, kind, rows), expected)
+    if kind == "scatter_div":
+        _refuse_zero_divisors(variable, rows)
     return IndexedSlices(rows, indices, variable.shape)
 
 
-def _require_in_range(variable: Any, kind: str, indices: jax.Array) -> None:
-    """Refuses concrete indices out of range; compiled code drops them, as XLA does."""
-    if jax_compat.is_traced(indices) or indices.size == 0:
+def _refuse_zero_divisors(variable: Any, divisors: Any) -> None:
+    """Refuses to divide whole numbers by zero, where that can be seen before."""
+    if jax_compat.is_traced(divisors) or not jnp.issubdtype(divisors.dtype, jnp.integer):
         return
-    limits = np.asarray(variable.shape[: indices.shape[-1] if indices.ndim > 1 else 1])
-    found = np.asarray(indices)
-    if (found < 0).any() or (found >= limits).any():
+    if not np.asarray(divisors).all():
         raise errors.InvalidArgumentError(
             errors.message(
-                f"`{kind}` on variable {variable.name!r} needs indices in "
-                f"[0, {', '.join(map(str, limits))})",
-                f"they reach from {found.min()} to {found.max()}",
-                "Correct the indices.",
+                f"`scatter_div` on variable {variable.name!r} of type {variable.dtype} needs "
+                "divisors other than 0",
+                "there is a 0 among them",
+                "Correct the values.",
             )
         )

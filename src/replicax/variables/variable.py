@@ -16,9 +16,9 @@ from replicax.foundation import devices, errors, gate, jax_compat
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
 from replicax.values import printing
-from replicax.values.array_surface import ArraySurface, elementwise_equal
+from replicax.values.array_surface import ArraySurface, as_operand, elementwise_equal
 from replicax.values.indexed_slices import IndexedSlices
-from replicax.variables import creators, updates
+from replicax.variables import creators, row_numbers, updates
 from replicax.variables.trace_guards import require_concrete, require_readable
 
 
@@ -160,12 +160,24 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         return array
 
     def sparse_read(self, indices: Any) -> Any:
-        """Returns the rows with the given indices."""
-        return jnp.take(self.read_value(), jnp.asarray(indices), axis=0)
+        """Returns the rows with the given indices.
+
+        An index out of range is refused; compiled code, which cannot, gives NaN there.
+        """
+        ids = row_numbers.checked("sparse_read", self, as_operand(indices))
+        return row_numbers.take(self.read_value(), ids)
 
     def gather_nd(self, indices: Any) -> Any:
-        """Returns the elements or rows at vectors of indices."""
-        return self.read_value()[tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))]
+        """Returns the elements or rows at vectors of indices; out of range as `sparse_read`."""
+        vectors = jnp.asarray(as_operand(indices))
+        if not vectors.ndim:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`gather_nd` needs vectors of indices", "a scalar was given", "Pass `[index]`."
+                )
+            )
+        vectors = row_numbers.checked("gather_nd", self, vectors, vectors.shape[-1])
+        return row_numbers.take_at(self.read_value(), vectors)
 
     # Writing.
 
