@@ -121,6 +121,7 @@ OWN_NAMES = {
     "metrics",
     "nn",
     "optimizers",
+    "random",
     "read_variables",
     "run_functions_eagerly",
     "saved_model",

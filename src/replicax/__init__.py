@@ -14,6 +14,7 @@ from replicax import experimental as experimental
 from replicax import metrics as metrics
 from replicax import nn as nn
 from replicax import optimizers as optimizers
+from replicax import random as random
 from replicax import saved_model as saved_model
 from replicax import testing as testing
 from replicax import train as train
@@ -128,6 +129,7 @@ __all__ = [
     "metrics",
     "nn",
     "optimizers",
+    "random",
     "read_variables",
     "saved_model",
     "set_virtual_cpu_devices",

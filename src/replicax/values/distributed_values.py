@@ -109,7 +109,7 @@ class PerReplica(DistributedValues):
         for column in columns:
             if not all(is_array_like(leaf) for leaf in column):
                 return None
-            if len({(np.shape(leaf), np.dtype(dtype_of(leaf))) for leaf in column}) != 1:
+            if len({(np.shape(leaf), dtype_of(leaf)) for leaf in column}) != 1:
                 return None
         is_traced = any(jax_compat.is_traced(leaf) for column in columns for leaf in column)
         with contextlib.nullcontext() if is_traced else jax_compat.eagerly():

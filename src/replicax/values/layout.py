@@ -115,7 +115,9 @@ class ReplicaLayout:
         if array.size == 0:
             # XLA does not shard what is empty.
             return (jnp.zeros(self.local_shape(array.shape, is_scalar), array.dtype),) * count
-        if jax_compat.is_traced(array):
+        # NumPy has no keys of jax.random.
+        is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+        if jax_compat.is_traced(array) or (is_key and not self.is_mesh):
             rows = array.reshape((count, *self.local_shape(array.shape, is_scalar)))
             return tuple(rows[i] for i in range(count))
         if self.is_mesh:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from replicax.foundation import jax_compat
@@ -23,6 +24,9 @@ def describe(value: Any) -> str:
 
 def content(value: Any) -> str:
     """Returns an array's content as NumPy prints it, scalars without the type's name."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        # NumPy has no keys.
+        value = jax.random.key_data(value)
     array = np.asarray(value)
     if array.ndim == 0:
         return str(array[()])
