@@ -12,7 +12,7 @@ from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.tasks import TaskName
 from replicax.cluster_resolver.base import ClusterResolver, summary
 from replicax.cluster_resolver.failures import DuplicateTaskError
-from replicax.foundation import errors
+from replicax.foundation import errors, spelling
 
 _OPTIONS = ("rpc_layer", "task_type", "task_id")
 _Tasks = list[str] | dict[int, str]
@@ -38,7 +38,7 @@ class UnionResolver(ClusterResolver):
                     errors.message(
                         f"The options of UnionResolver are {', '.join(_OPTIONS)}",
                         f"{name!r} was given",
-                        "Leave it out.",
+                        spelling.advice([name], _OPTIONS),
                     )
                 )
         if not args:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar, overload
 
 import jax
 import numpy as np
@@ -12,6 +12,8 @@ from replicax.contexts import guards
 from replicax.foundation import devices, errors, jax_compat, options
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.regroup import map_structure
+
+_Nest = TypeVar("_Nest")
 
 
 class ReplicaContext:
@@ -61,8 +63,8 @@ class ReplicaContext:
     def merge_call(
         self,
         merge_fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: list[Any] | tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Waits for all replicas, then calls `merge_fn(strategy, *args)` once for all.
 
@@ -86,6 +88,20 @@ class ReplicaContext:
         assert frame.executor is not None
         return frame.executor.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
 
+    @overload
+    def all_reduce(
+        self,
+        reduce_op: options.ReduceOp | str,
+        value: float,
+        options: options.CommunicationOptions | None = None,
+    ) -> jax.Array: ...
+    @overload
+    def all_reduce(
+        self,
+        reduce_op: options.ReduceOp | str,
+        value: _Nest,
+        options: options.CommunicationOptions | None = None,
+    ) -> _Nest: ...
     def all_reduce(
         self,
         reduce_op: options.ReduceOp | str,
@@ -102,8 +118,8 @@ class ReplicaContext:
         return frame.executor.all_reduce(op, value, options)
 
     def all_gather(
-        self, value: Any, axis: int, options: options.CommunicationOptions | None = None
-    ) -> Any:
+        self, value: _Nest, axis: int, options: options.CommunicationOptions | None = None
+    ) -> _Nest:
         """Concatenates a nest of values over all replicas along `axis`. Differentiable."""
         del options
         frame = guards.require_replica("all_gather", self)
@@ -115,8 +131,8 @@ class ReplicaContext:
         self,
         var: Any,
         fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: list[Any] | tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
         """Calls `fn(component, *args)` on every copy of `var`, from replica code.
@@ -131,7 +147,7 @@ class ReplicaContext:
 
         return self.merge_call(merged, (tuple(args), dict(kwargs or {})))
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         scope = self._strategy.extended.enter_replica_context(self)
         self._entered.append(scope)
         scope.__enter__()

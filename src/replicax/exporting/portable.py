@@ -123,7 +123,7 @@ class _OneReplicaOverlay(capturing.CapturingOverlay):
                     "Export the part of the model that does not train.",
                 )
             )
-        whole = getattr(target, "container", target)
+        whole: Any = getattr(target, "container", target)
         value = updates.apply(change.kind, self.read(target), change.payload)
         if whole is not target:
             start = whole.starts[next(i for i, v in enumerate(whole.variables) if v is target)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -98,7 +98,8 @@ def _applied(target: Any, call: int, gradients: list[Any], plan: Planner) -> Ite
                 for p, n, r in zip(parts, numbers, rows, strict=True)
             ]
         else:
-            parts = variable.variables if isinstance(variable, ShardedVariable) else [variable]
+            is_sharded = isinstance(variable, ShardedVariable)
+            parts = cast(Any, variable.variables) if is_sharded else [variable]
             whole, start = _dense(gradient, variable.dtype), 0
             pieces = []
             for part in parts:

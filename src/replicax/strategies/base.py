@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Self, overload
 
 import jax
+from jax.typing import ArrayLike
 
 from replicax.contexts import frames, guards
 from replicax.contexts.replica_context import ValueContext
 from replicax.foundation import devices, errors
 from replicax.foundation.options import ReduceOp, RunOptions, resolve_reduce_op
+from replicax.input.distributed import DistributedDataset
 from replicax.input.input_context import InputContext, InputOptions
 from replicax.strategies import reductions
 from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.scope import Scope, entered
+from replicax.values.distributed_values import DistributedValues
 from replicax.values.regroup import map_structure
 
 
@@ -44,7 +48,7 @@ class Strategy:
         """The resolver of a strategy of several machines; None on one machine."""
         return None
 
-    def scope(self) -> Any:
+    def scope(self) -> AbstractContextManager[Self]:
         """Returns a context manager that makes this strategy the current one.
 
         Variables created inside are distributed; plain calls inside are not.
@@ -60,8 +64,8 @@ class Strategy:
     def run(
         self,
         fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: list[Any] | tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
         """Calls `fn` once per replica and merges what the calls return.
@@ -95,7 +99,20 @@ class Strategy:
         with entered(self, "run"):
             return self._extended.call_for_each_replica(fn, args, kwargs)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
+    @overload
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: DistributedValues | ArrayLike,
+        axis: int | Sequence[int] | None,
+    ) -> jax.Array: ...
+    @overload
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
+    ) -> Any: ...
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
+    ) -> Any:
         """Combines a per-replica value into one array on the current device.
 
         Args:
@@ -123,6 +140,10 @@ class Strategy:
 
             return map_structure(reduce_leaf, value)
 
+    @overload
+    def gather(self, value: DistributedValues | ArrayLike, axis: int) -> jax.Array: ...
+    @overload
+    def gather(self, value: Any, axis: int) -> Any: ...
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates a per-replica value along `axis`, on the current device."""
         guards.require_cross_replica(
@@ -144,7 +165,7 @@ class Strategy:
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
-    ) -> Any:
+    ) -> DistributedDataset | Any:
         """Cuts the global batches of a dataset into one part per replica.
 
         Parts differ by at most one row; a replica without rows gets an empty part. Batches
@@ -167,7 +188,7 @@ class Strategy:
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
-    ) -> Any:
+    ) -> DistributedDataset | Any:
         """Feeds the replicas from a dataset that `dataset_fn` makes: one batch per replica.
 
         Nothing is batched, cut or sharded: `dataset_fn` does that, with what the

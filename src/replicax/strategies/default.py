@@ -202,7 +202,7 @@ def has_strategy() -> bool:
     return not frames.current().is_default
 
 
-def get_replica_context() -> Any:
+def get_replica_context() -> ReplicaContext | Any:
     """Returns the `ReplicaContext` of replica code, and None in cross-replica code."""
     return frames.current().replica_context
 

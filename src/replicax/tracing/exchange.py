@@ -144,7 +144,7 @@ def _common_home(captured: Capture, variables: list[Any]) -> Home:
     targets = [form.target for form in captured.changes]
     found: dict[int, tuple[Home, str]] = {}
     for target in [*variables, *looked_up, *targets]:
-        part = target.variables[0] if isinstance(target, ShardedVariable) else target
+        part: Any = target.variables[0] if isinstance(target, ShardedVariable) else target
         home = part.home
         found.setdefault(id(home), (home, target.name))
     if len(found) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,14 @@ _WITHHELD = frozenset({"block_until_ready", "delete", "is_deleted", "sharding"})
 _CONCRETE_ONLY = frozenset({"tolist"})
 
 
-class ArraySurface:
+if TYPE_CHECKING:
+    # Type checkers see an array: functions of JAX, annotated with jax.Array, take these objects.
+    _Array = jax.Array
+else:
+    _Array = object
+
+
+class ArraySurface(_Array):
     """Gives operators, slicing and array methods to a class with `_as_array()`."""
 
     __slots__ = ()
@@ -30,7 +37,9 @@ class ArraySurface:
     def __jax_array__(self) -> Any:
         return self._as_array()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(  # type: ignore[override]
+        self, dtype: Any = None, copy: bool | None = None
+    ) -> np.ndarray:
         # Always a copy: a view would see, or block, the reuse of its buffer by a later step.
         return np.array(self._as_array(), dtype=dtype, copy=True)
 
@@ -71,7 +80,7 @@ class ArraySurface:
     def __rdivmod__(self, other: Any) -> Any:
         return divmod(jnp.asarray(as_operand(other)), self._as_array())
 
-    def __getattr__(self, name: str) -> Any:
+    def _attribute_of_array(self, name: str) -> Any:
         if name.startswith("_") or not (hasattr(jax.Array, name) or name in _CONCRETE_ONLY):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name in _WITHHELD:
@@ -80,6 +89,9 @@ class ArraySurface:
                 f"array behind this object changes. Take `.value()` first."
             )
         return getattr(self._as_array(), name)
+
+    if not TYPE_CHECKING:  # which would take any misspelt name for an attribute
+        __getattr__ = _attribute_of_array
 
 
 def as_operand(value: Any) -> Any:

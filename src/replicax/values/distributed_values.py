@@ -212,7 +212,7 @@ class Mirrored(DistributedValues, ArraySurface):
         equal = elementwise_equal(self, other)
         return equal if equal is NotImplemented else jax.numpy.logical_not(equal)
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def is_array_like(value: Any) -> bool:

@@ -6,14 +6,14 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Set
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 import numpy as np
 
 from replicax.contexts import frames
-from replicax.foundation import errors, jax_compat
+from replicax.foundation import errors, jax_compat, spelling
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
 from replicax.values.array_surface import as_operand
 
@@ -61,6 +61,15 @@ class VariableAttributes:
         return dataclasses.replace(self, name=name)
 
 
+class IgnoredArguments(TypedDict, total=False):
+    """Arguments of tf.Variable that mean nothing here, and are accepted from older programs."""
+
+    validate_shape: bool
+    caching_device: Any
+    variable_def: Any
+    import_scope: str | None
+
+
 def create(
     initial_value: Any = None,
     trainable: bool | None = None,
@@ -71,19 +80,9 @@ def create(
     synchronization: VariableSynchronization = VariableSynchronization.AUTO,
     aggregation: VariableAggregation = VariableAggregation.NONE,
     constraint: Any = None,
-    **unknown: Any,
+    **others: Any,
 ) -> Any:
     """Asks the creators of this thread, innermost first, for a variable."""
-    ignored = {"validate_shape", "caching_device", "variable_def", "import_scope"}
-    if set(unknown) - ignored:
-        raise errors.ArgumentTypeError(
-            errors.message(
-                "rx.Variable takes initial_value, trainable, name, dtype, shape, "
-                "synchronization, aggregation and constraint",
-                f"{sorted(set(unknown) - ignored)} was given",
-                "Leave it out.",
-            )
-        )
     kwargs = {
         "initial_value": initial_value,
         "trainable": trainable,
@@ -94,6 +93,7 @@ def create(
         "aggregation": aggregation,
         "constraint": constraint,
     }
+    _require_known(others.keys() - IgnoredArguments.__annotations__, kwargs)
     # The last creator is asked first; each gets the one before it as `next_creator`.
     chain = (*_Bottom.installed, *_creators.get())
     variable = functools.reduce(_bind, chain, _last)(**kwargs)
@@ -123,6 +123,17 @@ def made_by(maker: Creator) -> Iterator[None]:
         yield
     finally:
         _maker.reset(token)
+
+
+def _require_known(unknown: Set[str], known: Iterable[str]) -> None:
+    if unknown:
+        raise errors.ArgumentTypeError(
+            errors.message(
+                f"rx.Variable takes {', '.join(known)}",
+                f"{', '.join(f'`{name}`' for name in sorted(unknown))} was given",
+                spelling.advice(sorted(unknown), known),
+            )
+        )
 
 
 def _bind(next_creator: Creator, creator: Creator) -> Creator:

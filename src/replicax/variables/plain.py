@@ -12,18 +12,18 @@ from replicax.contexts.frames import Frame, Mode
 from replicax.foundation import devices, errors, jax_compat
 from replicax.foundation.jax_compat import Device
 from replicax.variables import aggregation, creators
-from replicax.variables.variable import Variable
+from replicax.variables.variable import LocalVariable, Variable
 
 
 @final
-class PlainVariable(Variable):
+class PlainVariable(LocalVariable):
     """A variable with one copy and one writer."""
 
     __slots__ = ()
 
 
 @final
-class AggregatingVariable(Variable):
+class AggregatingVariable(LocalVariable):
     """One copy on a parameter device; what replicas write is aggregated first."""
 
     __slots__ = ()

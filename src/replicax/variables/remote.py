@@ -103,7 +103,7 @@ class RemoteVariable(ElsewhereVariable):
         home: Home,
         owner: Any = None,
     ) -> None:
-        super().__init__(attributes, None, owner=owner)
+        self.set_up(attributes, None, owner=owner)
         self.number = number
         self.server = server
         self.num_bytes = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
@@ -194,7 +194,7 @@ class CopiedVariable(ElsewhereVariable):
     def __init__(
         self, attributes: creators.VariableAttributes, copies: Sequence[RemoteVariable], owner: Any
     ) -> None:
-        super().__init__(attributes, None, owner=owner)
+        self.set_up(attributes, None, owner=owner)
         self.copies = tuple(copies)
 
     @property

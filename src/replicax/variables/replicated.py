@@ -21,7 +21,7 @@ from replicax.values.layout import AXIS
 from replicax.variables import aggregation, updates
 from replicax.variables.creators import VariableAttributes
 from replicax.variables.trace_guards import require_concrete, require_readable
-from replicax.variables.variable import Variable
+from replicax.variables.variable import LocalVariable, Variable
 
 # Copies up to this size are combined, and shared out, by NumPy: for a metric that is read
 # once an epoch, the first computation on the devices costs more in compilation than all
@@ -29,7 +29,7 @@ from replicax.variables.variable import Variable
 _HOST_BYTES = 64 << 10
 
 
-class ReplicatedVariable(Variable):
+class ReplicatedVariable(LocalVariable):
     """What variables with a copy on each replica have in common."""
 
     __slots__ = ()
@@ -299,7 +299,7 @@ class VariableComponent(Variable):
             container.aggregation,
             container.constraint,
         )
-        super().__init__(attributes, container.stored, owner=container.owner)
+        self.set_up(attributes, container.stored, owner=container.owner)
         self.container = container
         self.replica_id = replica_id
 

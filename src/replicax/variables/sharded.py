@@ -57,7 +57,7 @@ class ShardedVariable(ElsewhereVariable):
             aggregation=first.aggregation,
             constraint=first.constraint,
         )
-        super().__init__(attributes, None, owner=first.owner)
+        self.set_up(attributes, None, owner=first.owner)
         self.variables: list[Variable] = parts
         # The first row of each part.
         self.starts: tuple[int, ...] = tuple(itertools.accumulate([0, *rows[:-1]]))

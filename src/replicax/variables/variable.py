@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
+from jax.typing import DTypeLike
+from typing_extensions import Unpack
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
@@ -25,10 +29,18 @@ from replicax.variables.trace_guards import require_concrete, require_readable
 class _VariableMeta(type):
     """Sends `rx.Variable(...)` through the creator stack, so that scopes can replace it."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is Variable:
-            return creators.create(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
+    if not TYPE_CHECKING:  # which then looks at `__init__`
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if cls is Variable:
+                return creators.create(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The arguments of the constructor, for `help()` and editors."""
+        signature = inspect.signature(cls.__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class Variable(ArraySurface, metaclass=_VariableMeta):
@@ -70,11 +82,35 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
     def __init_subclass__(cls) -> None:
         # To JAX a variable is its value: `jnp` functions and transformations take it as
         # an argument, read when they are called.
+        as_value: Any = lambda _, value: value[0]  # noqa: E731
         jax.tree_util.register_pytree_node(
-            cls, lambda variable: ((variable.read_value(),), None), lambda _, value: value[0]
+            cls, lambda variable: ((variable.read_value(),), None), as_value
         )
 
     def __init__(
+        self,
+        initial_value: Any = None,
+        trainable: bool | None = None,
+        *,
+        name: str | None = None,
+        dtype: DTypeLike | None = None,
+        shape: int | Sequence[int] | None = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+        constraint: Callable[[Any], Any] | None = None,
+        **ignored: Unpack[creators.IgnoredArguments],
+    ) -> None:
+        # The arguments of `rx.Variable`; the metaclass hands them to the creators, which make
+        # a variable of one of the kinds below. So this is reached for a kind without its own.
+        raise errors.UnsupportedError(
+            errors.message(
+                "Variables are made with rx.Variable, in the scope of a strategy",
+                f"{type(self).__name__} was called",
+                "Call rx.Variable; the strategy decides of which kind it is.",
+            )
+        )
+
+    def set_up(
         self,
         attributes: creators.VariableAttributes,
         stored: jax.Array | None,
@@ -82,9 +118,10 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         owner: Any = None,
         layout: Any = None,
     ) -> None:
+        """Sets what variables of all kinds have."""
         self.name: str = attributes.name
-        self.shape: tuple[int, ...] = attributes.shape
-        self.dtype = attributes.dtype
+        self.shape: tuple[int, ...] = attributes.shape  # type: ignore[override]
+        self.dtype: Any = attributes.dtype  # type: ignore[override]
         self.trainable = attributes.trainable
         self.synchronization: VariableSynchronization = attributes.synchronization
         self.aggregation: VariableAggregation = attributes.aggregation
@@ -135,7 +172,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
 
     # Reading.
 
-    def read_value(self) -> Any:
+    def read_value(self) -> jax.Array:
         """Returns the current value as an array."""
         frame = frames.current()
         self.check_frame(frame, "The value of")
@@ -341,7 +378,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         return clone
 
     def __copy__(self) -> Variable:
-        clone = type(self).__new__(type(self))
+        clone = object.__new__(type(self))
         for cls in type(self).__mro__:
             for slot in getattr(cls, "__slots__", ()):
                 if slot != "__weakref__" and hasattr(self, slot):
@@ -350,7 +387,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         self.is_lent = clone.is_lent = True
         return clone
 
-    def _as_array(self) -> Any:
+    def _as_array(self) -> jax.Array:
         return self.read_value()
 
     def __len__(self) -> int:
@@ -365,7 +402,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         equal = self.__eq__(other)
         return equal if equal is NotImplemented else jnp.logical_not(equal)
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     def describe(self) -> str:
         """Describes one copy by name, shape, type and content."""
@@ -377,3 +414,19 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
 
     def __repr__(self) -> str:
         return self.describe()
+
+
+class LocalVariable(Variable):
+    """A variable whose array is in this process."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        attributes: creators.VariableAttributes,
+        stored: jax.Array | None,
+        *,
+        owner: Any = None,
+        layout: Any = None,
+    ) -> None:
+        self.set_up(attributes, stored, owner=owner, layout=layout)
