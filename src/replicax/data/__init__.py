@@ -1,6 +1,7 @@
 """Datasets for people who come from tf.data: a thin layer over Grain."""
 
 from replicax.input.builder import Dataset as Dataset
+from replicax.input.builder_elements import DatasetSpec as DatasetSpec
 from replicax.input.builder_iterator import DatasetIterator as DatasetIterator
 from replicax.input.builder_plan import AUTOTUNE as AUTOTUNE
 from replicax.input.builder_plan import INFINITE_CARDINALITY as INFINITE_CARDINALITY
@@ -21,6 +22,7 @@ __all__ = [
     "AutoShardPolicy",
     "Dataset",
     "DatasetIterator",
+    "DatasetSpec",
     "DistributeOptions",
     "FixedLengthRecordDataset",
     "Options",

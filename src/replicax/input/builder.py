@@ -6,17 +6,22 @@ import dataclasses
 import functools
 import glob
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from typing_extensions import override
 
 from replicax.foundation import errors, lazy
 from replicax.input import builder_checks, builder_elements, builder_steps
+from replicax.input import builder_grouping as grouping
+from replicax.input import builder_resampling as resampling
 from replicax.input.builder_checks import UserFunction, whole_number
 from replicax.input.builder_plan import (
     AUTOTUNE,
+    INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
     Epoch,
     Plan,
@@ -25,7 +30,7 @@ from replicax.input.builder_plan import (
     over_files,
     over_records,
 )
-from replicax.input.builder_reading import ReadableDataset
+from replicax.input.builder_reading import ReadableDataset, require_dataset
 from replicax.input.options import Options
 
 if TYPE_CHECKING:
@@ -36,7 +41,7 @@ else:
     streams = lazy.module("replicax.input.grain_nodes_streams")
 
 
-class Dataset(ReadableDataset):
+class Dataset(grouping.GroupingSteps, ReadableDataset):
     """A sequence of elements that can be gone through again and again.
 
     Elements are structures (tuples, dicts, pytrees) of NumPy arrays; a list is an array. Each
@@ -54,7 +59,8 @@ class Dataset(ReadableDataset):
     def range(*args: int, output_type: Any = np.int64) -> Dataset:
         """Returns the numbers of a Python `range`, as int64."""
         numbers = range(*args)
-        make = functools.partial(_make_counting, numbers, output_type)
+        facts = numbers.start, numbers.step, len(numbers), output_type
+        make = functools.partial(_make_counting, *facts)
         return Dataset(builder_steps.in_memory("range", make, len(numbers)))
 
     @staticmethod
@@ -124,13 +130,115 @@ class Dataset(ReadableDataset):
         given = datasets[0] if len(datasets) == 1 else datasets
         found, structure = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, Dataset))
         for dataset in found:
-            _require_dataset("zip", dataset)
+            require_dataset("zip", dataset)
         return Dataset(builder_steps.zip_plans([d._plan for d in found], structure))
+
+    @staticmethod
+    def counter(
+        start: float = 0, step: float = 1, dtype: Any = np.int64, name: str | None = None
+    ) -> Dataset:
+        """Returns `start`, `start + step`, and so on without end.
+
+        >>> [int(x) for x in Dataset.counter(2, 5).take(3)]
+        [2, 7, 12]
+        """
+        del name
+        make = functools.partial(_make_counting, start, step, sys.maxsize, dtype)
+        plan = builder_steps.in_memory("counter", make, INFINITE_CARDINALITY)
+        return Dataset(plan)
+
+    @staticmethod
+    def random(
+        seed: int | None = None,
+        rerandomize_each_iteration: bool | None = None,
+        name: str | None = None,
+    ) -> Dataset:
+        """Returns random numbers from 0 to 2**32 - 1, as int64, without end.
+
+        Args:
+          seed: Decides the numbers; without it, a number of the operating system does.
+          rerandomize_each_iteration: Whether each iteration and each pass of `repeat` has
+            numbers of its own; otherwise all have the same.
+          name: Accepted for portability.
+        """
+        del name
+        own = Seed() if seed is None else whole_number("seed", seed, 0)
+        return Dataset(builder_steps.random_numbers(own, bool(rerandomize_each_iteration)))
+
+    @staticmethod
+    def choose_from_datasets(
+        datasets: Sequence[Dataset], choice_dataset: Dataset, stop_on_empty_dataset: bool = True
+    ) -> Dataset:
+        """Takes each element from the dataset whose number `choice_dataset` gives.
+
+        Args:
+          datasets: Datasets with elements of one structure.
+          choice_dataset: Gives whole numbers, which count `datasets` from 0.
+          stop_on_empty_dataset: Whether it all ends when the chosen dataset has ended;
+            otherwise such a choice is passed over.
+
+        >>> evens, odds = Dataset.range(0, 6, 2), Dataset.range(1, 6, 2)
+        >>> choices = Dataset.range(2).repeat()
+        >>> [int(x) for x in Dataset.choose_from_datasets([evens, odds], choices)]
+        [0, 1, 2, 3, 4, 5]
+        """
+        found = _require_datasets("choose_from_datasets", datasets)
+        choices = require_dataset("choose_from_datasets", choice_dataset)._plan
+        if choices.is_quick and choices.cardinality:
+            # In memory: a wrong type shows here, not at the first element.
+            builder_checks.choice(choices.first_element(), len(found))
+        plans = [d._plan for d in found]
+        return Dataset(builder_steps.choose(choices, plans, stop_on_empty_dataset))
+
+    @staticmethod
+    def sample_from_datasets(
+        datasets: Sequence[Dataset],
+        weights: Any = None,
+        seed: int | None = None,
+        stop_on_empty_dataset: bool = False,
+        rerandomize_each_iteration: bool | None = None,
+    ) -> Dataset:
+        """Takes each element from a dataset that is drawn at random.
+
+        Args:
+          datasets: Datasets with elements of one structure.
+          weights: How often each is drawn; all alike if None. Weights that change are a
+            dataset of vectors. What weighs 0.0 is left out.
+          seed: Decides the order; without it, a number of the operating system does.
+          stop_on_empty_dataset: Whether it all ends when a drawn dataset has ended; otherwise
+            the others go on.
+          rerandomize_each_iteration: Whether each iteration draws anew.
+        """
+        found = _require_datasets("sample_from_datasets", datasets)
+        numbers = Dataset.random(seed, rerandomize_each_iteration)
+        if isinstance(weights, Dataset):
+            drawn = Dataset.zip((weights, numbers)).map(resampling.draw)
+        else:
+            given = resampling.checked_weights(weights, len(found))
+            pairs = [(d, w) for d, w in zip(found, given, strict=True) if w > 0]
+            if len(pairs) < 2:
+                return pairs[0][0] if pairs else found[0].take(0)
+            found, kept = [d for d, _ in pairs], [w for _, w in pairs]
+            drawn = numbers.map(functools.partial(resampling.draw, kept))
+        plans = [d._plan for d in found]
+        return Dataset(builder_steps.choose(drawn._plan, plans, stop_on_empty_dataset))
 
     # Steps.
 
+    @override
+    def _of(self, plan: Plan) -> Dataset:
+        return Dataset(plan)
+
     def _then(self, step: Callable[[Plan], Plan]) -> Dataset:
         return Dataset(follow(step, self._plan))
+
+    def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
+        """Returns what a function makes of this dataset.
+
+        >>> [int(x) for x in Dataset.range(9).apply(lambda d: d.filter(lambda x: x < 3))]
+        [0, 1, 2]
+        """
+        return require_dataset("apply", transformation_func(self))
 
     def map(self, map_func: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
         """Applies a function to each element; the parts of a tuple are its arguments.
@@ -148,6 +256,38 @@ class Dataset(ReadableDataset):
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
         """Keeps the elements of which `predicate` is true."""
         return self._then(lambda plan: builder_steps.filter_elements(plan, predicate))
+
+    def take_while(self, predicate: Callable[..., Any], name: str | None = None) -> Dataset:
+        """Keeps the elements before the first of which `predicate` is false."""
+        del name
+        return self._then(lambda plan: builder_steps.take_while(plan, predicate))
+
+    def unique(self, name: str | None = None) -> Dataset:
+        """Leaves out elements, integers or text, that have come before; remembers them all.
+
+        >>> [int(x) for x in Dataset.from_tensor_slices([1, 37, 2, 37, 2, 1]).unique()]
+        [1, 37, 2]
+        """
+        del name
+        return self._then(builder_steps.unique)
+
+    def scan(
+        self, initial_state: Any, scan_func: Callable[..., Any], name: str | None = None
+    ) -> Dataset:
+        """Makes elements by a function that carries a state along; the state starts each pass.
+
+        Args:
+          initial_state: A structure of arrays.
+          scan_func: Called with the state and an element; returns the new state, of the same
+            structure and types, and the new element.
+          name: Accepted for portability.
+
+        >>> sums = Dataset.range(5).scan(np.int64(0), lambda total, x: (total + x, total + x))
+        >>> [int(x) for x in sums]
+        [0, 1, 3, 6, 10]
+        """
+        del name
+        return self._then(lambda plan: builder_steps.scan(plan, initial_state, scan_func))
 
     def shuffle(
         self,
@@ -222,6 +362,28 @@ class Dataset(ReadableDataset):
         """Makes an element of each row of each element."""
         return self._then(builder_steps.unbatch)
 
+    def rejection_resample(
+        self,
+        class_func: Callable[..., Any],
+        target_dist: Any,
+        initial_dist: Any = None,
+        seed: int | None = None,
+        name: str | None = None,
+    ) -> Dataset:
+        """Leaves out, or repeats, elements so that classes come as often as they should.
+
+        Elements become pairs of their class and themselves.
+
+        Args:
+          class_func: Returns the class of an element, counted from 0.
+          target_dist: The share that each class should have.
+          initial_dist: The share that it has; estimated while reading if None.
+          seed: Decides what is left out; without it, a number of the operating system does.
+          name: Accepted for portability.
+        """
+        del name
+        return resampling.resample(self, class_func, target_dist, initial_dist, seed)
+
     def flat_map(self, map_func: Callable[..., Dataset]) -> Dataset:
         """Makes a dataset of each element, and goes through them one after the other."""
         return self._interleaved("flat_map", map_func, 1, 1)
@@ -252,18 +414,26 @@ class Dataset(ReadableDataset):
 
         def step(plan: Plan, num_shards: int = 1, index: int = 0) -> Plan:
             def open_element(element: Any, epoch: Epoch) -> Any:
-                inner = _require_dataset(name, fn(element))
+                inner = require_dataset(name, fn(element))
                 if num_shards > 1:
                     inner = inner.shard_records(num_shards, index)
                 return inner._plan.open(epoch)
 
-            return builder_steps.interleave(plan, name, open_element, cycle, block, step)
+            return builder_steps.interleave(
+                plan,
+                name,
+                open_element,
+                cycle,
+                block,
+                step,
+                lambda element: require_dataset(name, fn(element)).element_spec,
+            )
 
         return self._then(step)
 
     def concatenate(self, dataset: Dataset) -> Dataset:
         """Appends the elements of another dataset."""
-        other = _require_dataset("concatenate", dataset)
+        other = require_dataset("concatenate", dataset)
         return Dataset(builder_steps.concatenate([self._plan, other._plan]))
 
     def enumerate(self, start: int = 0) -> Dataset:
@@ -318,8 +488,8 @@ class Dataset(ReadableDataset):
         return self.shard(num, own)
 
 
-def _make_counting(numbers: range, dtype: Any) -> Any:
-    return nodes.Counting(numbers, dtype)
+def _make_counting(start: float, step: float, length: int, dtype: Any) -> Any:
+    return nodes.Counting(start, step, length, dtype)
 
 
 def _make_listed(elements: Sequence[Any]) -> Any:
@@ -353,13 +523,14 @@ def _shard_arguments(num_shards: int, index: int) -> tuple[int, int]:
     return num, own
 
 
-def _require_dataset(step: str, value: Any) -> Dataset:
-    if isinstance(value, Dataset):
-        return value
-    raise errors.ArgumentTypeError(
-        errors.message(
-            f"`{step}` needs datasets of rx.data",
-            f"{type(value).__name__} was given",
-            "Make one with rx.data.Dataset.from_tensor_slices or another source.",
+def _require_datasets(step: str, values: Any) -> list[Dataset]:
+    datasets = [require_dataset(step, value) for value in values]
+    if not datasets:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"`{step}` needs datasets to choose from",
+                "the list is empty",
+                "Pass at least one dataset.",
+            )
         )
-    )
+    return datasets

@@ -60,7 +60,67 @@ class UserFunction:
 
     def keeps(self, element: Any) -> bool:
         """Returns what a predicate says of an element."""
-        return bool(np.asarray(self(element)))
+        return bool(self._scalar(element, "b", "True or False"))
+
+    def number(self, element: Any) -> int:
+        """Returns the whole number that the function makes of an element: a key or a class."""
+        return int(self._scalar(element, "iu", "a whole number"))
+
+    def _scalar(self, element: Any, kinds: str, wanted: str) -> np.ndarray:
+        result = np.asarray(self(element))
+        if result.ndim or result.dtype.kind not in kinds:
+            raise self.noted(
+                errors.InvalidArgumentError(
+                    errors.message(
+                        f"The function of `{self._step}` must return {wanted}",
+                        f"it returned {result.dtype} of shape {result.shape}",
+                        "Reduce it to one value of that type.",
+                    )
+                )
+            )
+        return result
+
+    def carried(self, state: Any, element: Any) -> tuple[Any, Any]:
+        """Returns the new state and the new element of a `scan`."""
+        result = self((state, element))
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise self.noted(
+                errors.ArgumentTypeError(
+                    errors.message(
+                        f"The function of `{self._step}` must return a pair of the new state and "
+                        "the new element",
+                        f"it returned {type(result).__name__}",
+                        "Return (state, element).",
+                    )
+                )
+            )
+        new = builder_elements.as_element(result[0])
+        self._require_alike(state, new)
+        return new, builder_elements.as_element(result[1])
+
+    def _require_alike(self, old: Any, new: Any) -> None:
+        wanted, found = [
+            (jax.tree.structure(state), [_type_of(leaf) for leaf in jax.tree.leaves(state)])
+            for state in (old, new)
+        ]
+        if wanted != found:
+            raise self.noted(
+                errors.ArgumentTypeError(
+                    errors.message(
+                        f"The function of `{self._step}` must return a state of the structure and "
+                        f"types of the initial one, {wanted[0]} of {wanted[1]}",
+                        f"it returned {found[0]} of {found[1]}",
+                        "Give the initial state the type that the function computes, such as "
+                        "np.int64(0).",
+                    )
+                )
+            )
+
+
+def _type_of(leaf: Any) -> str:
+    dtype = np.asarray(leaf).dtype
+    # Text has no size that would have to stay.
+    return "text" if dtype.kind in "OSU" else dtype.name
 
 
 class Yielded:
@@ -112,6 +172,52 @@ def whole_number(argument: str, value: Any, least: int, todo: str = "") -> int:
             )
         )
     return number
+
+
+def choice(value: Any, num_datasets: int) -> int:
+    """Returns which dataset an element of a choice dataset stands for, or raises."""
+    array = np.asarray(value)
+    if array.ndim or array.dtype.kind not in "iu":
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "Elements of the choice dataset must be whole numbers, one each",
+                f"there is {array.dtype} of shape {array.shape}",
+                "Make them with rx.data.Dataset.range or a `map` to int64.",
+            )
+        )
+    if not 0 <= array < num_datasets:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"Elements of the choice dataset must be from 0 to {num_datasets - 1}",
+                f"there is {array}",
+                "Datasets are numbered from 0, in the order in which they are given.",
+            )
+        )
+    return int(array)
+
+
+def unique_key(element: Any) -> Any:
+    """Returns what `unique` compares: an array of integers, or text."""
+    leaves = jax.tree.leaves(element)
+    if len(leaves) != 1:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`unique` needs elements of one part",
+                f"they have {len(leaves)}",
+                "Choose one with `map` first.",
+            )
+        )
+    array = np.asarray(leaves[0])
+    if array.dtype.kind not in "iuOSU":
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "`unique` compares integers and text",
+                f"elements are {array.dtype}",
+                "Map them to integers first.",
+            )
+        )
+    text = array.dtype.kind in "OSU"
+    return array.shape, tuple(array.reshape(-1).tolist()) if text else array.tobytes()
 
 
 def sliceable(tensors: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,23 @@ from replicax.tracing.signature import TensorSpec
 
 # Text and records stay Python objects: NumPy's own types cut off trailing zero bytes.
 _OBJECTS = (bytes, str)
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetSpec:
+    """What an element that is itself a dataset looks like, as the windows of `window` are.
+
+    >>> DatasetSpec(TensorSpec((), "int64")).element_spec.shape
+    ()
+    """
+
+    element_spec: Any
+    dataset_shape: tuple[int, ...] = ()
+
+
+def is_dataset(value: Any) -> bool:
+    """Tells whether a part of an element is a dataset."""
+    return hasattr(type(value), "element_spec")
 
 
 def as_element(tree: Any) -> Any:
@@ -27,7 +45,7 @@ def as_element(tree: Any) -> Any:
 
 
 def _as_leaf(value: Any) -> Any:
-    if isinstance(value, np.ndarray | bytes | str):
+    if isinstance(value, np.ndarray | bytes | str) or is_dataset(value):
         return value
     # A NumPy float64 is a float of Python too, but it has a size.
     is_python = isinstance(value, int | float | list) and not isinstance(value, np.generic)
@@ -102,7 +120,9 @@ def spec_of(element: Any, num_rows: int | None, is_padded: bool) -> Any:
       is_padded: Whether all sizes may differ.
     """
 
-    def describe(leaf: Any) -> TensorSpec:
+    def describe(leaf: Any) -> TensorSpec | DatasetSpec:
+        if is_dataset(leaf):
+            return DatasetSpec(leaf.element_spec)
         if isinstance(leaf, _OBJECTS):
             return TensorSpec((), object)
         if is_padded:
@@ -113,6 +133,19 @@ def spec_of(element: Any, num_rows: int | None, is_padded: bool) -> Any:
         return TensorSpec(shape, leaf.dtype)
 
     return jax.tree.map(describe, element)
+
+
+def kind_of(element: Any) -> tuple[Any, ...]:
+    """Returns what elements of one dataset have in common: structure, types and ranks."""
+    leaves, structure = jax.tree.flatten(element)
+    return structure, *(_kind_of_leaf(leaf) for leaf in leaves)
+
+
+def _kind_of_leaf(leaf: Any) -> Any:
+    if is_dataset(leaf):
+        return "dataset"
+    array = np.asarray(leaf)
+    return "text" if array.dtype.kind in "OSU" else array.dtype.name, array.ndim
 
 
 def num_rows(element: Any, batch_size: int) -> int:
@@ -140,7 +173,7 @@ def _combine(elements: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
 
 
 def _stack_leaves(leaves: list[Any]) -> Any:
-    if isinstance(leaves[0], _OBJECTS):
+    if isinstance(leaves[0], _OBJECTS) or is_dataset(leaves[0]):
         return np.array(leaves, dtype=object)
     shapes = {np.shape(leaf): None for leaf in leaves}
     if len(shapes) > 1:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from replicax.foundation import lazy
+from replicax.foundation import errors, lazy
 from replicax.input.options import Options
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Plan:
       is_quick: Whether elements come from memory, without a function of the user.
       num_threads: How many threads read ahead from random access; 0 for none.
       spec: What elements look like, if the user said it.
+      find_spec: Finds out what elements look like, if the first one does not tell.
       files: The files that are read, or None.
       with_files: Makes the same step for other files, in a reader.
       shard_records: Makes the same step for a part of each file, in a reader.
@@ -74,6 +75,7 @@ class Plan:
     is_quick: bool = False
     num_threads: int = 0
     spec: Any = None
+    find_spec: Callable[[], Any] | None = None
     files: tuple[str, ...] | None = None
     with_files: Callable[[tuple[str, ...]], Plan] | None = None
     shard_records: Callable[[int, int], Plan] | None = None
@@ -103,7 +105,7 @@ class Plan:
             facts["build"] = lambda epoch: streams.Stream(lambda: stream(self.open(epoch), epoch))
             facts["is_indexed"] = False
         inherited = {"spec": None, "with_files": None, "shard_records": None, "origin": None}
-        inherited |= {"is_prefetch": False, "name": f"{self.name} > {name}"}
+        inherited |= {"is_prefetch": False, "find_spec": None, "name": f"{self.name} > {name}"}
         return dataclasses.replace(self, **{**inherited, **facts})
 
     def stream(self, epoch: Epoch) -> grain.IterDataset[Any]:
@@ -119,6 +121,22 @@ class Plan:
     def open(self, epoch: Epoch) -> grain.DatasetIterator[Any]:
         """Starts at the first element of an epoch."""
         return iter(self.stream(epoch))
+
+    def first_element(self) -> Any:
+        """Returns the first element of the first epoch, or raises."""
+        iterator = self.open((0,))
+        try:
+            return next(iterator)
+        except StopIteration:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "The elements of a dataset are known by its first one",
+                    "the dataset is empty",
+                    "Give it at least one element.",
+                )
+            ) from None
+        finally:
+            iterator.close()
 
 
 def follow(step: Callable[[Plan], Plan], plan: Plan) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,29 @@ class ReadableDataset:
         """Returns `reduce_func(state, element)` after the last element."""
         return functools.reduce(reduce_func, self, builder_elements.as_element(initial_state))
 
+    def get_single_element(self, name: str | None = None) -> Any:
+        """Returns the element of a dataset of exactly one.
+
+        >>> from replicax.input.builder import Dataset
+        >>> Dataset.range(3).batch(3).get_single_element()
+        array([0, 1, 2])
+        """
+        del name
+        iterator = iter(self)
+        try:
+            elements = list(itertools.islice(iterator, 2))
+        finally:
+            iterator.close()
+        if len(elements) != 1:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "`get_single_element` needs a dataset of one element",
+                    "it has more" if elements else "it is empty",
+                    "Use `batch` to make one element of all, or `take(1)` for the first.",
+                )
+            )
+        return elements[0]
+
     def cardinality(self) -> int:
         """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
         return self._plan.cardinality
@@ -73,19 +97,9 @@ class ReadableDataset:
         plan = self._plan
         if plan.spec is not None:
             return plan.spec
-        iterator = plan.open((0,))
-        try:
-            element = next(iterator)
-        except StopIteration:
-            raise errors.InvalidArgumentError(
-                errors.message(
-                    "The elements of a dataset are known by its first one",
-                    "the dataset is empty",
-                    "Give it at least one element.",
-                )
-            ) from None
-        finally:
-            iterator.close()
+        if plan.find_spec is not None:
+            return plan.find_spec()
+        element = plan.first_element()
         size = None if plan.drops_remainder else plan.batch_size
         if size is not None and plan.cardinality in (1, UNKNOWN_CARDINALITY):
             # The first batch may be the last one, and small.
@@ -113,7 +127,12 @@ class ReadableDataset:
         """Whether `element_spec` says how many rows elements have, if all have as many."""
         plan = self._plan
         is_counted = plan.has_examples or plan.batch_size is not None
-        return is_counted or plan.spec is not None or plan.cardinality == 1
+        return (
+            is_counted
+            or plan.spec is not None
+            or plan.find_spec is not None
+            or plan.cardinality == 1
+        )
 
     @property
     def drops_remainder(self) -> bool:
@@ -137,3 +156,16 @@ class ReadableDataset:
 
     def __repr__(self) -> str:
         return f"<Dataset {self._plan.name}>"
+
+
+def require_dataset(step: str, value: Any) -> Any:
+    """Returns a dataset that was given to a step or returned by a function, or raises."""
+    if isinstance(value, ReadableDataset):
+        return value
+    raise errors.ArgumentTypeError(
+        errors.message(
+            f"`{step}` needs datasets of rx.data",
+            f"{type(value).__name__} was given",
+            "Make one with rx.data.Dataset.from_tensor_slices or another source.",
+        )
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from replicax.foundation import lazy
 from replicax.input import builder_elements
-from replicax.input.builder_checks import UserFunction
+from replicax.input.builder_checks import UserFunction, unique_key
 from replicax.input.builder_plan import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
@@ -75,12 +75,69 @@ def filter_elements(parent: Plan, predicate: Any) -> Plan:
     )
 
 
+def take_while(parent: Plan, predicate: Any) -> Plan:
+    """Keeps the elements before the first of which a predicate is false."""
+    fn = UserFunction(predicate, "take_while", f"{parent.name} > take_while")
+    return parent.then(
+        "take_while",
+        None,
+        lambda iterator, epoch: streams.Leading(iterator, fn.keeps),
+        is_quick=False,
+        cardinality=UNKNOWN_CARDINALITY,
+    )
+
+
+def unique(parent: Plan) -> Plan:
+    """Leaves out elements that have come before."""
+    return parent.then(
+        "unique",
+        None,
+        lambda iterator, epoch: streams.Unique(iterator, unique_key),
+        cardinality=UNKNOWN_CARDINALITY,
+    )
+
+
+def scan(parent: Plan, initial_state: Any, function: Any) -> Plan:
+    """Applies a function that carries a state from element to element."""
+    fn = UserFunction(function, "scan", f"{parent.name} > scan")
+    initial = builder_elements.as_element(initial_state)
+    return parent.then(
+        "scan",
+        None,
+        lambda iterator, epoch: streams.Scanned(
+            iterator, builder_elements.copied(initial), fn.carried
+        ),
+        is_quick=False,
+    )
+
+
+def random_numbers(seed: int | Seed, is_new_each_pass: bool) -> Plan:
+    """Returns a plan of endless random numbers of 32 bits."""
+
+    def build(epoch: Epoch) -> Any:
+        return streams.Stream(lambda: streams.RandomNumbers(_key(seed, epoch, is_new_each_pass)))
+
+    return Plan(
+        "random",
+        build,
+        False,
+        INFINITE_CARDINALITY,
+        has_examples=True,
+        is_quick=True,
+        seeds=(seed,) if isinstance(seed, Seed) else (),
+    )
+
+
+def _key(seed: int | Seed, epoch: Epoch, is_new_each_pass: bool) -> list[int]:
+    value = seed.value if isinstance(seed, Seed) else seed
+    return [value, *(epoch if is_new_each_pass else ())]
+
+
 def shuffle(parent: Plan, buffer_size: int, seed: int | Seed, is_new_each_pass: bool) -> Plan:
     """Changes the order: of all elements if they can be reached, else within a buffer."""
 
     def key(epoch: Epoch) -> list[int]:
-        value = seed.value if isinstance(seed, Seed) else seed
-        return [value, *(epoch if is_new_each_pass else ())]
+        return _key(seed, epoch, is_new_each_pass)
 
     is_small = 0 <= parent.cardinality <= _MAX_ORDER
     return parent.then(
@@ -195,6 +252,7 @@ def interleave(
     cycle_length: int,
     block_length: int,
     shard_records: Callable[[Plan, int, int], Plan],
+    spec_of_element: Callable[[Any], Any],
 ) -> Plan:
     """Takes turns between the datasets that elements stand for."""
     plan = parent.then(
@@ -209,6 +267,7 @@ def interleave(
         drops_remainder=False,
         is_padded=False,
         is_quick=False,
+        find_spec=lambda: spec_of_element(parent.first_element()),
     )
     if parent.files is None:
         return plan
@@ -323,6 +382,35 @@ def zip_plans(plans: Sequence[Plan], structure: Any) -> Plan:
         cardinality=cardinality,
         batch_size=plans[0].batch_size if is_alike else None,
         drops_remainder=is_alike and all(p.drops_remainder for p in plans),
+    )
+
+
+def choose(selector: Plan, plans: Sequence[Plan], stops_at_empty: bool) -> Plan:
+    """Takes each element from the dataset whose number the selector gives."""
+    is_endless = INFINITE_CARDINALITY in [p.cardinality for p in plans]
+
+    def build(epoch: Epoch) -> Any:
+        return streams.Stream(
+            lambda: nested.Directed(
+                selector.open(epoch), [p.open(epoch) for p in plans], stops_at_empty
+            )
+        )
+
+    is_alike = len({p.batch_size for p in plans}) == 1
+    joined = _joined(
+        "choose",
+        [selector, *plans],
+        build=build,
+        is_indexed=False,
+        cardinality=INFINITE_CARDINALITY if is_endless else UNKNOWN_CARDINALITY,
+        batch_size=plans[0].batch_size if is_alike else None,
+        drops_remainder=is_alike and all(p.drops_remainder for p in plans),
+    )
+    # Numbers of the selector are no part of the elements.
+    return dataclasses.replace(
+        joined,
+        has_examples=any(p.has_examples for p in plans),
+        is_padded=any(p.is_padded for p in plans),
     )
 
 

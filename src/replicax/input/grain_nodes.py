@@ -68,22 +68,22 @@ class Rows(Indexed):
 
 
 class Counting(Indexed):
-    """The numbers of a range, without keeping them."""
+    """The numbers `start`, `start + step` and so on, without keeping them."""
 
-    def __init__(self, numbers: range, dtype: Any) -> None:
+    def __init__(self, start: float, step: float, length: int, dtype: Any) -> None:
         super().__init__()
-        self._numbers = numbers
-        self._dtype = dtype
+        self._start, self._step = start, step
+        self._length, self._dtype = length, dtype
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return self._length
 
     def __getitem__(self, index: Any) -> Any:
-        return np.array(self._numbers[index % len(self._numbers)], self._dtype)
+        return np.array(self._start + index % self._length * self._step, self._dtype)
 
     def rows(self, indices: Indices) -> Any:
-        chosen = _as_array(indices) % len(self._numbers)
-        return (self._numbers.start + chosen * self._numbers.step).astype(self._dtype)
+        chosen = _as_array(indices) % self._length
+        return (self._start + chosen * self._step).astype(self._dtype)
 
 
 class Listed(Indexed):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
 
-from replicax.input import builder_elements
+from replicax.foundation import errors
+from replicax.input import builder_checks, builder_elements
 from replicax.input.grain_nodes_streams import MakeIterator, State, read
 
 
@@ -157,6 +158,73 @@ class Interleaved(grain.DatasetIterator[Any]):
     def close(self) -> None:
         super().close()
         self._drop()
+
+
+class Directed(grain.DatasetIterator[Any]):
+    """Takes each element from the stream whose number another stream gives.
+
+    Args:
+      selector: Gives the numbers.
+      streams: The streams to choose from.
+      stops_at_empty: Whether it all ends when a chosen stream has no more elements; otherwise
+        such a choice is passed over.
+    """
+
+    def __init__(
+        self,
+        selector: grain.DatasetIterator[Any],
+        streams: Sequence[grain.DatasetIterator[Any]],
+        stops_at_empty: bool,
+    ) -> None:
+        super().__init__([selector, *streams])
+        self._selector, self._streams = selector, list(streams)
+        self._stops_at_empty = stops_at_empty
+        self._has_more = [True] * len(self._streams)
+        # The structure and types of elements, by the first one, and which streams are checked.
+        self._like: Any = None
+        self._is_checked = [False] * len(self._streams)
+
+    def __next__(self) -> Any:
+        while any(self._has_more):
+            chosen = builder_checks.choice(next(self._selector), len(self._streams))
+            if not self._has_more[chosen]:
+                continue
+            try:
+                element = next(self._streams[chosen])
+            except StopIteration:
+                self._has_more[chosen] = False
+                if self._stops_at_empty:
+                    self._has_more = [False] * len(self._streams)
+                continue
+            if not self._is_checked[chosen]:
+                self._check(chosen, element)
+            return element
+        raise StopIteration
+
+    def _check(self, chosen: int, element: Any) -> None:
+        like = builder_elements.kind_of(element)
+        self._like = self._like or like
+        if like != self._like:
+            raise errors.ArgumentTypeError(
+                errors.message(
+                    "Datasets that elements are chosen from must have elements of one structure, "
+                    "with arrays of one type and number of dimensions",
+                    f"there are {self._like} and, in dataset {chosen}, {like}",
+                    "Bring them to one form with `map`.",
+                )
+            )
+        self._is_checked[chosen] = True
+
+    def get_state(self) -> State:
+        streams = [s.get_state() for s in self._streams]
+        own = {"has_more": list(self._has_more), "streams": streams}
+        return {**own, "selector": self._selector.get_state()}
+
+    def set_state(self, state: State) -> None:
+        self._has_more = list(state["has_more"])
+        self._selector.set_state(state["selector"])
+        for stream, own in zip(self._streams, state["streams"], strict=True):
+            stream.set_state(own)
 
 
 class Kept:

@@ -9,6 +9,8 @@ import grain
 import jax
 import numpy as np
 
+from replicax.input import stored_elements
+
 State = dict[str, Any]
 MakeIterator = Callable[[], grain.DatasetIterator[Any]]
 
@@ -181,22 +183,55 @@ class Numbered(grain.DatasetIterator[Any]):
         self._parent.set_state(state["parent"])
 
 
-class Shuffled(grain.DatasetIterator[Any]):
-    """Draws from a buffer; goes to a position by drawing again from the start."""
+class Replayed(grain.DatasetIterator[Any]):
+    """An iterator that goes to a position by reading again from the start of its pass.
+
+    For steps that hold many elements back: what they hold is too much for a saved position.
+    Subclasses define `_restart`, which forgets everything, and `_following`.
+    """
+
+    def __init__(self, parent: grain.DatasetIterator[Any]) -> None:
+        super().__init__(parent)
+        self._at_start = parent.get_state()
+        self._count = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        """Gets ready for the first element of the pass."""
+        raise NotImplementedError
+
+    def _following(self) -> Any:
+        """Returns the next element."""
+        raise NotImplementedError
+
+    def __next__(self) -> Any:
+        element = self._following()
+        self._count += 1
+        return element
+
+    def get_state(self) -> State:
+        return {"count": self._count}
+
+    def set_state(self, state: State) -> None:
+        self._parent.set_state(self._at_start)
+        self._count = 0
+        self._restart()
+        read(self, state["count"])
+
+
+class Shuffled(Replayed):
+    """Draws from a buffer."""
 
     def __init__(self, parent: grain.DatasetIterator[Any], size: int, seed: Sequence[int]) -> None:
-        super().__init__(parent)
         self._size, self._seed = size, list(seed)
-        self._at_start = parent.get_state()
-        self._begin()
+        super().__init__(parent)
 
-    def _begin(self) -> None:
+    def _restart(self) -> None:
         self._random = np.random.default_rng(self._seed)
         self._buffer: list[Any] = []
         self._has_more = True
-        self._count = 0
 
-    def __next__(self) -> Any:
+    def _following(self) -> Any:
         while self._has_more and len(self._buffer) < self._size:
             try:
                 self._buffer.append(next(self._parent))
@@ -204,19 +239,103 @@ class Shuffled(grain.DatasetIterator[Any]):
                 self._has_more = False
         if not self._buffer:
             raise StopIteration
-        self._count += 1
         chosen = int(self._random.integers(len(self._buffer)))
         # The last element takes the place of the chosen one.
         self._buffer[chosen], self._buffer[-1] = self._buffer[-1], self._buffer[chosen]
         return self._buffer.pop()
 
+
+class Unique(Replayed):
+    """Leaves out elements that have come before."""
+
+    def __init__(self, parent: grain.DatasetIterator[Any], key: Callable[[Any], Any]) -> None:
+        self._key = key
+        super().__init__(parent)
+
+    def _restart(self) -> None:
+        self._seen: set[Any] = set()
+
+    def _following(self) -> Any:
+        for element in self._parent:
+            key = self._key(element)
+            if key not in self._seen:
+                self._seen.add(key)
+                return element
+        raise StopIteration
+
+
+class Leading(grain.DatasetIterator[Any]):
+    """The elements before the first one that a predicate refuses."""
+
+    def __init__(self, parent: grain.DatasetIterator[Any], keeps: Callable[[Any], bool]) -> None:
+        super().__init__(parent)
+        self._keeps = keeps
+        self._is_over = False
+
+    def __next__(self) -> Any:
+        if not self._is_over:
+            element = next(self._parent)
+            if self._keeps(element):
+                return element
+            self._is_over = True
+        raise StopIteration
+
+    def get_state(self) -> State:
+        return {"is_over": self._is_over, "parent": self._parent.get_state()}
+
+    def set_state(self, state: State) -> None:
+        self._is_over = state["is_over"]
+        self._parent.set_state(state["parent"])
+
+
+class Scanned(grain.DatasetIterator[Any]):
+    """Applies a function that carries a state from element to element."""
+
+    def __init__(
+        self,
+        parent: grain.DatasetIterator[Any],
+        initial: Any,
+        fn: Callable[[Any, Any], tuple[Any, Any]],
+    ) -> None:
+        super().__init__(parent)
+        self._carried, self._fn = initial, fn
+
+    def __next__(self) -> Any:
+        self._carried, element = self._fn(self._carried, next(self._parent))
+        return element
+
+    def get_state(self) -> State:
+        leaves = jax.tree.leaves(self._carried)
+        return {"carried": stored_elements.as_json(leaves), "parent": self._parent.get_state()}
+
+    def set_state(self, state: State) -> None:
+        structure = jax.tree.structure(self._carried)
+        leaves = stored_elements.from_json(state["carried"])
+        self._carried = jax.tree.unflatten(structure, leaves)
+        self._parent.set_state(state["parent"])
+
+
+class RandomNumbers(grain.DatasetIterator[Any]):
+    """Endless random numbers of 32 bits, as int64."""
+
+    def __init__(self, seed: Sequence[int]) -> None:
+        super().__init__()
+        self._seed = list(seed)
+        self._go_to(0)
+
+    def _go_to(self, count: int) -> None:
+        self._bits = np.random.PCG64(np.random.SeedSequence(self._seed)).advance(count)
+        self._count = count
+
+    def __next__(self) -> Any:
+        self._count += 1
+        return np.array(self._bits.random_raw() >> 32, np.int64)
+
     def get_state(self) -> State:
         return {"count": self._count}
 
     def set_state(self, state: State) -> None:
-        self._parent.set_state(self._at_start)
-        self._begin()
-        read(self, state["count"])
+        self._go_to(state["count"])
 
 
 class Zipped(grain.DatasetIterator[Any]):
