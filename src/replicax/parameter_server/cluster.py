@@ -7,6 +7,7 @@ import functools
 import itertools
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -72,7 +73,11 @@ class Cluster:
         self.keys = keys
         self.servers = list(servers)
         self.workers = list(workers)
-        self.settings = settings
+        self.settings = {
+            **settings,
+            "owner": f"process {os.getpid()} on {socket.gethostname()}",
+            "is_kept": job is not None,
+        }
         self._has_name = job is not None
         self._connect_timeout = connect_timeout
         self._return_timeout = return_timeout
@@ -157,8 +162,15 @@ class Cluster:
             if self._has_name:
                 self._look_for_job(deadline)
             attach = messages.Attach(self._urls, self.settings, [] if self.is_resumed else None)
-            for server, channel in enumerate(self.channels):
-                self._saved[server] = _attach(channel, attach, deadline).is_saved
+            try:
+                for server, channel in enumerate(self.channels):
+                    self._saved[server] = _attach(channel, attach, deadline).is_saved
+            except errors.PermissionDeniedError:
+                # Another job has one of them: it, or the next one, may have the others.
+                if not self.is_resumed:
+                    for channel in self.channels:
+                        _detach(channel)
+                raise
             self._is_attached = True
 
     @property

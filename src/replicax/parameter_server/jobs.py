@@ -4,12 +4,20 @@ Pure: time is a parameter. A server belongs to at most one job. The coordinator 
 lease that its requests renew; when the lease runs out, the job and all that it kept are gone
 from memory. Snapshots of it stay: a server that is started again restores them, for a
 coordinator that comes back late.
+
+Note [A coordinator without a successor]
+    A job without a name ends with its coordinator: no other process can name it. So the next job
+    need not wait for the lease. It gets the server once the coordinator's process has no connection
+    to it any more, which the kernel closes when a process ends, and has been silent for
+    `GONE_S`, in which a living coordinator would have connected again. One that is stopped, or
+    busy, keeps its connections and its server. Should a living one be replaced all the same, it is
+    refused from then on, because its job is not the server's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Self
 
 from replicax.foundation import errors
@@ -18,6 +26,8 @@ from replicax.transport import messages
 
 # RELIABILITY: longer than that of workers, so that a restarted coordinator finds its variables.
 DEFAULT_LEASE_S = 300.0
+# A living coordinator connects again within a fraction of this. See the note above.
+GONE_S = 1.5
 # A mirror may have a snapshot to load before it answers.
 DEFAULT_MIRROR_ANSWER_S = 60.0
 
@@ -35,6 +45,9 @@ class Job:
         has no lease that could run out, and gives way to any other job.
       promise: Whom the process that has left it had promised to obey; that may be a later
         coordinator than the one that was saved.
+      owner: The process of the coordinator, for people.
+      is_kept: Whether it waits for its next coordinator when this one is gone.
+      heard_s: When the coordinator was last heard.
     """
 
     __slots__ = (
@@ -43,9 +56,12 @@ class Job:
         "coordinator",
         "epoch",
         "fenced",
+        "heard_s",
+        "is_kept",
         "is_restored",
         "is_waiting",
         "name",
+        "owner",
         "promise",
     )
 
@@ -57,6 +73,9 @@ class Job:
         self.is_restored = False
         self.is_waiting = False
         self.promise: Promise | None = None
+        self.owner = "a process that did not say which"
+        self.is_kept = True
+        self.heard_s = 0.0
         self._lease_s = DEFAULT_LEASE_S
         self._expires = 0.0
 
@@ -83,37 +102,79 @@ class Job:
         self.epoch = epoch
         self.coordinator = coordinator
         self.is_waiting = False
+        self.heard_s = now
         self._lease_s = lease_s
         self._expires = now + lease_s
 
     def renew(self, now: float) -> None:
-        """Starts the lease anew; a request that was answered late does not shorten it."""
+        """Starts the lease again; a request that was answered late does not shorten it."""
+        self.heard_s = max(self.heard_s, now)
         self._expires = max(self._expires, now + self._lease_s)
 
     def is_expired(self, now: float) -> bool:
         """Tells whether the coordinator has been silent for too long."""
         return now >= self._expires
 
+    def remaining_s(self, now: float) -> float:
+        """Returns the seconds until the lease runs out."""
+        return max(self._expires - now, 0.0)
+
     def fence(self, incarnations: Iterable[int]) -> None:
         """Shuts out processes."""
         self.fenced.update(incarnations)
 
 
-def require_free(held: Job | None, name: str, now: float, task: str) -> None:
-    """Raises if another job holds the server; one that nobody has come for does not."""
-    if held is None or held.name == name or held.is_waiting:
+def require_free(
+    held: Job | None, name: str, now: float, task: str, is_connected: Callable[[int], bool]
+) -> None:
+    """Raises if another job holds the server; one that no coordinator has come for does not.
+
+    Args:
+      held: The job of the server.
+      name: The job that wants it.
+      now: The time.
+      task: The server, for messages.
+      is_connected: Tells whether a coordinator process has a connection to the server. See
+        Note [A coordinator without a successor].
+
+    Raises:
+      PermissionDeniedError: Another job holds the server.
+      UnavailableError: One holds it whose coordinator seems to be gone; to be asked again soon.
+    """
+    if held is None or held.name == name or held.is_waiting or held.is_expired(now):
         return
-    if not held.is_expired(now):
-        raise taken(held, name, task)
+    if held.is_kept:
+        raise taken(held, name, task, now)
+    if is_connected(held.coordinator):
+        raise _taken_by_living(held, name, task)
+    silent_s = now - held.heard_s
+    if silent_s < GONE_S:
+        raise errors.UnavailableError(
+            f"{task} was held by job {held.name!r} of {held.owner}, which has closed its "
+            f"connection and was heard {silent_s:.1f} s ago. It is free in "
+            f"{GONE_S - silent_s:.1f} s unless that process connects again."
+        )
 
 
-def taken(held: Job, name: str, task: str) -> errors.PermissionDeniedError:
-    """The error for a server that another job holds."""
+def taken(held: Job, name: str, task: str, now: float) -> errors.PermissionDeniedError:
+    """The error for a server that another job holds until its lease runs out."""
     return errors.PermissionDeniedError(
         errors.message(
             f"Job {name!r} needs {task} for itself",
-            f"job {held.name!r} holds it",
-            "End that job, wait until its lease has run out, or use another server.",
+            f"job {held.name!r} holds it, for its coordinator {held.owner} or the next one of "
+            "that name",
+            f"Pass job={held.name!r} to take that job over, end it, or wait until its lease has "
+            f"run out in {held.remaining_s(now):.0f} s.",
+        )
+    )
+
+
+def _taken_by_living(held: Job, name: str, task: str) -> errors.PermissionDeniedError:
+    return errors.PermissionDeniedError(
+        errors.message(
+            f"Job {name!r} needs {task} for itself",
+            f"job {held.name!r} holds it, and its coordinator, {held.owner}, is connected",
+            "End that process, or use another cluster.",
         )
     )
 
@@ -246,6 +307,17 @@ def unknown(body: messages.Body, task: str) -> errors.ProtocolError:
 def lease_of(attach: messages.Attach) -> float:
     """Returns the seconds of the lease that a coordinator asks for."""
     return _seconds(attach, "lease", DEFAULT_LEASE_S)
+
+
+def owner_of(attach: messages.Attach) -> str:
+    """Returns which process a coordinator says that it is."""
+    found = attach.settings.get("owner")
+    return found[:200] if isinstance(found, str) else "a process that did not say which"
+
+
+def is_kept(attach: messages.Attach) -> bool:
+    """Tells whether a job waits for its next coordinator when this one is gone."""
+    return attach.settings.get("is_kept", True) is not False
 
 
 def mirror_answer_of(attach: messages.Attach) -> float:

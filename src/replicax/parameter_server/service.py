@@ -46,6 +46,8 @@ class ParameterStore:
       is_saved: Whether somebody takes snapshots of it.
       journal: Is told what is changed; see `journal.Journal`.
       promises: What remembers whom it obeys; see Note [A promise outlives its process].
+      is_connected: Tells whether a coordinator process, by its incarnation, has a connection to
+        this server; by default it is taken to have one.
 
     Attributes:
       expired: The job whose lease ran out last; None if there is none.
@@ -62,8 +64,10 @@ class ParameterStore:
         is_saved: bool = False,
         journal: Journal | None = None,
         promises: Promises | None = None,
+        is_connected: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._task = f"/job:ps/task:{task}"
+        self._is_connected = is_connected
         self._is_saved = is_saved
         self._promises = promises
         self._journal = journal or Unwatched()
@@ -200,7 +204,7 @@ class ParameterStore:
         job, storage = snapshot.restored(loaded, self._task, self._changing)
         with self._changing:
             if self._job is not None and not self._job.is_waiting:
-                raise jobs.taken(self._job, job.name, self._task)
+                raise jobs.taken(self._job, job.name, self._task, self._job.heard_s)
             kept = None if self._promises is None else self._promises.kept
             if kept is not None and kept.job == job.name:
                 job.promise = kept
@@ -223,7 +227,7 @@ class ParameterStore:
         accumulation.needed_of(body)
         with self._changing:
             held = self._job
-            jobs.require_free(held, job, now, self._task)
+            jobs.require_free(held, job, now, self._task, self._is_connected)
             if body.parts is not None:
                 # Nothing more will come to one that was restored.
                 is_back = held is not None and held.is_waiting
@@ -233,6 +237,9 @@ class ParameterStore:
                 if held is not None and held.is_waiting:
                     text = "%s drops job %r, which it had restored: job %r takes the server"
                     _log.warning(text, self._task, held.name, job)
+                elif held is not None:
+                    text = "%s drops job %r of %s, which is gone: job %r takes the server"
+                    _log.warning(text, self._task, held.name, held.owner, job)
                 self._clear()
                 held = self._job = jobs.Job(job)
             else:
@@ -250,6 +257,7 @@ class ParameterStore:
             self._num_changes += epoch > held.epoch
             # Before it answers anybody: a life that was given up may be the first to ask.
             held.fence(body.fenced)
+            held.owner, held.is_kept = jobs.owner_of(body), jobs.is_kept(body)
             held.take(epoch, incarnation, lease_s, now)
             self._storage.accumulation.configure(body)
             self._journal.attached(job, body, Change("coordinator", incarnation, epoch, body))

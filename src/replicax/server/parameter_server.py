@@ -71,7 +71,11 @@ class ParameterServerTask:
         self._log = MirrorLog(index, self._answer_late, self._wake)
         self._promises = None if snapshots is None else PromiseFile(snapshots / _PROMISE)
         self._store = ParameterStore(
-            index, is_saved=snapshots is not None, journal=self._log, promises=self._promises
+            index,
+            is_saved=snapshots is not None,
+            journal=self._log,
+            promises=self._promises,
+            is_connected=lambda incarnation: self._service.has_caller("coordinator", incarnation),
         )
         self._replicas = Replicas(index)
         self._directory = snapshots

@@ -18,9 +18,11 @@ class Caller:
       job: The job of its last message.
       epoch: The epoch of its last message.
       expected: The number of its next question; 0 if it does not count them.
+      connection: The descriptor of the connection and its inode; None inside a process.
     """
 
     __slots__ = (
+        "connection",
         "epoch",
         "expected",
         "identity",
@@ -40,6 +42,7 @@ class Caller:
         self.job = ""
         self.epoch = 0
         self.expected = 0
+        self.connection: tuple[int, int] | None = None
         # Memory that the caller shares: what it writes, and what it reads.
         self.reader: LaneReader | None = None
         self.writer: LaneWriter | None = None

@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import resource
+import select
 import socket as sockets
 import struct
 import sys
@@ -72,9 +73,30 @@ class Doorway:
         self._endpoint = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._is_tcp = self._endpoint.startswith("tcp:")
 
-    def admit(self, frame: zmq.Frame) -> None:
-        """Notes that the caller who sent a frame is known."""
-        self._visitors.forget(_descriptor(frame))
+    def admit(self, frame: zmq.Frame) -> tuple[int, int] | None:
+        """Notes that the caller who sent a frame is known; returns its connection.
+
+        That is the descriptor, and the inode, as descriptors are used again.
+        """
+        fd = _descriptor(frame)
+        self._visitors.forget(fd)
+        try:
+            return fd, os.fstat(fd).st_ino
+        except OSError:  # It is closed already.
+            return fd, 0
+
+    def is_open(self, connection: tuple[int, int]) -> bool:
+        """Tells whether neither side has closed a connection."""
+        fd, inode = connection
+        poll = select.poll()
+        try:
+            if os.fstat(fd).st_ino != inode:
+                return False
+            poll.register(fd, select.POLLRDHUP)
+            # Seen here before ZeroMQ has read what came before it.
+            return not poll.poll(0)
+        except OSError:
+            return False
 
     def dismiss(self, frame: zmq.Frame, at: float) -> None:
         """Closes the connection that a frame came from, at some time."""

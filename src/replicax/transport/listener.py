@@ -95,6 +95,10 @@ class Listener:
         self.socket.handshake_ivl = int(limits.HANDSHAKE * 1e3)
         if self._location.scheme == "tcp":
             self.socket.backlog = limits.BACKLOG
+            # Hosts that vanish without a word: their connections are closed here as well.
+            self.socket.tcp_keepalive = 1
+            self.socket.tcp_keepalive_idle = self.socket.tcp_keepalive_intvl = 1
+            self.socket.tcp_keepalive_cnt = 3
         # Sending to somebody who is gone, or reads nothing, is an error and not forgotten.
         self.socket.router_mandatory = True
 

@@ -167,6 +167,19 @@ class Service:
             self._outbox.append(saying)
             self._wakeup.set()
 
+    def has_caller(self, role: messages.Role, incarnation: int) -> bool:
+        """Tells whether a process has an open connection to this service.
+
+        The kernel closes those of a process that ends, however it ends. Those of one that is
+        stopped stay open. Callers inside this process count as connected.
+        """
+        doorway = self._listener.doorway
+        return any(
+            caller.connection is None or doorway is None or doorway.is_open(caller.connection)
+            for caller in list(self._callers.values())
+            if caller.role == role and caller.incarnation == incarnation
+        )
+
     def wake(self) -> None:
         """Makes the thread of the service call `on_idle` now."""
         self._idle_at = 0.0
@@ -363,7 +376,7 @@ class Service:
                 caller.reader, caller.writer = lane
                 answer = msgspec.structs.replace(answer, has_lane=True)
             if self._listener.doorway is not None:
-                self._listener.doorway.admit(message[0])
+                caller.connection = self._listener.doorway.admit(message[0])
             self._callers[identity] = caller
             self._callers.move_to_end(identity)
             while len(self._callers) > limits.CALLERS:
