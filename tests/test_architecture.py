@@ -112,8 +112,10 @@ OWN_NAMES = {
     "VariableAggregation",
     "VariableSynchronization",
     "data",
+    "cond",
     "device",
     "errors",
+    "fori_loop",
     "function",
     "functions_run_eagerly",
     "grad",
@@ -125,11 +127,14 @@ OWN_NAMES = {
     "read_variables",
     "run_functions_eagerly",
     "saved_model",
+    "scan",
     "set_virtual_cpu_devices",
+    "switch",
     "testing",
     "train",
     "value_and_grad",
     "variable_creator_scope",
+    "while_loop",
 }
 
 

@@ -53,6 +53,11 @@ from replicax.strategies.parameter_server import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
 from replicax.strategies.tpu import TPUStrategy as TPUStrategy
+from replicax.tracing.control_flow import cond as cond
+from replicax.tracing.control_flow import fori_loop as fori_loop
+from replicax.tracing.control_flow import scan as scan
+from replicax.tracing.control_flow import switch as switch
+from replicax.tracing.control_flow import while_loop as while_loop
 from replicax.tracing.function import function as function
 from replicax.tracing.function import functions_run_eagerly as functions_run_eagerly
 from replicax.tracing.function import run_functions_eagerly as run_functions_eagerly
@@ -113,13 +118,16 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "cluster_resolver",
+    "cond",
     "coordinator",
     "data",
     "device",
     "errors",
     "experimental",
     "experimental_set_strategy",
+    "fori_loop",
     "function",
+    "functions_run_eagerly",
     "get_replica_context",
     "get_strategy",
     "grad",
@@ -131,12 +139,16 @@ __all__ = [
     "optimizers",
     "random",
     "read_variables",
+    "run_functions_eagerly",
     "saved_model",
+    "scan",
     "set_virtual_cpu_devices",
+    "switch",
     "testing",
     "train",
     "value_and_grad",
     "variable_creator_scope",
+    "while_loop",
 ]
 
 

@@ -154,8 +154,8 @@ class Overlay:
                 errors.message(
                     f"A write to {target.name!r} must happen where its result can be kept",
                     "it happens inside a jax.lax loop, branch or a nested transformation",
-                    "Return the new value from the loop body or transformed function and "
-                    "assign it afterwards.",
+                    "Use rx.scan, rx.fori_loop, rx.while_loop, rx.cond or rx.switch, which carry "
+                    "variables, or return the new value and assign it afterwards.",
                 )
             )
 

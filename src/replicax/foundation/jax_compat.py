@@ -213,6 +213,25 @@ def jaxprs_of(jaxpr: Any) -> Iterator[Any]:
         yield from jaxprs_of(inner)
 
 
+def shape_of(value: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape, type and weakness of an array, a tracer or what stands for one."""
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type)
+
+
+def has_collectives(jaxpr: Any, axis: str) -> bool:
+    """Tells whether a program combines values over a mapped axis."""
+    return any(
+        axis in _names(eqn.params.get("axes")) or axis in _names(eqn.params.get("axis_name"))
+        for inner in jaxprs_of(jaxpr)
+        for eqn in inner.eqns
+        if eqn.primitive.name != "axis_index"
+    )
+
+
+def _names(axes: Any) -> tuple[Any, ...]:
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
 def has_callbacks(jaxpr: Any) -> bool:
     """Tells whether a program calls back into Python while it runs."""
     return any(

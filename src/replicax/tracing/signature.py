@@ -15,7 +15,7 @@ import numpy as np
 from replicax.foundation import errors
 from replicax.tracing.iterators import Feed, PythonIterator, is_iterator
 from replicax.values.array_surface import ArraySurface
-from replicax.values.distributed_values import Mirrored, PerReplica
+from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout
 from replicax.values.regroup import leaves_of, map_structure
@@ -72,7 +72,7 @@ class Slot:
     """Stands for an array argument in the structure that a trace is made from."""
 
     index: int
-    kind: str  # "array", "per_replica" or "mirrored"
+    kind: str  # "array", "per_replica", "mirrored", or "traced" in compiled replica code
     count: int = 1
     layout: Any = None
     treedef: Any = None
@@ -237,6 +237,8 @@ def fill(skeleton: Any, arrays: Sequence[Any]) -> Any:
         if leaf.kind == "mirrored":
             return Mirrored((arrays[leaf.index],) * leaf.count)
         own = arrays[leaf.index : leaf.index + leaf.count]
+        if leaf.kind == "traced":
+            return TracedPerReplica(jax.tree.unflatten(leaf.treedef, own), leaf.layout)
         return PerReplica.from_stored(own, leaf.scalars, leaf.treedef, leaf.layout)
 
     return map_structure(visit, skeleton)

@@ -32,7 +32,8 @@ def require_outside_traces(variable: Any, frame: Frame) -> None:
             errors.message(
                 f"A read of variable {variable.name!r} inside traced code needs `rx.function`",
                 "the surrounding jax.jit, scan, cond or while would keep today's value for ever",
-                "Use `rx.function` instead of `jax.jit`, or read the variable before the loop.",
+                "Use `rx.function` instead of `jax.jit`, rx.scan, rx.fori_loop, rx.while_loop or "
+                "rx.cond in the place of jax.lax, or read the variable before the loop.",
             )
         )
     frame.eager_reads.note()
@@ -45,6 +46,7 @@ def require_concrete(variable: Any, value: Any) -> None:
             errors.message(
                 f"A write to variable {variable.name!r} inside traced code needs `rx.function`",
                 "the code runs under a bare jax.jit, jax.grad, jax.vmap, scan or the like",
-                "Use `rx.function` and `rx.value_and_grad` instead.",
+                "Use `rx.function` and `rx.value_and_grad` instead, and rx.scan, rx.fori_loop, "
+                "rx.while_loop or rx.cond in the place of jax.lax.",
             )
         )

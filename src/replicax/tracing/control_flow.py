@@ -1,0 +1,529 @@
+"""Loops and branches whose bodies may read and write variables, in eager and compiled code.
+
+Eager code runs them as Python does. In compiled code they are `jax.lax` loops and branches that
+carry the variables that their bodies write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from replicax.collectives import in_replica
+from replicax.contexts import frames
+from replicax.contexts.frames import Frame
+from replicax.contexts.overlay import Overlay, View
+from replicax.foundation import errors, jax_compat
+from replicax.tracing import bodies
+from replicax.tracing.bodies import Body, Carried, Structure
+from replicax.values.distributed_values import Mirrored, PerReplica
+from replicax.values.layout import AXIS
+from replicax.values.regroup import leaves_of, map_structure
+
+C = TypeVar("C")
+
+# How often a carry may change its type until it keeps it: from a Python number to an array.
+_MOST_TRACES = 4
+
+
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fun: Callable[[Any, C], C],
+    init_val: C,
+    *,
+    unroll: int | bool | None = None,
+) -> C:
+    """Calls `body_fun(i, value)` for each i from `lower` to `upper`; `jax.lax.fori_loop`.
+
+    Unlike there, the body may read and write variables, apply an optimizer, update metrics
+    and meet other replicas. In cross-replica code it may call `strategy.run`.
+
+    Args:
+      lower: The first i.
+      upper: The end, which is excluded.
+      body_fun: Takes i and the value so far, and returns the next one: of the same
+        structure, shapes and types.
+      init_val: The first value.
+      unroll: How many rounds are compiled into one.
+
+    >>> import replicax as rx
+    >>> total = rx.Variable(0)
+    >>> @rx.function
+    ... def count(n):
+    ...     return rx.fori_loop(0, n, lambda i, last: total.assign_add(i), 0)
+    >>> count(5)
+    Array(10, dtype=int32)
+    """
+    outer = _compiled_around()
+    if outer is None:
+        if jax_compat.is_staging():
+            return jax.lax.fori_loop(lower, upper, body_fun, init_val, unroll=unroll)
+        value = _arrays(init_val)
+        for i in range(int(lower), int(upper)):
+            value = _next_carry("rx.fori_loop", value, body_fun(jnp.asarray(i), value))
+        return value
+    what = "rx.fori_loop"
+    index = jax.ShapeDtypeStruct((), jnp.result_type(lower, upper))
+    carry, number = Structure(init_val), Structure(jnp.zeros((), index.dtype))
+    number.take_arrays()
+
+    def one(value: Any, i: Any) -> tuple[Any]:
+        return (body_fun(i, value),)
+
+    body, arrays = _settled(what, one, carry, [number], [index])
+    carried = Carried(outer, [body])
+    if _meets_others([body]):
+        lower, upper = (_agreed(bound) for bound in (lower, upper))
+
+    def step(i: Any, state: Any) -> Any:
+        own, outs = carried.run(body, state[1], [*state[0], i])
+        return _like(outs, state[0]), own
+
+    final, own = jax.lax.fori_loop(lower, upper, step, (arrays, carried.values), unroll=unroll)
+    carried.store(own)
+    return carry.filled(final)
+
+
+def scan(
+    f: Callable[[C, Any], tuple[C, Any]],
+    init: C,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+) -> tuple[C, Any]:
+    """Calls `f(carry, x)` for each row of `xs` and stacks what it returns; `jax.lax.scan`.
+
+    Unlike there, `f` may read and write variables, apply an optimizer, update metrics and
+    meet other replicas. In cross-replica code it may call `strategy.run`.
+
+    Args:
+      f: Takes the carry and a row of `xs`, and returns the next carry and a result.
+      init: The first carry.
+      xs: Arrays with one row per round, or None.
+      length: The number of rounds, if `xs` is None.
+      reverse: Whether to start from the last row.
+      unroll: How many rounds are compiled into one.
+
+    >>> import numpy as np, replicax as rx
+    >>> total = rx.Variable(0.0)
+    >>> @rx.function
+    ... def running_sums(x):
+    ...     return rx.scan(lambda _, x: (None, total.assign_add(x).read_value()), None, x)[1]
+    >>> running_sums(np.float32([1, 2, 3]))
+    Array([1., 3., 6.], dtype=float32)
+    """
+    outer = _compiled_around()
+    if outer is None and jax_compat.is_staging():
+        return jax.lax.scan(f, init, xs, length, reverse, unroll)
+    rows = Structure(xs)
+    columns = rows.take_arrays()
+    count = _num_rounds(rows, columns, length)
+    if outer is None:
+        return _scan_eagerly(f, init, rows, columns, range(count)[:: -1 if reverse else 1])
+    what = "rx.scan"
+    carry = Structure(init)
+    shapes = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype, weak_type=a.weak_type) for a in columns]
+    body, arrays = _settled(what, lambda c, x: _pair(f(c, x)), carry, [rows], shapes)
+    carried = Carried(outer, [body])
+
+    def step(state: Any, row: Any) -> Any:
+        own, outs = carried.run(body, state[1], [*state[0], *row])
+        return (_like(outs[: carry.count], state[0]), own), outs[carry.count :]
+
+    (final, own), stacks = jax.lax.scan(
+        step, (arrays, carried.values), columns, count, reverse, unroll
+    )
+    carried.store(own)
+    # JAX hands back rows that the body passes on; results are arrays of their own.
+    given = {id(column) for column in columns}
+    stacks = [jnp.copy(stack) if id(stack) in given else stack for stack in stacks]
+    return carry.filled(final), body.results[1].filled_with_stacks(stacks)
+
+
+def while_loop(cond_fun: Callable[[C], Any], body_fun: Callable[[C], C], init_val: C) -> C:
+    """Calls `body_fun(value)` as long as `cond_fun(value)` holds; `jax.lax.while_loop`.
+
+    Unlike there, both may read variables and the body may write them. In compiled replica
+    code, all replicas must agree to go on if the body meets other replicas; the first
+    replica decides then.
+
+    Args:
+      cond_fun: Takes the value and returns a boolean scalar.
+      body_fun: Takes the value and returns the next one: of the same structure, shapes and
+        types.
+      init_val: The first value.
+
+    >>> import replicax as rx
+    >>> v = rx.Variable(100.0)
+    >>> @rx.function
+    ... def halve(limit):
+    ...     return rx.while_loop(lambda x: x > limit, lambda x: v.assign(x / 2), v)
+    >>> halve(10.0), float(v)
+    (Array(6.25, dtype=float32), 6.25)
+    """
+    outer = _compiled_around()
+    if outer is None:
+        if jax_compat.is_staging():
+            return jax.lax.while_loop(cond_fun, body_fun, init_val)
+        value = _arrays(init_val)
+        while bool(cond_fun(value)):
+            value = _next_carry("rx.while_loop", value, body_fun(value))
+        return value
+    what = "rx.while_loop"
+    carry = Structure(init_val)
+    body, arrays = _settled(what, lambda value: (body_fun(value),), carry, [], [])
+    shapes = [jax_compat.shape_of(a) for a in arrays]
+    test = bodies.trace(f"{what}'s condition", lambda c: (cond_fun(c),), [carry], shapes)
+    _require_condition(test)
+    carried = Carried(outer, [body, test])
+    is_common = _meets_others([body, test])
+
+    def holds(state: Any) -> Any:
+        (answer,) = carried.run(test, state[1], state[0])[1]
+        return _agreed(answer) if is_common else answer
+
+    def step(state: Any) -> Any:
+        own, outs = carried.run(body, state[1], state[0])
+        return _like(outs, state[0]), own
+
+    final, own = jax.lax.while_loop(holds, step, (arrays, carried.values))
+    carried.store(own)
+    return carry.filled(final)
+
+
+def cond(
+    pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
+) -> Any:
+    """Calls `true_fun(*operands)` or `false_fun(*operands)`; `jax.lax.cond`.
+
+    Unlike there, the functions may read and write variables. In compiled replica code, all
+    replicas must take one branch if it meets other replicas (in `all_reduce`, or by a write
+    of a mirrored variable); the first replica decides then.
+
+    Args:
+      pred: A boolean scalar.
+      true_fun: Called if it is true.
+      false_fun: Called if it is false; returns the same structure, shapes and types.
+      *operands: What the functions take.
+
+    >>> import numpy as np, replicax as rx
+    >>> v = rx.Variable(1.0)
+    >>> @rx.function
+    ... def keep_smaller(x):
+    ...     return rx.cond(x < v, lambda: v.assign(x), lambda: v)
+    >>> float(keep_smaller(np.float32(3))), float(keep_smaller(np.float32(0.5)))
+    (1.0, 0.5)
+    """
+    pred = bodies.as_array(pred)
+    return _branch("rx.cond", pred, [false_fun, true_fun], operands)
+
+
+def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """Calls `branches[index](*operands)`, with the index clamped; `jax.lax.switch`.
+
+    Unlike there, the branches may read and write variables; see `rx.cond`.
+
+    Args:
+      index: An integer scalar.
+      branches: The functions; all return the same structure, shapes and types.
+      *operands: What they take.
+
+    >>> import numpy as np, replicax as rx
+    >>> v = rx.Variable(1.0)
+    >>> changes = [lambda: v.assign_add(1.0), lambda: v.assign_sub(1.0), lambda: v.assign(0.0)]
+    >>> rx.function(lambda i: rx.switch(i, changes))(np.int32(1))
+    Array(0., dtype=float32)
+    """
+    index = bodies.as_array(index)
+    if not jnp.issubdtype(jnp.result_type(index), jnp.integer):
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "`rx.switch` needs an integer index",
+                f"it has type {jnp.result_type(index)}",
+                "Convert it, or use `rx.cond` for a boolean.",
+            )
+        )
+    if not branches:
+        raise errors.InvalidArgumentError(
+            errors.message("`rx.switch` needs branches", "there are none", "Pass functions.")
+        )
+    return _branch("rx.switch", index, list(branches), operands)
+
+
+def _branch(
+    what: str, index: Any, branches: list[Callable[..., Any]], operands: tuple[Any, ...]
+) -> Any:
+    """Calls the branch with a number; that of a boolean is 0 or 1."""
+    if jnp.ndim(index) != 0:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"`{what}` chooses by a scalar",
+                f"an array of shape {jnp.shape(index)} was given",
+                "Use jnp.where to choose element by element.",
+            )
+        )
+    outer = _compiled_around()
+    if outer is None:
+        if jax_compat.is_staging():
+            return _choose(index, branches, *operands)
+        number = int(bool(index)) if what == "rx.cond" else int(index)
+        chosen = branches[min(max(number, 0), len(branches) - 1)]
+        return _arrays(chosen(*map(_arrays, operands)))
+    given = Structure(operands)
+    arrays = given.take_arrays()
+    shapes = [jax_compat.shape_of(a) for a in arrays]
+    traced = [bodies.trace(what, _called_with(b), [given], shapes) for b in branches]
+    dtypes = _common_types(what, traced)
+    carried = Carried(outer, traced)
+    if _meets_others(traced):
+        index = _agreed(index)
+
+    def runner(body: Body) -> Callable[..., Any]:
+        def run(values: Any, args: Any) -> Any:
+            own, outs = carried.run(body, values, args)
+            pairs = zip(outs, dtypes, strict=True)
+            return own, [bodies.strong(jnp.asarray(out, dtype)) for out, dtype in pairs]
+
+        return run
+
+    own, outs = _choose(index, [runner(body) for body in traced], carried.values, arrays)
+    carried.store(own)
+    return traced[0].results[0].filled(outs)
+
+
+def _choose(index: Any, branches: list[Callable[..., Any]], *operands: Any) -> Any:
+    if len(branches) == 2 and not jnp.issubdtype(jnp.result_type(index), jnp.integer):
+        return jax.lax.cond(index, branches[1], branches[0], *operands)
+    return jax.lax.switch(index, branches, *operands)
+
+
+def _called_with(branch: Callable[..., Any]) -> Callable[[Any], tuple[Any]]:
+    return lambda operands: (branch(*operands),)
+
+
+def _compiled_around() -> Overlay | None:
+    """Returns the values of variables in the function that is being compiled, if one is."""
+    return frames.current().overlay if jax_compat.is_staging() else None
+
+
+# Types that a loop keeps.
+
+
+def _settled(
+    what: str,
+    fn: Callable[..., tuple[Any, ...]],
+    carry: Structure,
+    others: list[Structure],
+    shapes: list[Any],
+) -> tuple[Body, list[Any]]:
+    """Traces a body whose first result is the next carry.
+
+    Returns:
+      The body, and the arrays of the first carry, of the types that the carry keeps.
+    """
+    arrays = carry.take_arrays()
+    for _ in range(_MOST_TRACES):
+        given = [jax_compat.shape_of(a) for a in arrays]
+        body = bodies.trace(what, fn, [carry, *others], [*given, *shapes])
+        if not carry.is_like(body.results[0]):
+            raise _changed_structure(what, carry.skeleton, body.results[0].skeleton)
+        returned = body.result_shapes[: carry.count]
+        kept = [_kept(what, a, new) for a, new in zip(arrays, returned, strict=True)]
+        if all(a is b for a, b in zip(arrays, kept, strict=True)):
+            return body, arrays
+        arrays = kept
+    raise errors.InvalidArgumentError(
+        errors.message(
+            f"The body of {what} must keep the types of what it carries",
+            f"they still change after {_MOST_TRACES} rounds",
+            "Start from arrays of the types that the body returns.",
+        )
+    )
+
+
+def _kept(what: str, array: Any, returned: Any) -> Any:
+    """Returns an array of the carry, of the type that the body returns in its place."""
+    if array.shape == returned.shape:
+        if array.dtype == returned.dtype:
+            is_giving_way = array.weak_type and not returned.weak_type
+            return bodies.strong(array) if is_giving_way else array
+        if array.weak_type:
+            return jnp.asarray(array, returned.dtype)
+    raise errors.InvalidArgumentError(
+        errors.message(
+            f"The body of {what} must keep the shapes and types of what it carries",
+            f"{array.dtype}{list(array.shape)} became {returned.dtype}{list(returned.shape)}",
+            "Convert what the body returns, or start from an array like it.",
+        )
+    )
+
+
+def _like(arrays: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """Makes the arrays of the next carry as weak as those of the last one."""
+    pairs = zip(arrays, old, strict=True)
+    return [new if was.weak_type else bodies.strong(new) for new, was in pairs]
+
+
+def _next_carry(what: str, old: Any, new: Any) -> Any:
+    """Checks what the body of an eager loop returns, as its compiled form would."""
+    before, after = Structure(old), Structure(_arrays(new))
+    if not before.is_like(after):
+        raise _changed_structure(what, before.skeleton, after.skeleton)
+    for array, returned in zip(before.take_arrays(), after.take_arrays(), strict=True):
+        _kept(what, array, returned)
+    return _arrays(new)
+
+
+def _changed_structure(what: str, old: Any, new: Any) -> errors.StructureError:
+    def sketch(skeleton: Any) -> Any:
+        return map_structure(lambda leaf: _STAR if hasattr(leaf, "index") else leaf, skeleton)
+
+    return errors.StructureError(
+        errors.message(
+            f"The body of {what} must return what it carries in the same structure",
+            f"{sketch(old)} became {sketch(new)}",
+            "Return the same containers, lengths, keys and Python values.",
+        )
+    )
+
+
+class _Star:
+    def __repr__(self) -> str:
+        return "*"
+
+
+_STAR = _Star()
+
+
+def _common_types(what: str, branches: list[Body]) -> list[Any]:
+    """Returns the types of the results of all branches; weak ones give way to others."""
+    first = branches[0].results[0]
+    for body in branches[1:]:
+        if not first.is_like(body.results[0]):
+            raise _changed_structure(what, first.skeleton, body.results[0].skeleton)
+    dtypes = []
+    for column in zip(*(body.result_shapes for body in branches), strict=True):
+        types = {c.dtype for c in column if not c.weak_type} or {jnp.result_type(*column)}
+        if len({c.shape for c in column}) > 1 or len(types) > 1:
+            found = " and ".join(dict.fromkeys(f"{c.dtype}{list(c.shape)}" for c in column))
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"The branches of {what} must return arrays of one shape and type",
+                    f"they return {found}",
+                    "Convert them.",
+                )
+            )
+        dtypes.append(types.pop())
+    return dtypes
+
+
+def _require_condition(test: Body) -> None:
+    found = test.result_shapes
+    is_scalar = [(s.shape, s.dtype) for s in found] == [((), jnp.dtype(bool))]
+    if test.captured.written:
+        names = ", ".join(repr(v.name) for v in test.captured.written)
+        raise errors.TracingError(
+            errors.message(
+                "The condition of rx.while_loop can read variables",
+                f"it writes {names}",
+                "Write in the body.",
+            )
+        )
+    if not is_scalar:
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "The condition of rx.while_loop must return a boolean scalar",
+                f"it returned {[f'{s.dtype}{list(s.shape)}' for s in found] or 'no array'}",
+                "Return the result of a comparison.",
+            )
+        )
+
+
+# Replicas that must agree.
+
+
+def _meets_others(traced: list[Body]) -> bool:
+    """Tells whether bodies combine values of several replicas, in compiled replica code."""
+    frame: Frame = frames.current()
+    layout = frame.layout
+    is_shared = frame.overlay is not None and frame.overlay.view is View.LOCAL
+    if not is_shared or layout is None or layout.num_replicas == 1 or frame.replica_id is not None:
+        return False
+    return any(jax_compat.has_collectives(body.captured.jaxpr, AXIS) for body in traced)
+
+
+def _agreed(choice: Any) -> Any:
+    """Returns the choice of the first replica: others would wait for those that chose it."""
+    return in_replica.first_replica(choice) if jax_compat.is_traced(choice) else choice
+
+
+# Eager loops.
+
+
+def _arrays(structure: Any) -> Any:
+    return map_structure(bodies.as_array, structure)
+
+
+def _pair(result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "The body of rx.scan must return a pair: the next carry, and a result",
+                f"it returned {type(result).__name__}",
+                "Return (carry, None) if there is no result.",
+            )
+        )
+    return result
+
+
+def _num_rounds(rows: Structure, columns: list[Any], length: int | None) -> int:
+    is_distributed = any(getattr(leaf, "layout", None) for leaf in leaves_of(rows.skeleton))
+    if is_distributed or any(not a.shape for a in columns):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`xs` of rx.scan must be arrays with one row per round",
+                "a scalar or a distributed value was given",
+                "Pass arrays, or index inside of the body.",
+            )
+        )
+    found = {a.shape[0] for a in columns} | ({length} if length is not None else set())
+    if len(found) != 1:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "rx.scan needs one number of rounds",
+                f"`xs` and `length` give {sorted(found) or 'none'}",
+                "Pass `xs` with equal first dimensions, or `length`.",
+            )
+        )
+    return int(found.pop())
+
+
+def _scan_eagerly(
+    f: Callable[[Any, Any], Any], init: Any, rows: Structure, columns: list[Any], rounds: range
+) -> tuple[Any, Any]:
+    carry, results = _arrays(init), []
+    if not rounds:
+        example = rows.filled([jnp.zeros(a.shape[1:], a.dtype) for a in columns])
+        _, shapes = jax.eval_shape(lambda c, x: _pair(f(c, x)), carry, example)
+        return carry, jax.tree.map(lambda s: jnp.zeros((0, *s.shape), s.dtype), shapes)
+    for i in rounds:
+        new, result = _pair(f(carry, rows.filled([a[i] for a in columns])))
+        carry = _next_carry("rx.scan", carry, new)
+        results.append(_arrays(result))
+    in_order = results if rounds.step > 0 else results[::-1]
+    return carry, map_structure(_stacked, *in_order)
+
+
+def _stacked(*leaves: Any) -> Any:
+    first = leaves[0]
+    if isinstance(first, PerReplica | Mirrored):
+        copies = [
+            jnp.stack(column) for column in zip(*(leaf.values for leaf in leaves), strict=True)
+        ]
+        return Mirrored(copies) if isinstance(first, Mirrored) else PerReplica(copies, first.layout)
+    return jnp.stack(leaves) if isinstance(first, jax.Array) else first
