@@ -549,7 +549,7 @@ def test_T73_data_is_divided_before_a_trailing_prefetch() -> None:
     dataset = Dataset.range(6).map(lambda x: x).prefetch(2)
     part = dataset.shard_records(2, 1)
     assert listed(part) == [1, 3, 5]
-    assert repr(part) == "<Dataset range > map > shard > prefetch>"
+    assert "range > map > shard > prefetch" in repr(part)
 
 
 def test_facts_for_distribution() -> None:

@@ -406,7 +406,7 @@ def test_metrics_inside_a_gradient(strategy: Any, run: Any) -> None:
 def test_names_types_and_state() -> None:
     metric = M.Mean(name="loss", dtype=jnp.bfloat16)
     assert (metric.name, metric.dtype) == ("loss", jnp.bfloat16)
-    assert repr(metric) == "<Mean name=loss>"
+    assert repr(metric) == "<rx.metrics.Mean name=loss>"
     children = metric.checkpoint_children()
     assert list(children) == ["total", "total_rest", "count", "count_rest"]
     assert {id(v) for v in metric.variables} == {id(v) for v in children.values()}

@@ -95,6 +95,9 @@ class CheckpointManager:
         if self._lock.acquire():
             storage.remove_leftovers(self._directory)
 
+    def __repr__(self) -> str:
+        return f"<rx.train.CheckpointManager of {self._checkpoint!r} in {self.directory!r}>"
+
     # Facts.
 
     @property

@@ -46,6 +46,11 @@ class RestoreStatus:
         self._kept: dict[str, np.ndarray] = {}
         self._is_partial = False
 
+    def __repr__(self) -> str:
+        if self.path is None:
+            return "<rx.train.RestoreStatus of no checkpoint>"
+        return f"<rx.train.RestoreStatus of {self.path!r}, {len(self._restored)} objects restored>"
+
     @property
     def restored(self) -> tuple[str, ...]:
         """Names of the objects that got a value."""

@@ -20,6 +20,7 @@ from replicax.collectives.destinations import (
 from replicax.foundation import devices, errors, gate, jax_compat
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import CommunicationOptions, ReduceOp
+from replicax.values import printing
 from replicax.values.distributed_values import PerReplica, TracedPerReplica, is_array_like
 from replicax.values.layout import ReplicaLayout
 
@@ -30,6 +31,9 @@ class CrossDeviceOps:
     The hooks see a `PerReplica` whose `.values` are the components. In compiled code the
     components are known to the compiler only, and the same hooks work.
     """
+
+    def __repr__(self) -> str:
+        return f"{printing.public_name(type(self))}()"
 
     def reduce(
         self,
@@ -212,6 +216,10 @@ class ReductionToOneDevice(_PackedReduction):
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn or eager.add_n
 
+    def __repr__(self) -> str:
+        shown = "" if self.reduce_to_device is None else repr(self.reduce_to_device)
+        return f"rx.ReductionToOneDevice({shown})"
+
     def in_trace(self, op: ReduceOp, leaves: Sequence[Any], count: int, options: Any) -> list[Any]:
         reducer = in_replica.gather_and_add(self.accumulation_fn, count)
         return in_replica.all_reduce(op, leaves, count, reducer=reducer, num_packs=0)
@@ -243,6 +251,9 @@ class _AllReduce(_PackedReduction):
             )
         self.num_packs = num_packs
         self._programs: dict[Any, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"{printing.public_name(type(self))}(num_packs={self.num_packs})"
 
     def _reducer(self, count: int) -> in_replica.Reducer:
         del count

@@ -44,6 +44,10 @@ class DatasetIterator(DataIterator):
         # The last position of an iterator that is closed.
         self._end: dict[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        state = "closed" if self._end is not None else f"epoch {self._epoch}"
+        return f"<rx.data.DatasetIterator of {self._plan.name}, {state}>"
+
     @override
     def _read(self) -> Any:
         if self._end is not None:

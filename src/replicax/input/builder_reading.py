@@ -10,9 +10,10 @@ from typing import Any
 from replicax.foundation import errors
 from replicax.input import builder_elements
 from replicax.input.builder_iterator import DatasetIterator
-from replicax.input.builder_plan import UNKNOWN_CARDINALITY, Plan
+from replicax.input.builder_plan import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Plan
 from replicax.input.options import AutoShardPolicy
 from replicax.tracing.iterators import open_loop
+from replicax.values import printing
 
 
 class ReadableDataset:
@@ -155,7 +156,20 @@ class ReadableDataset:
         return self._plan.options.experimental_distribute.auto_shard_policy
 
     def __repr__(self) -> str:
-        return f"<Dataset {self._plan.name}>"
+        return f"<rx.data.Dataset {self._plan.name}, {self._describe_elements()}>"
+
+    def _describe_elements(self) -> str:
+        """Tells how many elements there are, and of what kind if that runs no code of the user."""
+        plan = self._plan
+        if plan.cardinality >= 0:
+            count = printing.count(plan.cardinality, "element")
+        else:
+            known = plan.cardinality == INFINITE_CARDINALITY
+            count = "infinitely many elements" if known else "an unknown number of elements"
+        is_known = plan.spec is not None or "element_spec" in vars(self)
+        if is_known or (plan.is_quick and plan.cardinality != 0):
+            return f"{count} of {self.element_spec}"
+        return count
 
 
 def require_dataset(step: str, value: Any) -> Any:

@@ -18,6 +18,7 @@ from replicax.input.rebatching import Share
 from replicax.input.sources import Source, unbatched
 from replicax.tracing.iterators import open_loop
 from replicax.tracing.signature import PerReplicaSpec, TensorSpec
+from replicax.values import printing
 from replicax.values.layout import ReplicaLayout
 
 # So many elements wait at least. Two threads of Python take turns of 5 ms, in which a quick
@@ -148,7 +149,12 @@ class DistributedDataset:
         return splitting.Splitter(self._layout, share, to_device, copies)
 
     def __repr__(self) -> str:
-        return f"<rx.DistributedDataset over {self._layout.num_replicas} replicas>"
+        return f"<rx.DistributedDataset over {self.describe()}>"
+
+    def describe(self) -> str:
+        """Tells for how many replicas, and of what kind the elements are if that is known."""
+        shown = printing.count(self._layout.num_replicas, "replica")
+        return shown if self._spec is None else f"{shown}, elements of {self._spec}"
 
 
 class DistributedIterator(DataIterator):
@@ -163,6 +169,9 @@ class DistributedIterator(DataIterator):
         self._dataset = dataset
         self._pipeline: pipelines.Pipeline | None = None
         self._is_initialized = is_initialized
+
+    def __repr__(self) -> str:
+        return f"<rx.DistributedIterator over {self._dataset.describe()}>"
 
     @property
     def element_spec(self) -> Any:

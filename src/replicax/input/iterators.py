@@ -81,6 +81,9 @@ class Optional:
         self._value = value
         self._has_value = has_value
 
+    def __repr__(self) -> str:
+        return f"Optional({self._value!r})" if self._has_value else "Optional without a value"
+
     def has_value(self) -> bool:
         """Tells whether there is an element."""
         return self._has_value

@@ -21,6 +21,8 @@ class AutoShardPolicy(enum.IntEnum):
     DATA = 2  # each worker keeps its own elements of every file or batch
     HINT = 3  # the dataset shards itself
 
+    __str__ = enum.Enum.__str__
+
 
 class DistributeOptions:
     """The part of `Options` that distribution reads.

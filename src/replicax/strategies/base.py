@@ -13,12 +13,14 @@ from jax.typing import ArrayLike
 from replicax.contexts import frames, guards
 from replicax.contexts.replica_context import ValueContext
 from replicax.foundation import devices, errors
+from replicax.foundation.notebook import html_table
 from replicax.foundation.options import ReduceOp, RunOptions, resolve_reduce_op
 from replicax.input.distributed import DistributedDataset
 from replicax.input.input_context import InputContext, InputOptions
 from replicax.strategies import reductions
 from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.scope import Scope, entered
+from replicax.values import printing
 from replicax.values.distributed_values import DistributedValues
 from replicax.values.regroup import map_structure
 
@@ -244,5 +246,28 @@ class Strategy:
         clone._extended.relink(clone)
         return clone
 
+    def _facts(self) -> dict[str, str]:
+        """What a person wants to know, the most important fact first."""
+        extended = self._extended
+        try:
+            facts = {"replicas": f"{self.num_replicas_in_sync:,}"}
+        except errors.UnsupportedError:  # of a strategy that is not finished
+            return {}
+        if extended.layout is None:
+            return facts
+        facts["devices"] = printing.listing(_short_names(extended.worker_devices))
+        if extended.parameter_devices != extended.worker_devices:
+            facts["variables on"] = printing.listing(_short_names(extended.parameter_devices))
+        return facts
+
     def __repr__(self) -> str:
-        return f"<rx.{type(self).__name__} with {self.num_replicas_in_sync} replicas>"
+        facts = ", ".join(f"{name}={fact}" for name, fact in self._facts().items())
+        return f"<{printing.public_name(type(self))} {facts}".rstrip() + ">"
+
+    def _repr_html_(self) -> str:
+        return html_table(printing.public_name(type(self)), list(self._facts().items()))
+
+
+def _short_names(names: Sequence[str]) -> list[str]:
+    """Returns each device once, as "CPU:0"."""
+    return [name.rpartition("device:")[2] for name in dict.fromkeys(names)]

@@ -69,6 +69,9 @@ class StrategyExtended:
         """Makes this the lower half of another strategy."""
         self._container = weakref.ref(container_strategy)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.container_strategy!r}>"
+
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas that are kept in step."""

@@ -345,6 +345,18 @@ class ParameterServerStrategy(Strategy):
         cluster.attach()
         return cluster.is_resumed
 
+    @override
+    def _facts(self) -> dict[str, str]:
+        extended = self.extended
+        assert isinstance(extended, ParameterServerExtended)
+        cluster = extended.cluster
+        if cluster is None:
+            return {"on": "a worker", "replicas": str(self.num_replicas_in_sync)}
+        return {
+            "workers": str(len(cluster.workers)),
+            "parameter servers": str(len(cluster.servers)),
+        }
+
     def close(self) -> None:
         """Leaves the cluster; the parameter servers drop all variables."""
         ending = self._ending.detach()

@@ -61,6 +61,9 @@ class Scope:
         self._opened().pop()
         creators.set_creator_stack(opened.before)
 
+    def __repr__(self) -> str:
+        return f"<scope of {self._strategy!r}>"
+
     def _opened(self) -> list[_Opened]:
         if not hasattr(self._threads, "opened"):
             self._threads.opened = []

@@ -14,6 +14,7 @@ import numpy as np
 
 from replicax.foundation import errors
 from replicax.tracing.iterators import Feed, PythonIterator, is_iterator
+from replicax.values import printing
 from replicax.values.array_surface import ArraySurface
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.indexed_slices import IndexedSlices
@@ -55,6 +56,12 @@ class PerReplicaSpec:
     """
 
     value_specs: tuple[TensorSpec, ...]
+
+    def __repr__(self) -> str:
+        first, *others = self.value_specs
+        if all(spec == first for spec in others):
+            return f"PerReplicaSpec({len(self.value_specs)} x {first})"
+        return f"PerReplicaSpec({printing.listing([str(spec) for spec in self.value_specs])})"
 
     @property
     def shape(self) -> tuple[int | None, ...] | None:

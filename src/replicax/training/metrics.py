@@ -15,6 +15,7 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
+from replicax.values import printing
 from replicax.values.array_surface import as_operand
 from replicax.variables.module import Module
 from replicax.variables.variable import Variable
@@ -127,9 +128,13 @@ class Metric(Module):
         inner = {key: value for key, value in vars(self).items() if isinstance(value, Metric)}
         return {**self._weights, **inner}
 
+    def __format__(self, spec: str) -> str:
+        """Formats the result, so that `f"{loss:.3f}"` is a number."""
+        return format(self.result(), spec)
+
     @override
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} name={self.name}>"
+        return f"<{printing.public_name(type(self))} name={self.name}>"
 
 
 class RunningTotal:

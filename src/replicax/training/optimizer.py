@@ -21,6 +21,7 @@ from replicax.training import (
 )
 from replicax.training.optimizer_elsewhere import RemoteOptimizer, StateProgram, make_remote
 from replicax.training.optimizer_state import StateVariables, local_maker, make_variable, split
+from replicax.values import printing
 from replicax.values.array_surface import as_operand
 from replicax.values.distributed_values import DistributedValues, Mirrored
 from replicax.values.indexed_slices import IndexedSlices
@@ -98,6 +99,11 @@ class Optimizer:
                 jnp.zeros((), jnp.int32), "optimizer/iterations", near, extended
             )
         self._compiled = Function(self._update, name="Optimizer.apply_gradients")
+
+    def __repr__(self) -> str:
+        count = printing.count(len(self._trained), "variable")
+        names = printing.listing([variable.name for variable in self._trained])
+        return f"<rx.optimizers.Optimizer of {count}: {names}>"
 
     def _first_state(self) -> Any:
         with jax_compat.eagerly(), optimizer_arguments.explained_init():

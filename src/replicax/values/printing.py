@@ -33,6 +33,29 @@ def content(value: Any) -> str:
     return repr(array)
 
 
+def listing(names: Sequence[str], most: int = 8) -> str:
+    """Returns names with commas between them, and the number of those that are left out.
+
+    >>> listing(["a", "b", "c", "d"], most=2)
+    'a, b, … (4 in all)'
+    """
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])}, … ({len(names):,} in all)"
+
+
+def count(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as "1 replica" or "1,024 replicas"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def public_name(kind: type) -> str:
+    """Returns the name of a class as users write it: `rx.metrics.Mean`, and their own as it is."""
+    package, *below = kind.__module__.split(".")
+    is_public = package == "replicax" and len(below) < 2
+    return ".".join(["rx", *below, kind.__name__]) if is_public else kind.__qualname__
+
+
 def braces(kind: str, parts: Sequence[str]) -> str:
     """Returns `Kind:{ 0: …, 1: … }`, one replica a line."""
     lines = ",\n".join(f"  {i}: {part}" for i, part in enumerate(parts))

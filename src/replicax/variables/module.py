@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from replicax.values import printing
 from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
 
@@ -32,6 +33,12 @@ class Module:
         object.__setattr__(self, name, value)
         if self.on_new_child is not None and name != "on_new_child":
             self.on_new_child(name, value)
+
+    def __repr__(self) -> str:
+        names = [variable.name for variable in self.variables]
+        shown = f": {printing.listing(names)}" if names else ""
+        count = printing.count(len(names), "variable")
+        return f"<{type(self).__qualname__} {self.name!r}, {count}{shown}>"
 
     @property
     def name(self) -> str:

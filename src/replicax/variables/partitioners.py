@@ -26,6 +26,10 @@ AnyPartitioner = Callable[..., Any]
 class Partitioner:
     """Base of the rules that say how a variable is cut; any callable may stand for one."""
 
+    def __repr__(self) -> str:
+        settings = (f"{name.lstrip('_')}={value}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({', '.join(settings)})"
+
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         """Returns the number of parts along each axis, 1 for all but `axis`."""
         raise errors.UnsupportedError(
