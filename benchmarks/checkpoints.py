@@ -114,6 +114,7 @@ def copy(case: str, seconds: float) -> dict[str, float]:
     return best_ms({"ms": lambda: np.copy(array)}, lambda: None, seconds)
 
 
+PEERS = ("tensorflow",)
 CONTESTANTS = {"ours": ours, "copy": copy, "tensorflow": tensorflow}
 
 
@@ -124,7 +125,7 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
     texts = f"{own:.0f} ms", f"{peer:.0f} ms"
     verdict = at_most(COPY_LIMIT, own / peer)
     rows = [Row("wait for a save / plain copy", ASYNC, *texts, own / peer, *verdict)]
-    if settings.tf_python:
+    if "tensorflow" in settings.peers:
         measured |= compete(__name__, ("ours", "tensorflow"), (SYNC,), settings, report)
         own, peer = (sum(measured[name, SYNC].values()) for name in ("ours", "tensorflow"))
         texts = f"{own:.0f} ms", f"{peer:.0f} ms"

@@ -150,12 +150,13 @@ def tensorflow(case: str, seconds: float) -> dict[str, float]:
     return {"ms": 1e3 * best_time(lambda: step(inputs), lambda loss: loss.numpy(), seconds)}
 
 
+PEERS = ("tensorflow",)
 CONTESTANTS = {"ours": ours, "handwritten": handwritten, "tensorflow": tensorflow}
 
 
 def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, list[Row]]:
     """Measures everything; returns the numbers and the lines of the table."""
-    names = [n for n in CONTESTANTS if n != "tensorflow" or settings.tf_python]
+    names = [n for n in CONTESTANTS if n != "tensorflow" or "tensorflow" in settings.peers]
     measured = compete(__name__, names, CASES, settings, report)
     rows: list[Row] = []
     for case in CASES:
@@ -164,7 +165,7 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
         verdict = at_most(LIMITS[case], own / peer)
         texts = f"{own:.3f} ms", f"{peer:.3f} ms"
         rows.append(Row("compiled step / hand-written", case, *texts, own / peer, *verdict))
-    for case in CASES if settings.tf_python else ():
+    for case in CASES if "tensorflow" in settings.peers else ():
         own = measured["ours", case]["ms"]
         peer = measured["tensorflow", case]["ms"]
         verdict = at_least(TENSORFLOW_LIMIT, peer / own)

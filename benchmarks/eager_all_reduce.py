@@ -66,15 +66,16 @@ def tensorflow(case: str, seconds: float) -> dict[str, float]:
     return {"ms": 1e3 * best_time(step, wait, seconds)}
 
 
+PEERS = ("tensorflow",)
 CONTESTANTS = {"ours": ours, "tensorflow": tensorflow}
 
 
 def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, list[Row]]:
     """Measures everything; returns the numbers and the lines of the table."""
-    names = [n for n in CONTESTANTS if n != "tensorflow" or settings.tf_python]
+    names = [n for n in CONTESTANTS if n != "tensorflow" or "tensorflow" in settings.peers]
     measured = compete(__name__, names, CASES, settings, report)
     rows: list[Row] = []
-    for case in CASES if settings.tf_python else ():
+    for case in CASES if "tensorflow" in settings.peers else ():
         own = measured["ours", case]["ms"]
         peer = measured["tensorflow", case]["ms"]
         verdict = at_least(LIMIT, peer / own)

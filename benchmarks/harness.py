@@ -34,7 +34,8 @@ class Settings:
     seconds: float
     # Of one process: imports, compilation and measurement.
     timeout: float
-    tf_python: str | None
+    # The interpreter of each contestant that needs an environment of its own.
+    peers: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +105,7 @@ def measure(
     module: str, contestant: str, cases: Sequence[str], settings: Settings
 ) -> dict[str, dict[str, float]]:
     """Runs one contestant in a process of its own; returns what it found for each case."""
-    python = settings.tf_python if contestant == "tensorflow" else sys.executable
-    assert python is not None
+    python = settings.peers.get(contestant, sys.executable)
     command = [python, "-m", module, contestant, *cases, "--seconds", str(settings.seconds)]
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     try:

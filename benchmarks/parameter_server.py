@@ -308,12 +308,13 @@ def tf_mlp(
     return step, (iter(data),)
 
 
+PEERS = ("tensorflow",)
 CONTESTANTS = {"ours": ours, "ahead": ahead, "curve": curve, "tensorflow": tensorflow}
 
 
 def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, list[Row]]:
     """Measures everything; returns the numbers and the lines of the table."""
-    names = ["ours", "ahead", "curve", *(["tensorflow"] if settings.tf_python else [])]
+    names = ["ours", "ahead", "curve", *(["tensorflow"] if "tensorflow" in settings.peers else [])]
     found = compete(__name__, names, CASES, settings, report)
     rows = []
     for name, what in (
@@ -324,7 +325,7 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
         for case in CASES:
             per_second = 1e6 / found[name, case]["us"]
             texts, ratio, verdict = (f"{per_second:,.0f}/s", ""), None, ("", None)
-            if settings.tf_python:
+            if "tensorflow" in settings.peers:
                 theirs = 1e6 / found["tensorflow", case]["us"]
                 texts, ratio = (texts[0], f"{theirs:,.0f}/s"), per_second / theirs
                 verdict = at_least(TARGETS[case], ratio) if name != "curve" else verdict

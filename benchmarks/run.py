@@ -34,10 +34,10 @@ from benchmarks import (
     metric_read,
     parameter_server,
     parameter_server_scale,
+    peer_environments,
     secure_transport,
     snapshots,
     sparse_step,
-    tf_environment,
     transformer_step,
     virtual_replicas,
 )
@@ -74,23 +74,23 @@ def main() -> int:
         progress.print(text, markup=False, soft_wrap=True)
 
     failures: list[str] = []
-    tf_python: str | None = None
-    if not options.no_tf:
+    chosen = [b for b in BENCHMARKS if not options.only or name_of(b) in options.only]
+    peers: dict[str, str] = {}
+    for peer in sorted({peer for b in chosen for peer in getattr(b, "PEERS", ())}):
+        if peer == "tensorflow" and options.no_tf:
+            continue
         try:
-            tf_python = tf_environment.python(report)
+            peers[peer] = peer_environments.python(peer, report)
         except (subprocess.SubprocessError, OSError) as error:
-            failures.append(f"TensorFlow is left out: {error}")
+            failures.append(f"{peer} is left out: {error}")
             report(failures[-1])
     rounds, seconds = (1, 0.3) if options.quick else (3, 2.0)
-    settings = Settings(rounds=rounds, seconds=seconds, timeout=300.0, tf_python=tf_python)
-    machine = describe_machine(tf_python)
+    settings = Settings(rounds=rounds, seconds=seconds, timeout=300.0, peers=peers)
+    machine = describe_machine(peers)
 
     rows: list[Row] = []
     numbers: dict[str, Any] = {}
-    for benchmark in BENCHMARKS:
-        name = benchmark.__name__.rpartition(".")[2]
-        if options.only and name not in options.only:
-            continue
+    for benchmark in chosen:
         try:
             measured, found = benchmark.run(settings, report)
         except ContestantFailed as error:
@@ -98,7 +98,9 @@ def main() -> int:
             report(f"Failed: {error}")
             continue
         rows += found
-        numbers[name] = {f"{who} {case}": best for (who, case), best in measured.items()}
+        numbers[name_of(benchmark)] = {
+            f"{who} {case}": best for (who, case), best in measured.items()
+        }
 
     # A table that is cut to 80 columns says little; a pipe has no width of its own.
     console = Console() if sys.stdout.isatty() else Console(width=130)
@@ -108,6 +110,10 @@ def main() -> int:
     console.print(f"Numbers: {path.relative_to(OUT.parent)}", *failures, sep="\n", markup=False)
     missed = not options.quick and any(row.passed is False for row in rows)
     return int(bool(failures) or missed)
+
+
+def name_of(benchmark: ModuleType) -> str:
+    return benchmark.__name__.rpartition(".")[2]
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -126,10 +132,10 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
-def describe_machine(tf_python: str | None) -> dict[str, Any]:
+def describe_machine(peers: dict[str, str]) -> dict[str, Any]:
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    if tf_python is not None:
-        versions["tensorflow"] = tf_environment.version(tf_python)
+    for peer, interpreter in peers.items():
+        versions[peer] = peer_environments.version(peer, interpreter)
     return {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "processor": processor(),

