@@ -15,10 +15,11 @@ import numpy as np
 from typing_extensions import override
 
 from replicax.foundation import errors, lazy
-from replicax.input import builder_checks, builder_elements, builder_steps
-from replicax.input import builder_grouping as grouping
+from replicax.input import builder_checks, builder_elements, builder_steps, stored_elements
 from replicax.input import builder_resampling as resampling
+from replicax.input import builder_storing as storing
 from replicax.input.builder_checks import UserFunction, whole_number
+from replicax.input.builder_grouping import GroupingSteps
 from replicax.input.builder_plan import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
@@ -30,7 +31,8 @@ from replicax.input.builder_plan import (
     over_files,
     over_records,
 )
-from replicax.input.builder_reading import ReadableDataset, require_dataset
+from replicax.input.builder_reading import require_dataset
+from replicax.input.builder_storing import StoringSteps
 from replicax.input.options import Options
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ else:
     streams = lazy.module("replicax.input.grain_nodes_streams")
 
 
-class Dataset(grouping.GroupingSteps, ReadableDataset):
+class Dataset(GroupingSteps, StoringSteps):
     """A sequence of elements that can be gone through again and again.
 
     Elements are structures (tuples, dicts, pytrees) of NumPy arrays; a list is an array. Each
@@ -61,22 +63,28 @@ class Dataset(grouping.GroupingSteps, ReadableDataset):
         numbers = range(*args)
         facts = numbers.start, numbers.step, len(numbers), output_type
         make = functools.partial(_make_counting, *facts)
-        return Dataset(builder_steps.in_memory("range", make, len(numbers)))
+        return Dataset(builder_steps.in_memory("range", make, len(numbers), details=facts))
 
     @staticmethod
     def from_tensors(tensors: Any) -> Dataset:
         """Returns a dataset of one element."""
         element = builder_elements.copied(builder_elements.as_element(tensors))
         make = functools.partial(_make_listed, [element])
-        return Dataset(builder_steps.in_memory("from_tensors", make, 1, has_examples=False))
+        digest = functools.partial(stored_elements.digest, element)
+        return Dataset(
+            builder_steps.in_memory("from_tensors", make, 1, has_examples=False, details=(digest,))
+        )
 
     @staticmethod
     def from_tensor_slices(tensors: Any) -> Dataset:
         """Returns one element per row of a structure of arrays; the arrays are not copied."""
         arrays = builder_checks.sliceable(tensors)
         length = len(jax.tree.leaves(arrays)[0])
+        digest = functools.partial(stored_elements.digest, arrays)
         return Dataset(
-            builder_steps.in_memory("from_tensor_slices", lambda: nodes.Rows(arrays), length)
+            builder_steps.in_memory(
+                "from_tensor_slices", lambda: nodes.Rows(arrays), length, details=(digest,)
+            )
         )
 
     @staticmethod
@@ -134,6 +142,24 @@ class Dataset(grouping.GroupingSteps, ReadableDataset):
         return Dataset(builder_steps.zip_plans([d._plan for d in found], structure))
 
     @staticmethod
+    def load(
+        path: str | os.PathLike[str],
+        element_spec: Any = None,
+        compression: str | None = None,
+        reader_func: Callable[[Dataset], Dataset] | None = None,
+    ) -> Dataset:
+        """Returns the dataset that `save` wrote into a directory, with random access.
+
+        Args:
+          path: The directory.
+          element_spec: What elements must look like; the directory knows it.
+          compression: Accepted for portability; the files know it.
+          reader_func: Makes a dataset of a dataset of the shards, which take turns if None.
+        """
+        del compression
+        return storing.load(Dataset, path, element_spec, reader_func)  # type: ignore[return-value]
+
+    @staticmethod
     def counter(
         start: float = 0, step: float = 1, dtype: Any = np.int64, name: str | None = None
     ) -> Dataset:
@@ -143,9 +169,11 @@ class Dataset(grouping.GroupingSteps, ReadableDataset):
         [2, 7, 12]
         """
         del name
-        make = functools.partial(_make_counting, start, step, sys.maxsize, dtype)
-        plan = builder_steps.in_memory("counter", make, INFINITE_CARDINALITY)
-        return Dataset(plan)
+        facts = start, step, sys.maxsize, dtype
+        make = functools.partial(_make_counting, *facts)
+        return Dataset(
+            builder_steps.in_memory("counter", make, INFINITE_CARDINALITY, details=facts)
+        )
 
     @staticmethod
     def random(
@@ -440,8 +468,10 @@ class Dataset(grouping.GroupingSteps, ReadableDataset):
         """Makes each element a pair of its number and itself."""
         return self._then(lambda plan: builder_steps.number(plan, start))
 
-    def cache(self) -> Dataset:
-        """Keeps the elements in memory once a pass has reached the end."""
+    def cache(self, filename: str | os.PathLike[str] = "") -> Dataset:
+        """Keeps the elements once a pass has reached the end: in memory, or in a directory."""
+        if filename:
+            return self.snapshot(filename, compression=None)
         return self._then(builder_steps.cache)
 
     def prefetch(self, buffer_size: int = AUTOTUNE) -> Dataset:

@@ -58,6 +58,8 @@ class Plan:
       files: The files that are read, or None.
       with_files: Makes the same step for other files, in a reader.
       shard_records: Makes the same step for a part of each file, in a reader.
+      details: Arguments of steps that decide which elements there are, or functions that find
+        them.
       origin: How this plan was made from the plan before, if it has exactly one.
       is_prefetch: Whether the step only reads ahead.
       seeds: The seeds that nobody chose.
@@ -79,6 +81,7 @@ class Plan:
     files: tuple[str, ...] | None = None
     with_files: Callable[[tuple[str, ...]], Plan] | None = None
     shard_records: Callable[[int, int], Plan] | None = None
+    details: tuple[Any, ...] = ()
     origin: tuple[Callable[[Plan], Plan], Plan] | None = None
     is_prefetch: bool = False
     seeds: tuple[Seed, ...] = ()

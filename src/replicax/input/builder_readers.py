@@ -126,6 +126,7 @@ def _stream_plan(
         False,
         UNKNOWN_CARDINALITY if files else 0,
         has_examples=True,
+        details=(num_shards, index),
         files=files,
         with_files=lambda files: _stream_plan(name, open_file, files, num_shards, index),
         shard_records=lambda num, i: _stream_plan(
@@ -149,6 +150,7 @@ def _indexed_plan(files: tuple[str, ...], num_shards: int = 1, index: int = 0) -
         True,
         len(opened()),
         has_examples=True,
+        details=(num_shards, index),
         files=files,
         with_files=lambda files: _indexed_plan(files, num_shards, index),
         shard_records=lambda num, i: _indexed_plan(files, num_shards * num, index + num_shards * i),

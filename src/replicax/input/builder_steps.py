@@ -40,10 +40,16 @@ _END = sys.maxsize
 
 
 def in_memory(
-    name: str, make: Callable[[], Any], length: int, *, has_examples: bool = True
+    name: str,
+    make: Callable[[], Any],
+    length: int,
+    *,
+    has_examples: bool = True,
+    details: tuple[Any, ...] = (),
 ) -> Plan:
     """Returns a plan that starts from something in memory."""
-    return Plan(name, lambda epoch: make(), True, length, is_quick=True, has_examples=has_examples)
+    facts = {"is_quick": True, "has_examples": has_examples, "details": details}
+    return Plan(name, lambda epoch: make(), True, length, **facts)
 
 
 def map_elements(parent: Plan, function: Any, num_parallel_calls: int) -> Plan:
@@ -190,6 +196,7 @@ def take_slice(parent: Plan, name: str, start: int, stop: int, step: int = 1) ->
         lambda node, epoch: nodes.Sliced(node, start, stop, step),
         lambda iterator, epoch: streams.Sliced(iterator, start, stop, step),
         cardinality=cardinality,
+        details=(*parent.details, start, stop, step),
     )
 
 
@@ -221,6 +228,7 @@ def batch(parent: Plan, size: int, drops_remainder: bool, join: Any = None) -> P
         ),
         cardinality=known,
         batch_size=size,
+        details=(*parent.details, size, drops_remainder),
         has_examples=False,
         drops_remainder=drops_remainder,
         is_padded=join is not None,
@@ -425,6 +433,7 @@ def _joined(name: str, plans: Sequence[Plan], **facts: Any) -> Plan:
         is_quick=all(p.is_quick for p in plans),
         num_threads=max(p.num_threads for p in plans),
         seeds=tuple(seed for p in plans for seed in p.seeds),
+        details=tuple((p.files, p.details) for p in plans),
         options=options,
         **facts,
     )

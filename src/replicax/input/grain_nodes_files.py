@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import gzip
-from typing import IO, Any
+from collections.abc import Callable
+from typing import IO, Any, Protocol
 
 import grain
+import jax
 
 from replicax.foundation import errors
+from replicax.input import stored_elements
 from replicax.input.grain_nodes import Indexed
-from replicax.input.grain_nodes_streams import State
+from replicax.input.grain_nodes_streams import MakeIterator, State, read
+
+
+class SnapshotWriter(Protocol):
+    """Takes the elements of one pass."""
+
+    def write(self, element: Any) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 class _Records(grain.DatasetIterator[Any]):
@@ -110,3 +123,113 @@ class ArrayRecords(Indexed):
 
     def __getitem__(self, index: Any) -> Any:
         return self._source[int(index % len(self._source))]
+
+
+class StoredElements(ArrayRecords):
+    """The elements of one shard of a stored dataset, with random access."""
+
+    def __init__(self, path: str, count: int, structure: Any) -> None:
+        self._path, self._structure = path, structure
+        try:
+            super().__init__(path)
+            found = len(self._source)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise self._damaged(str(error)) from error
+        if found != count:
+            raise self._damaged(f"it has {found} elements instead of {count}")
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            leaves = stored_elements.decode(super().__getitem__(index))
+        except (OSError, RuntimeError, ValueError) as error:
+            raise self._damaged(str(error)) from error
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def _damaged(self, found: str) -> errors.DataLossError:
+        return errors.DataLossError(
+            errors.message(
+                f"File {self._path!r} of a saved dataset must be as it was written",
+                found,
+                "Save the dataset again.",
+            )
+        )
+
+
+class Snapshotted(grain.DatasetIterator[Any]):
+    """Reads a stream and writes what it gives, or reads what an earlier pass has written.
+
+    Args:
+      make: Opens the stream.
+      open_stored: Opens what was written; None if there is nothing whole.
+      make_writer: Returns an object that takes elements; None if another is writing.
+    """
+
+    def __init__(
+        self,
+        make: MakeIterator,
+        open_stored: Callable[[], grain.DatasetIterator[Any] | None],
+        make_writer: Callable[[], SnapshotWriter | None],
+    ) -> None:
+        super().__init__()
+        self._make, self._open_stored, self._make_writer = make, open_stored, make_writer
+        self._stored = open_stored()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stream: grain.DatasetIterator[Any] | None = None
+        self._writer: SnapshotWriter | None = None
+        self._count = 0
+
+    def __next__(self) -> Any:
+        if self._stored is not None:
+            return next(self._stored)
+        if self._stream is None:
+            self._stream = self._make()
+            # A whole snapshot stays: this pass was begun before it was there.
+            existing = self._open_stored()
+            self._writer = self._make_writer() if existing is None else None
+        try:
+            element = next(self._stream)
+        except StopIteration:
+            if self._writer is not None:
+                self._writer.commit()
+                self._writer = None
+            raise
+        if self._writer is not None:
+            self._writer.write(element)
+        self._count += 1
+        return element
+
+    def get_state(self) -> State:
+        stored = None if self._stored is None else self._stored.get_state()
+        return {"count": self._count, "stored": stored}
+
+    def set_state(self, state: State) -> None:
+        self._drop()
+        self._begin()
+        self._stored = None
+        if state["stored"] is None:
+            read(self, state["count"])
+            return
+        self._stored = self._open_stored()
+        if self._stored is None:
+            raise errors.NotFoundError(
+                errors.message(
+                    "The saved position is one in a snapshot that was complete",
+                    "the snapshot is not there any more",
+                    "Restore its directory, or start from the first element.",
+                )
+            )
+        self._stored.set_state(state["stored"])
+
+    def _drop(self) -> None:
+        if self._writer is not None:
+            self._writer.abort()
+        for stream in (self._stream, self._stored):
+            if stream is not None:
+                stream.close()
+
+    def close(self) -> None:
+        super().close()
+        self._drop()
+        self._writer = None

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import base64
 import collections
+import hashlib
 import json
 import struct
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from replicax.foundation import errors
@@ -48,6 +50,16 @@ def decode(record: bytes) -> list[Any]:
     if offset != len(record):
         raise ValueError(f"not an element: {len(record)} bytes instead of {offset}")
     return leaves
+
+
+def digest(element: Any) -> str:
+    """Returns a text that elements of equal content share."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(element):
+        facts, data = _encode_leaf(leaf)
+        found.update(json.dumps(facts).encode("ascii"))
+        found.update(data)
+    return found.hexdigest()
 
 
 def as_json(leaves: Sequence[Any]) -> str:
