@@ -364,7 +364,7 @@ def test_what_a_closure_changed_before_it_failed_does_not_disturb_the_next(desk:
     assert float(counter) in (4.0, 5.0)
 
 
-def test_what_a_step_changed_is_seen_where_it_may_be_and_refused_where_not(desk: Desk) -> None:
+def test_what_a_step_changed_is_seen_in_it_and_refused_under_a_gradient(desk: Desk) -> None:
     strategy = desk.strategy()
     coordinator = desk.coordinator(strategy)
     with strategy.scope():
@@ -382,17 +382,26 @@ def test_what_a_step_changed_is_seen_where_it_may_be_and_refused_where_not(desk:
         optimizer.apply_gradients([(jnp.float32(1.0), w)])
         return w.read_value()
 
+    @rx.function
+    def reads_under_a_gradient() -> Any:
+        def loss() -> Any:
+            optimizer.apply_gradients([(jnp.float32(1.0), w)])
+            return w * w
+
+        return rx.grad(loss, w)()
+
     def eager() -> Any:
         optimizer.apply_gradients([(jnp.float32(1.0), w)])
         return w.numpy(), optimizer.iterations.numpy()
 
     assert float(coordinator.schedule(counts).fetch(60)) == 2.0
-    coordinator.schedule(reads_after)
+    coordinator.schedule(reads_under_a_gradient)
     with pytest.raises(errors.UnsupportedError, match="'w' after `apply_gradients`"):
         coordinator.join(timeout=60)
     assert float(w) == 1.0
     value, count = coordinator.schedule(eager).fetch(60)
     assert (float(value), int(count)) == (0.5, 1)
+    assert float(coordinator.schedule(reads_after).fetch(60)) == 0.0
 
 
 # The cluster.

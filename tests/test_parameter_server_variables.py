@@ -691,6 +691,53 @@ def test_T109_reads_inside_a_cache_scope_keep_the_first_value(desk: Desk) -> Non
     assert v.numpy() == 5.0
 
 
+@pytest.mark.parametrize("parts", [None, 2])
+def test_T109_compiled_functions_keep_the_first_value_in_a_cache_scope(
+    desk: Desk, parts: Any
+) -> None:
+    strategy = desk.strategy(parts)
+    coordinator = desk.coordinator(strategy)
+    with strategy.scope():
+        v = rx.Variable(jnp.ones(2), name="v")
+        optimizer = rx.optimizers.Optimizer(optax.sgd(1.0), [v])
+
+    @rx.function
+    def change() -> Any:
+        before = v.read_value()
+        v.assign_add(jnp.ones(2))
+        optimizer.apply_gradients([(-jnp.ones(2), v)])
+        return before, v.read_value()
+
+    @rx.function
+    def scope_inside() -> Any:
+        with rx.experimental.cache_variable_reads():
+            found = change()
+            gradient = rx.grad(lambda: jnp.sum(v.read_value() ** 2), v)()
+        return found, gradient, v.read_value()
+
+    def on_worker() -> Any:
+        client = v.components[0].home
+        pulls: list[Any] = []
+        pull, client.pull = client.pull, lambda reads: pulls.append(1) or pull(reads)
+        try:
+            with rx.experimental.cache_variable_reads():
+                found = [change(), change()]
+            return found, len(pulls), change()
+        finally:
+            client.pull = pull
+
+    found, gradient, after = coordinator.schedule(scope_inside).fetch(60)
+    np.testing.assert_array_equal(found, np.ones((2, 2)))
+    np.testing.assert_array_equal(gradient, [2.0, 2.0])
+    np.testing.assert_array_equal(after, [3.0, 3.0])
+    # Around calls of it, on a worker and here: three changes by two have been made, then more.
+    for run, start in ((lambda: coordinator.schedule(on_worker).fetch(60), 3.0), (on_worker, 9.0)):
+        kept, num_pulls, left = run()
+        np.testing.assert_array_equal(kept, np.full((2, 2, 2), start))
+        assert num_pulls == 1
+        np.testing.assert_array_equal(left, [[start + 4] * 2, [start + 6] * 2])
+
+
 def test_functions_of_two_variables_of_one_shape_are_told_apart(desk: Desk) -> None:
     with desk.strategy().scope():
         a, b = rx.Variable([1.0, 2.0]), rx.Variable([3.0, 4.0])
@@ -698,3 +745,88 @@ def test_functions_of_two_variables_of_one_shape_are_told_apart(desk: Desk) -> N
     assert double(a).tolist() == [2.0, 4.0]
     assert double(b).tolist() == [6.0, 8.0]
     assert double.experimental_get_tracing_count() == 2
+
+
+# Indices.
+
+INDICES: list[Any] = [
+    3,
+    -1,
+    np.int64(4),
+    (2, 1),
+    (slice(2, 9, 3), slice(None), 0),
+    slice(None, None, -2),
+    slice(5, 5),
+    (slice(1, 3), ..., None),
+    np.array([7, 0, 7, -2]),
+    (np.array([[1, 2], [0, 9]]), 1),
+    (np.array([3, 1]), slice(None), np.array([0, 2])),
+    np.arange(10) % 3 == 0,
+]
+
+
+@pytest.mark.parametrize("parts", [None, 3])
+def test_an_index_moves_no_other_rows(desk: Desk, parts: Any) -> None:
+    strategy = desk.strategy(parts)
+    coordinator = desk.coordinator(strategy)
+    whole = np.arange(60, dtype=np.float32).reshape(10, 2, 3)
+    with strategy.scope():
+        v = rx.Variable(whole, name="v")
+
+    def recorded(run: Any) -> Any:
+        client = v.components[0].home
+        asked: list[Any] = []
+        pull = client.pull
+
+        def recording(reads: Any) -> Any:
+            asked.extend(None if r.ids is None else np.asarray(r.ids).tolist() for r in reads)
+            return pull(reads)
+
+        client.pull = recording
+        try:
+            return run(), asked
+        finally:
+            client.pull = pull
+
+    def at_every_index() -> Any:
+        return [np.asarray(v[key]) for key in INDICES]
+
+    compiled = rx.function(lambda shift: [v[key] for key in INDICES] + [v[shift], v[shift, 1:]])
+    rows = [np.arange(10)[k[0] if isinstance(k, tuple) else k].reshape(-1) for k in INDICES]
+    expected = [whole[key] for key in INDICES]
+    for shift in (-2, np.array([[1, 8]])):
+        traced = jnp.asarray(shift)
+        there = coordinator.schedule(
+            lambda traced=traced: recorded(lambda: compiled(traced))
+        ).fetch(60)
+        # A program asks once for each index, for those that it computes as well.
+        for found, asked in (recorded(lambda t=traced: compiled(t)), there):
+            for one, other in zip(found, [*expected, whole[shift], whole[shift, 1:]], strict=True):
+                np.testing.assert_array_equal(one, other)
+            computed = (np.asarray(shift) % 10).reshape(-1).tolist()
+            assert asked == [*(r.tolist() for r in rows), computed, computed]
+    for found, asked in (
+        recorded(at_every_index),
+        coordinator.schedule(lambda: recorded(at_every_index)).fetch(60),
+    ):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert [a for a in asked if a] == [r.tolist() for r in rows if r.size]
+    with refused(errors.OutOfRangeError, "Row numbers"):
+        v[10]
+    np.testing.assert_array_equal(v.gather_nd([[1, 1], [9, 0]]), whole[[1, 9], [1, 0]])
+
+
+def test_gradients_of_indexed_variables_are_arrays_as_on_one_device(desk: Desk) -> None:
+    for parts in (None, 2):
+        with desk.strategy(parts).scope():
+            v = rx.Variable(np.ones((6, 2)), name="v")
+        alone = rx.Variable(np.ones((6, 2)), name="v")
+
+        def loss(v: Any) -> Any:
+            return jnp.sum(3 * v[2] + v[1:3] ** 2)
+
+        expected = np.asarray(rx.grad(lambda v=alone: loss(v), alone)())
+        gradient = rx.grad(lambda v=v: loss(v), v)
+        np.testing.assert_array_equal(gradient(), expected)
+        np.testing.assert_array_equal(rx.function(lambda g=gradient: g())(), expected)

@@ -72,6 +72,10 @@ class Overlay:
         self.written: dict[Any, None] = {}
         # What is to be changed elsewhere, in order.
         self.changes: list[Change] = []
+        # So many of them are sent off before what is read from now on is fetched.
+        self.num_sent = 0
+        # What reads in a scope of `cache_variable_reads` gave first, by scope and variable.
+        self.kept_reads: dict[tuple[Any, Any], Any] = {}
         self.trace: Any = None
         self._state: object = None
         self._has_inner_reads = False
@@ -100,18 +104,41 @@ class Overlay:
         value = self.values.get(variable)
         if value is None:
             with jax_compat.in_trace(self.trace):
+                unsent = self.unsent(variable)
+                if not all(variable.follows(change) for change in unsent):
+                    self.send_changes(variable)
+                    unsent = []
                 value = self.first_read(variable)
-                for change in self.changes:
-                    if change.target.touches(variable):
-                        value = variable.value_after(change, value)
+                for change in unsent:
+                    value = variable.value_after(change, value)
                 self.values[variable] = value
         return value
+
+    def unsent(self, *variables: Any) -> list[Change]:
+        """Returns the changes of variables that what is fetched now does not show."""
+        recent = self.changes[self.num_sent :]
+        return [c for c in recent if any(c.target.touches(v) for v in variables)]
+
+    def send_changes(self, variable: Any) -> None:
+        """Has all changes sent off before the variable is fetched, if this trace can wait."""
+        raise errors.UnsupportedError(
+            errors.message(
+                f"The value of {variable.name!r} after `apply_gradients` is known on "
+                f"{variable.device}, where the optimizer runs",
+                "a function that is being differentiated, or that runs replica by replica, "
+                "applies the gradients and asks for it",
+                "Apply the gradients outside of that function, or read the value before.",
+            )
+        )
 
     def read_rows(self, variable: Any, ids: Any) -> Any:
         """Returns rows of a remote variable as this trace sees them."""
         if self.parent is not None and not self.knows(variable) and self.is_current_trace():
             return self.parent.read_rows(variable, ids)
         return variable.read_value()[ids]
+
+    def note_slice(self, variable: Any) -> None:
+        """Notes that rows were read by an index, the gradient of which is an array."""
 
     def holds(self, variable: Any) -> bool:
         """Tells whether this trace has a value of its own for a variable as a whole."""
@@ -140,10 +167,10 @@ class Overlay:
         """Notes an update of something elsewhere; later reads in this trace see it."""
         self._require_own_trace(change.target)
         for variable in [v for v in self.values if change.target.touches(v)]:
-            if change.target is variable:
+            if variable.follows(change):
                 self.values[variable] = variable.value_after(change, self.values[variable])
             else:
-                # Known only where it lives; `read` explains it, should it be asked for.
+                # Known only on the servers; `read` fetches it, should it be asked for.
                 del self.values[variable]
         self.changes.append(change)
         self._forget_inner_reads()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Protocol
 
 from replicax.tracing import capture as capturing
+from replicax.tracing.capture import filled
+from replicax.tracing.segments import Segment, segments_of
 from replicax.values.layout import ReplicaLayout
+from replicax.variables import read_cache
 
 
 class ReplicaInputs(Protocol):
@@ -21,90 +25,117 @@ class ReplicaInputs(Protocol):
 def run_captured(
     captured: capturing.Capture, layout: ReplicaLayout, outer: Any, inputs: ReplicaInputs
 ) -> list[Any]:
-    """Emits the captured replica program; outputs come in the order of `captured`.
+    """Emits the captured replica program; outputs come in the order of its last segment.
 
     Values of variables with equal copies are equal on all replicas, so they leave the
     program as one, as do changes of remote variables; values of ON_READ variables, row
-    numbers and results leave as stored arrays.
+    numbers and results leave as stored arrays. Changes that have to be made before the program
+    goes on are handed to the trace around it on the way.
     """
-    rows = _Rows()
-    while len(rows.arrays) < len(captured.row_reads):
-        rows.add(captured, layout, outer, inputs)
+    emitter = _Emitter(captured, layout, outer, inputs)
+    *before, last = segments_of(captured)
+    for number, segment in enumerate(before):
+        emitter.look_up(number, segment)
+        num_changed = segment.program.num_changed
+        outs = emitter.emit(segment.program, [True] * num_changed)
+        for change in filled(segment.program.changes, outs[:num_changed]):
+            outer.record(change)
+        emitter.hand_on(segment.program, outs[num_changed:])
+    emitter.look_up(len(before), last)
     is_equal = [not v.is_per_replica for v in captured.written]
-    is_equal += [True] * (len(captured.created) + captured.num_changed)
-    return _emit(captured, layout, outer, inputs, rows, is_equal)
+    is_equal += [True] * (len(captured.created) + last.program.num_changed)
+    return emitter.emit(last.program, is_equal)
 
 
-class _Rows:
-    """Rows of remote variables for a replica program, looked up one after another."""
+@dataclasses.dataclass(frozen=True)
+class _Input:
+    """An input of a replica program: an array for all replicas, or the stored one of all."""
 
-    def __init__(self) -> None:
-        self.arrays: list[Any] = []
-        # Whether each replica has its own, and if so, whether that is a scalar.
-        self.is_mapped: list[bool] = []
-        self.is_scalar: list[bool] = []
+    array: Any
+    is_mapped: bool = False
+    is_scalar: bool = False
 
-    def add(
+
+def _read(overlay: Any, variable: Any) -> Any:
+    return overlay.read(variable)
+
+
+class _Emitter:
+    """Emits the parts of a replica program, and keeps what they need."""
+
+    def __init__(
         self, captured: capturing.Capture, layout: ReplicaLayout, outer: Any, inputs: ReplicaInputs
     ) -> None:
-        """Looks up the next rows; their numbers may depend on the rows before them."""
-        read = captured.row_reads[len(self.arrays)]
-        row_shape = read.variable.shape[1:]
-        if not read.is_traced:
-            self.arrays.append(outer.read_rows(read.variable, read.ids))
-            self.is_mapped.append(False)
-            self.is_scalar.append(False)
-            return
-        place = sum(r.is_traced for r in captured.row_reads[: len(self.arrays)])
-        output = captured.start_of_ids + place
-        ids = _emit(captured.sliced([output]), layout, outer, inputs, self, [])[0]
-        rows = outer.read_rows(read.variable, ids)
-        local = (*captured.jaxpr.outvars[output].aval.shape, *row_shape)
-        self.arrays.append(rows.reshape(layout.global_shape(local)))
-        self.is_mapped.append(True)
-        self.is_scalar.append(not local)
+        self._captured = captured
+        self._layout = layout
+        self._outer = outer
+        # What is not read or looked up yet is not needed yet.
+        self._variables: list[_Input | None] = [None] * len(captured.variables)
+        self._rows: list[_Input | None] = [None] * len(captured.row_reads)
+        self._constants = [_Input(c) for c in captured.constants]
+        mapped = zip(inputs.mapped, inputs.mapped_scalars, strict=True)
+        self._arguments: list[_Input] = inputs.in_order(
+            [_Input(array, True, is_scalar) for array, is_scalar in mapped],
+            [_Input(array) for array in inputs.whole],
+        )
+        self._handed: list[_Input] = []
 
+    def look_up(self, number: int, segment: Segment) -> None:
+        """Reads the variables and rows of a segment; row numbers may depend on rows before."""
+        for place, variable in enumerate(self._captured.variables):
+            if self._captured.segments[place] == number:
+                is_own = variable.is_per_replica
+                read = read_cache.read_in_trace if variable.is_remote else _read
+                array = read(self._outer, variable)
+                self._variables[place] = _Input(array, is_own, is_own and not variable.shape)
+        for place, read in enumerate(self._captured.row_reads):
+            if read.segment != number:
+                continue
+            if not read.is_traced:
+                self._rows[place] = _Input(self._outer.read_rows(read.variable, read.ids))
+                continue
+            atom = segment.ids[place]
+            ids = self.emit(segment.program.sliced_to([atom]), [])[0]
+            rows = self._outer.read_rows(read.variable, ids)
+            local = (*atom.aval.shape, *read.variable.shape[1:])
+            array = rows.reshape(self._layout.global_shape(local))
+            self._rows[place] = _Input(array, True, not local)
 
-def _emit(
-    captured: capturing.Capture,
-    layout: ReplicaLayout,
-    outer: Any,
-    inputs: ReplicaInputs,
-    rows: _Rows,
-    is_equal: list[bool],
-) -> list[Any]:
-    """Emits a program, the first outputs of which may be equal on all replicas."""
-    own = [v for v in captured.variables if v.is_per_replica]
-    shared = [v for v in captured.variables if not v.is_per_replica]
-    own_rows = [a for a, m in zip(rows.arrays, rows.is_mapped, strict=True) if m]
-    place = {v: i for i, v in enumerate([*own, *shared])}
-    num_mapped = len(own) + len(own_rows) + len(inputs.mapped)
-    counts = (len(shared), len(captured.constants), len(rows.arrays) - len(own_rows))
-    num_rows = 1 + max((i for k, i in captured.order if k is capturing.Kind.ROWS), default=-1)
+    def hand_on(self, program: capturing.Capture, arrays: list[Any]) -> None:
+        """Keeps what a segment computed for the next one."""
+        values = program.jaxpr.outvars[program.num_changed :]
+        self._handed = [
+            _Input(array, True, not value.aval.shape)
+            for array, value in zip(arrays, values, strict=True)
+        ]
 
-    def on_replica(*local: Any) -> list[Any]:
-        mapped, rest = list(local[:num_mapped]), list(local[num_mapped:])
-        variables = mapped[: len(own)] + rest[: counts[0]]
-        constants, rest = rest[counts[0] :][: counts[1]], rest[counts[0] + counts[1] :]
-        mine, whole = iter(mapped[len(own) :][: len(own_rows)]), iter(rest[: counts[2]])
-        found = [next(mine) if is_mapped else next(whole) for is_mapped in rows.is_mapped]
-        # What is not looked up yet is not needed yet.
-        found += [None] * (num_rows - len(found))
-        args = inputs.in_order(mapped[len(own) + len(own_rows) :], rest[counts[2] :])
-        values = [variables[place[v]] for v in captured.variables]
-        outs = captured.run(values, constants, args, rows=found)
-        equal = [out for out, e in zip(outs, is_equal, strict=False) if e]
-        others = [out for out, e in zip(outs, is_equal, strict=False) if not e]
-        return equal + others + list(outs[len(is_equal) :])
+    def emit(self, program: capturing.Capture, is_equal: list[bool]) -> list[Any]:
+        """Emits a program, the first outputs of which may be equal on all replicas."""
+        groups = [self._variables, self._constants, self._rows, self._arguments, self._handed]
+        given = [one for group in groups for one in group if one is not None]
+        mapped = [one for one in given if one.is_mapped]
+        whole = [one for one in given if not one.is_mapped]
 
-    mapped = [outer.read(v) for v in own] + own_rows + inputs.mapped
-    scalars = [not v.shape for v in own]
-    scalars += [s for s, m in zip(rows.is_scalar, rows.is_mapped, strict=True) if m]
-    scalars += inputs.mapped_scalars
-    whole = [outer.read(v) for v in shared] + captured.constants
-    whole += [a for a, m in zip(rows.arrays, rows.is_mapped, strict=True) if not m] + inputs.whole
-    num_equal = sum(is_equal)
-    outs = layout.map_replicas(on_replica, mapped, whole, scalars, num_equal)
-    equal, rest = iter(outs[:num_equal]), iter(outs[num_equal:])
-    states = [next(equal) if e else next(rest) for e in is_equal]
-    return states + list(rest)
+        def on_replica(*local: Any) -> list[Any]:
+            own, shared = iter(local[: len(mapped)]), iter(local[len(mapped) :])
+            found = [
+                [None if one is None else next(own if one.is_mapped else shared) for one in group]
+                for group in groups
+            ]
+            variables, constants, rows, arguments, handed = found
+            outs = program.run(variables, constants, [*arguments, *handed], rows=rows)
+            equal = [out for out, e in zip(outs, is_equal, strict=False) if e]
+            others = [out for out, e in zip(outs, is_equal, strict=False) if not e]
+            return equal + others + list(outs[len(is_equal) :])
+
+        num_equal = sum(is_equal)
+        outs = self._layout.map_replicas(
+            on_replica,
+            [one.array for one in mapped],
+            [one.array for one in whole],
+            [one.is_scalar for one in mapped],
+            num_equal,
+        )
+        equal, rest = iter(outs[:num_equal]), iter(outs[num_equal:])
+        states = [next(equal) if e else next(rest) for e in is_equal]
+        return states + list(rest)

@@ -136,7 +136,7 @@ def run_replicas(
         outer.write(variable, next(results))
     for variable in captured.created:
         outer.adopt(variable, next(results))
-    for form in captured.changes:
+    for form in captured.last_changes:
         outer.record(form.filled([next(results) for _ in range(form.treedef.num_leaves)]))
     for _ in range(captured.num_ids):
         next(results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
@@ -142,10 +142,20 @@ def dependencies(jaxpr: Any) -> list[set[int]]:
     return [of(atom) for atom in jaxpr.outvars]
 
 
-def part_of_jaxpr(jaxpr: Any, equations: list[Any], outputs: list[Any]) -> Any:
-    """Returns a program of some equations of another one, with other outputs."""
+def part_of_jaxpr(
+    jaxpr: Any, equations: list[Any], outputs: list[Any], inputs: Sequence[Any] = ()
+) -> Any:
+    """Returns a program of some equations of another one, with other outputs.
+
+    Args:
+      jaxpr: The other program.
+      equations: Some of its equations, in order.
+      outputs: What the part returns.
+      inputs: What other parts compute: further inputs, after those of the whole.
+    """
     effects = frozenset().union(*(equation.effects for equation in equations))
     return jaxpr.replace(
+        invars=[*jaxpr.invars, *inputs],
         eqns=equations,
         outvars=outputs,
         effects=effects,

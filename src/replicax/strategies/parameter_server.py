@@ -320,7 +320,7 @@ class ParameterServerStrategy(Strategy):
         name = options.checked_job(job)
         cluster = Cluster(servers, workers, settings, found, connect_timeout, name)
         client = ParameterClient(cluster.channels, cluster)
-        layout = ReplicaLayout([devices.current()] * (replicas or 1))
+        layout = ReplicaLayout([devices.current()], replicas or 1)
         extended = ParameterServerExtended(self, layout, client, cluster, variable_partitioner)
         super().__init__(extended)
         # A job with a name waits for its next coordinator, unless this one says that it is over.
@@ -369,7 +369,7 @@ class ParameterServerStrategy(Strategy):
         """Makes the strategy that closures see on a worker."""
         strategy = object.__new__(cls)
         strategy._resolver = None  # type: ignore[assignment]
-        layout = ReplicaLayout(_worker_devices(replicas))
+        layout = _worker_layout(replicas)
         Strategy.__init__(strategy, ParameterServerExtended(strategy, layout, client))
         strategy._ending = weakref.finalize(strategy, client.close)
         return strategy
@@ -388,12 +388,11 @@ def _keys(directory: str | os.PathLike[str] | None) -> Keys | None:
     return key_files.from_environment("coordinator")
 
 
-def _worker_devices(replicas: int | None) -> list[Any]:
-    """Returns the device of each replica of this worker.
-
-    More replicas than devices share the devices' first.
-    """
+def _worker_layout(replicas: int | None) -> ReplicaLayout:
+    """Returns the devices of this worker's replicas; more replicas than devices share one."""
     local = jax.local_devices()
     if replicas is None:
-        return local if local[0].platform != "cpu" else local[:1]
-    return local[:replicas] if replicas <= len(local) else [local[0]] * replicas
+        return ReplicaLayout(local if local[0].platform != "cpu" else local[:1])
+    if replicas <= len(local):
+        return ReplicaLayout(local[:replicas])
+    return ReplicaLayout(local[:1], replicas)

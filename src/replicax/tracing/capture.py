@@ -26,12 +26,14 @@ class RowRead:
       ids: The row numbers: known, or traced (and None after the trace).
       is_traced: Whether the program computes the row numbers.
       shape: The shape of the rows.
+      segment: How often changes are sent off before the rows are fetched.
     """
 
     variable: Any
     ids: Any
     is_traced: bool
     shape: tuple[int, ...]
+    segment: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,17 @@ class ChangeForm:
     def filled(self, arrays: list[Any]) -> Change:
         """Returns the change around its arrays."""
         return Change(self.target, self.kind, jax.tree.unflatten(self.treedef, arrays))
+
+
+def filled(forms: Sequence[ChangeForm], arrays: Sequence[Any]) -> list[Change]:
+    """Returns changes around their arrays."""
+    changes = []
+    start = 0
+    for form in forms:
+        end = start + form.treedef.num_leaves
+        changes.append(form.filled(list(arrays[start:end])))
+        start = end
+    return changes
 
 
 class CapturingOverlay(Overlay):
@@ -66,22 +79,36 @@ class CapturingOverlay(Overlay):
         # Lookups in remote variables, and the place of each by the id of its stand-in.
         self.row_reads: list[RowRead] = []
         self._row_places: dict[int, tuple[int, Any]] = {}
+        # Where the program stops to have changes made: how many come before each stop.
+        self.stops: list[int] = []
+        # The number of stops before each read of a variable, by the id of its stand-in.
+        self.segments: dict[int, int] = {}
 
     def first_read(self, variable: Any) -> Any:
         with jax_compat.eagerly():
             stand_in = self._stand_in(variable)
         self.stand_ins[id(stand_in)] = (variable, stand_in)
+        self.segments[id(stand_in)] = len(self.stops)
         return jnp.copy(stand_in)
 
+    def send_changes(self, variable: Any) -> None:
+        del variable
+        self.num_sent = len(self.changes)
+        self.stops.append(self.num_sent)
+
     def read_rows(self, variable: Any, ids: Any) -> Any:
-        if not self.is_current_trace() or self.knows(variable):
+        mine = (variable, *variable.components)
+        if not self.is_current_trace() or any(v in self.values for v in mine):
             return row_numbers.take(variable.read_in(frames.current()), ids)
+        if self.unsent(*mine):
+            # The rows as they are afterwards: to follow the change here would need all of them.
+            self.send_changes(variable)
         is_traced = jax_compat.is_traced(ids)
         with jax_compat.eagerly():
             shape = (*jnp.shape(ids), *variable.shape[1:])
             stand_in = jnp.zeros(shape, variable.dtype)
         self._row_places[id(stand_in)] = (len(self.row_reads), stand_in)
-        self.row_reads.append(RowRead(variable, ids, is_traced, shape))
+        self.row_reads.append(RowRead(variable, ids, is_traced, shape, len(self.stops)))
         return jnp.copy(stand_in)
 
     def row_place(self, constant: Any) -> int | None:
@@ -110,6 +137,7 @@ class CapturingOverlay(Overlay):
     def close(self) -> None:
         """Lets go of the trace's values, which must not outlive it."""
         self.values = {}
+        self.kept_reads = {}
         self.created = dict.fromkeys(self.created)
         self.changes = []
         for read in self.row_reads:
@@ -146,11 +174,20 @@ class Capture:
     row_reads: list[RowRead]
     # For each constant of the jaxpr, what it stands for, and its place among those.
     order: list[tuple[Kind, int]]
+    # How many changes have to be made before the program goes on, for each stop, and the number
+    # of stops before each of `variables` is fetched. A remote variable may be fetched repeatedly.
+    stops: list[int] = dataclasses.field(default_factory=list)
+    segments: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def num_changed(self) -> int:
         """How many arrays the changes have together."""
         return sum(form.treedef.num_leaves for form in self.changes)
+
+    @property
+    def last_changes(self) -> list[ChangeForm]:
+        """The changes that are left when the program has stopped for the last time."""
+        return self.changes[self.stops[-1] :] if self.stops else self.changes
 
     @property
     def num_ids(self) -> int:
@@ -170,6 +207,8 @@ class Capture:
     @property
     def is_fixed(self) -> bool:
         """Whether the program does nothing but tell others the same each time."""
+        if self.stops:
+            return False
         is_pure = not self.jaxpr.effects and self.num_changed == len(self.jaxpr.outvars)
         used = self.inputs_of(range(len(self.jaxpr.outvars)))
         return is_pure and not self.row_reads and {kind for kind, _ in used} <= {Kind.CONSTANT}
@@ -181,7 +220,11 @@ class Capture:
 
     def inputs_of(self, outputs: Sequence[int]) -> set[tuple[Kind, int]]:
         """Returns what some outputs depend on."""
-        wanted = jax_compat.inputs_of(self.jaxpr, *(self.jaxpr.outvars[i] for i in outputs))
+        return self.inputs_for([self.jaxpr.outvars[i] for i in outputs])
+
+    def inputs_for(self, atoms: Sequence[Any]) -> set[tuple[Kind, int]]:
+        """Returns what some values of the program depend on."""
+        wanted = jax_compat.inputs_of(self.jaxpr, *atoms)
         named = zip(self.jaxpr.constvars, self.order, strict=True)
         found = {place for var, place in named if var in wanted}
         return found | {
@@ -190,7 +233,10 @@ class Capture:
 
     def sliced(self, outputs: Sequence[int]) -> Capture:
         """Returns the part of the program that computes some of its outputs, as results."""
-        wanted = [self.jaxpr.outvars[i] for i in outputs]
+        return self.sliced_to([self.jaxpr.outvars[i] for i in outputs])
+
+    def sliced_to(self, wanted: list[Any]) -> Capture:
+        """Returns the part of the program that computes some of its values, as results."""
         _, equations = jax_compat.needed_by(self.jaxpr, wanted)
         jaxpr = jax_compat.part_of_jaxpr(self.jaxpr, equations, wanted)
         return dataclasses.replace(
@@ -250,12 +296,14 @@ def capture(
     variables: list[Any] = []
     constants: list[Any] = []
     order: list[tuple[Kind, int]] = []
+    segments: list[int] = []
     for const in closed.consts:
         found = overlay.stand_ins.get(id(const))
         row_place = overlay.row_place(const)
         if found is not None:
             order.append((Kind.VARIABLE, len(variables)))
             variables.append(found[0])
+            segments.append(overlay.segments.get(id(const), 0))
         elif id(const) in overlay.fed_places:
             order.append((Kind.FED, overlay.fed_places[id(const)]))
         elif row_place is not None:
@@ -272,4 +320,6 @@ def capture(
         forms,
         overlay.row_reads,
         order,
+        overlay.stops,
+        segments,
     )

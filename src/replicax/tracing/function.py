@@ -18,6 +18,7 @@ from replicax.tracing import concrete, feeds, retracing, signature
 from replicax.tracing.concrete import ConcreteFunction
 from replicax.tracing.iterators import EndOfData
 from replicax.tracing.program import Program
+from replicax.variables import read_cache
 
 _log = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ class Function(Generic[P, R]):
             frame.mode,
             weakref.ref(frame.strategy),
             jax_compat.caller_settings(),
+            read_cache.is_open(),
         )
 
     def _call_with_data(self, key: Any, arguments: signature.Arguments) -> Any:

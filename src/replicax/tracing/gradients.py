@@ -45,6 +45,8 @@ class GradientOverlay(Overlay):
         # Differentiated variables that live elsewhere: their values are not fetched, and
         # not inputs of the differentiated function, unless it asks for them.
         self._remote = set(remote)
+        # Those of them that were indexed: rows are fetched, but the gradient is an array.
+        self._sliced: set[Any] = set()
 
     def read(self, variable: Any) -> Any:
         self.read_whole.add(variable)
@@ -75,6 +77,9 @@ class GradientOverlay(Overlay):
         if not self._remote.intersection((variable, *variable.components)):
             return rows
         return self.taps.looked_up(variable, jnp.asarray(ids), rows)
+
+    def note_slice(self, variable: Any) -> None:
+        self._sliced.update((variable, *variable.components))
 
     def lookup(self, variable: Any, ids: Any) -> Any:
         """Returns rows of a variable, with a gradient by rows where that is possible."""
@@ -127,6 +132,8 @@ class GradientOverlay(Overlay):
         dense = self.taps.whole_of(variable)
         if rows is None:
             return jnp.zeros(variable.shape, variable.dtype) if dense is None else dense
+        if dense is None and variable in self._sliced:
+            dense = jnp.zeros(variable.shape, variable.dtype)
         # Row numbers of other parts are outside of this one here.
         return rows if dense is None else updates.apply("scatter_add", dense, rows)
 

@@ -117,13 +117,13 @@ class Program:
         self._local = [v for v in captured.variables if not v.is_remote]
         self._exchange: exchange.RemoteExchange | None = None
         if exchange.is_needed(captured):
-            self._exchange = exchange.RemoteExchange(captured, self._run_part)
+            self._exchange = exchange.RemoteExchange(captured, self._compiled_part)
         self._is_cold = self._exchange is not None
         self._has_effects = bool(captured.jaxpr.effects)
         # What a program without inputs gives, which is the same each time.
         self._is_fixed = captured.is_fixed
         self._fixed: tuple[list[Any], list[Any]] | None = None
-        self._build(captured)
+        self._build(captured if self._exchange is None else self._exchange.program)
         if captured.created:
             self._initialize(captured, arrays)
         # Variables that live on other devices than the program, by their place in a list.
@@ -132,18 +132,18 @@ class Program:
 
     def _build(self, captured: Any) -> None:
         place = {v: i for i, v in enumerate(captured.variables)}
-        remote = [] if self._exchange is None else self._exchange.variables
-        places = [place[v] for v in (*self._donated, *self._kept, *remote)]
+        places = [place[v] for v in (*self._donated, *self._kept)]
+        places += [i for i, v in enumerate(captured.variables) if v.is_remote]
         num_written, num_created = len(captured.written), len(captured.created)
         start = num_written + num_created
         run = self._run_captured
 
         def program(old: Any, read: Any, constants: Any, arrays: Any, pulled: Any) -> Any:
-            pulled_values, rows = pulled
-            values: list[Any] = [None] * len(place)
+            pulled_values, rows, handed = pulled
+            values: list[Any] = [None] * len(places)
             for i, value in zip(places, (*old, *read, *pulled_values), strict=True):
                 values[i] = value
-            outs = run(captured, values, constants, arrays, rows)
+            outs = run(captured, values, constants, arrays, rows, handed)
             changed = outs[start : start + captured.num_changed]
             # The last output belongs to the gate alone.
             results = outs[captured.num_states :]
@@ -161,19 +161,38 @@ class Program:
         self._run = jax.jit(program, donate_argnums=donate, out_shardings=shardings)
 
     def _run_captured(
-        self, captured: Any, values: Any, constants: Any, arrays: Any, rows: Any = ()
+        self,
+        captured: Any,
+        values: Any,
+        constants: Any,
+        arrays: Any,
+        rows: Any = (),
+        handed: Any = (),
     ) -> Any:
         """Runs the captured program; `arrays` are the arguments, then what was fed."""
         start = len(arrays) - self._num_fed
-        return captured.run(values, constants, arrays[:start], arrays[start:], rows)
+        return captured.run(values, constants, [*arrays[:start], *handed], arrays[start:], rows)
 
-    def _run_part(
-        self, part: Any, local: list[Any], remote: list[Any], rows: list[Any], arrays: list[Any]
-    ) -> Any:
-        """Runs a part of the captured program, which may need few of its inputs."""
-        here, pulled = iter(local), iter(remote)
-        values = [next(pulled, None) if v.is_remote else next(here) for v in part.variables]
-        return self._run_captured(part, values, self._constants, arrays, rows)
+    def _compiled_part(self, part: Any) -> Callable[..., list[Any]]:
+        """Compiles a part of the captured program, which may need few of its inputs."""
+
+        def run(local: Any, remote: Any, rows: Any, arrays: Any, handed: Any) -> Any:
+            here, pulled = iter(local), iter(remote)
+            values = [next(pulled, None) if v.is_remote else next(here) for v in part.variables]
+            return self._run_captured(part, values, self._constants, arrays, rows, handed)
+
+        compiled = jax.jit(run)
+
+        def called(local: Any, remote: Any, rows: Any, arrays: Any, handed: Any) -> list[Any]:
+            if self._mesh is not None:
+                remote, rows = self._on_devices(remote), self._on_devices(rows)
+            with gate.state():
+                if self._takes_turns:
+                    gate.wait_for_previous()
+                # What it computes is sent off or used at once.
+                return jax.block_until_ready(compiled(local, remote, rows, arrays, handed))
+
+        return called
 
     def _initialize(self, captured: Any, arrays: list[Any]) -> None:
         """Computes, once, the first values of variables that the function created.
@@ -210,11 +229,11 @@ class Program:
             if self._exchange is not None:
                 self._exchange.push(changed)
             return self._results.rebuild(outs, self._mesh)
-        pulled: Any = ((), ())
+        pulled: Any = ((), (), ())
         if self._exchange is not None:
             local = [v.stored for v in self._local] if self._local else []
             if self._is_cold:
-                self._warm_up(arrays)
+                self._warm_up(local, arrays)
             pulled = self._exchange.pull(local, arrays)
             if self._mesh is not None:
                 pulled = tuple(map(self._on_devices, pulled))
@@ -226,12 +245,12 @@ class Program:
             self._exchange.push(changed)
         return self._results.rebuild(outs, self._mesh)
 
-    def _warm_up(self, arrays: list[Any]) -> None:
+    def _warm_up(self, local: list[Any], arrays: list[Any]) -> None:
         """Compiles before values are pulled: others would change them meanwhile."""
         self._is_cold = False
         if self._exchange is None or self._written or self._has_effects:
             return
-        pulled: Any = self._exchange.placeholders()
+        pulled: Any = self._exchange.rehearsed(local, arrays)
         with gate.state():
             self._dispatch(arrays, pulled)
 

@@ -9,7 +9,16 @@ from typing import Any
 
 from replicax.foundation import errors
 
-_cache: contextvars.ContextVar[dict[int, tuple[Any, Any]] | None] = contextvars.ContextVar(
+
+class _Scope:
+    """One use of `cache_variable_reads`."""
+
+    def __init__(self) -> None:
+        # Fetched values, with the variable, so that no other one gets its id.
+        self.values: dict[int, tuple[Any, Any]] = {}
+
+
+_scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar(
     "replicax_read_cache", default=None
 )
 
@@ -18,12 +27,14 @@ _cache: contextvars.ContextVar[dict[int, tuple[Any, Any]] | None] = contextvars.
 def cache_variable_reads() -> Iterator[None]:
     """Lets variables on parameter servers be fetched once, however often they are read inside.
 
-    Code inside does not see changes, not even its own, of what it has read before.
+    Code inside does not see changes, not even its own, of what it has read before. This holds
+    for compiled functions that are called inside, and for a scope inside a compiled function.
+    Rows of tables are not kept.
 
     >>> with cache_variable_reads():
     ...     pass
     """
-    if _cache.get() is not None:
+    if _scope.get() is not None:
         raise errors.InvalidArgumentError(
             errors.message(
                 "`cache_variable_reads` cannot be nested",
@@ -31,18 +42,35 @@ def cache_variable_reads() -> Iterator[None]:
                 "Leave it first.",
             )
         )
-    token = _cache.set({})
+    token = _scope.set(_Scope())
     try:
         yield
     finally:
-        _cache.reset(token)
+        _scope.reset(token)
+
+
+def is_open() -> bool:
+    """Tells whether code runs in such a scope; what is compiled in one differs."""
+    return _scope.get() is not None
+
+
+def read_in_trace(overlay: Any, variable: Any) -> Any:
+    """Returns the value of a remote variable as a trace, and the scope if there is one, sees it."""
+    scope = _scope.get()
+    if scope is None:
+        return overlay.read(variable)
+    key = (scope, variable)
+    if key not in overlay.kept_reads:
+        overlay.kept_reads[key] = overlay.read(variable)
+    return overlay.kept_reads[key]
 
 
 def pull(home: Any, reads: Sequence[Any]) -> list[Any]:
     """Pulls what the scope, if there is one, does not have yet."""
-    cache = _cache.get()
-    if cache is None:
+    scope = _scope.get()
+    if scope is None:
         return home.pull(reads)
+    cache = scope.values
     # Rows are not kept: there may be more of them than of anything else.
     missing = [r for r in reads if r.ids is not None or id(r.variable) not in cache]
     found = iter(home.pull(missing) if missing else [])
@@ -51,7 +79,6 @@ def pull(home: Any, reads: Sequence[Any]) -> list[Any]:
         known = cache.get(id(read.variable)) if read.ids is None else None
         value = next(found) if known is None else known[1]
         if read.ids is None:
-            # With the variable, so that no other one gets its id.
             cache[id(read.variable)] = (read.variable, value)
         values.append(value)
     return values

@@ -13,10 +13,11 @@ from typing_extensions import override
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import Change
-from replicax.foundation import devices, errors, jax_compat
+from replicax.foundation import devices, jax_compat
 from replicax.foundation.jax_compat import Device
 from replicax.values.distributed_values import Mirrored
 from replicax.variables import aggregation, creators, read_cache, row_numbers, updates
+from replicax.variables.row_selection import select_rows
 from replicax.variables.trace_guards import require_outside_traces
 from replicax.variables.variable import Variable
 
@@ -58,6 +59,23 @@ class ElsewhereVariable(Variable):
         layout = None if self.owner is None else self.owner.layout
         return (devices.current(),) if layout is None else layout.devices
 
+    def rows_in(self, frame: Frame, ids: Any) -> Any:
+        """Returns rows by number, in the order of `ids`, moving no others."""
+        return row_numbers.take(self.read_in(frame), ids)
+
+    def __getitem__(self, key: Any) -> Any:
+        # In a scope that keeps what was read, all of it was read or will be.
+        is_whole = not self.shape or read_cache.is_open()
+        selection = None if is_whole else select_rows(key, self.shape[0], self.name)
+        if selection is None:
+            return self.read_value()[key]
+        frame = frames.current()
+        self.check_frame(frame, "The value of")
+        rows = self.rows_in(frame, selection.ids)
+        if frame.overlay is not None:
+            frame.overlay.note_slice(self)
+        return rows[selection.within]
+
     @override
     def change_in(self, frame: Frame, kind: str, payload: Any) -> None:
         layout = frame.layout
@@ -73,6 +91,10 @@ class ElsewhereVariable(Variable):
     def touches(self, variable: Any) -> bool:
         """Tells whether a change of this variable changes another one."""
         return variable is self
+
+    def follows(self, change: Change) -> bool:
+        """Tells whether `value_after` knows what a change makes of a value of this variable."""
+        return change.target is self
 
     @override
     def describe(self) -> str:
@@ -118,12 +140,12 @@ class RemoteVariable(ElsewhereVariable):
     @override
     def read_in(self, frame: Frame) -> Any:
         if frame.overlay is not None:
-            return frame.overlay.read(self)
+            return read_cache.read_in_trace(frame.overlay, self)
         require_outside_traces(self, frame)
         return self._fetched(frame, None)
 
+    @override
     def rows_in(self, frame: Frame, ids: Any) -> Any:
-        """Returns rows by number, moving no others."""
         if frame.overlay is not None:
             return frame.overlay.read_rows(self, ids)
         require_outside_traces(self, frame)
@@ -159,16 +181,11 @@ class RemoteVariable(ElsewhereVariable):
         """Returns what a value of this variable becomes by a change."""
         if change.target is self:
             return updates.apply(change.kind, value, change.payload)
-        if change.target is self.container:
-            return self.container.part_after(self, change, value)
-        raise errors.UnsupportedError(
-            errors.message(
-                f"The value of {self.name!r} after `apply_gradients` is known on {self.device}, "
-                "where the optimizer runs",
-                "the function that applied the gradients asks for it",
-                "Read it before, or in the next closure.",
-            )
-        )
+        return self.container.part_after(self, change, value)
+
+    @override
+    def follows(self, change: Change) -> bool:
+        return change.target is self or change.target is self.container
 
     def shipping_key(self) -> tuple[Any, ...]:
         """Returns what another process needs to make a handle of its own."""

@@ -18,9 +18,10 @@ from replicax.foundation import errors, jax_compat
 from replicax.values.array_surface import as_operand
 from replicax.values.distributed_values import Mirrored
 from replicax.values.indexed_slices import IndexedSlices
-from replicax.variables import creators, row_numbers, updates
+from replicax.variables import creators, updates
 from replicax.variables.partitioners import split_rows
 from replicax.variables.remote import ElsewhereVariable, Read, RemoteVariable, checked_rows
+from replicax.variables.row_selection import select_rows
 from replicax.variables.variable import Variable
 
 
@@ -95,10 +96,10 @@ class ShardedVariable(ElsewhereVariable):
         with jax_compat.eagerly(), jax_compat.any_dtype(self.dtype):
             return jnp.concatenate([part.read_copy(replica_id) for part in self.variables])
 
+    @override
     def rows_in(self, frame: Frame, ids: Any) -> Any:
-        """Returns rows by number, in the order of `ids`, moving no others."""
         if not self.is_whole_remote:
-            return row_numbers.take(self.read_in(frame), ids)
+            return super().rows_in(frame, ids)
         if frame.overlay is not None:
             return frame.overlay.read_rows(self, ids)
         first = self.variables[0]
@@ -119,42 +120,23 @@ class ShardedVariable(ElsewhereVariable):
         return rows.reshape((-1, *self.shape[1:]))[jnp.argsort(part, stable=True)]
 
     def __getitem__(self, key: Any) -> Any:
-        first: Any = key[0] if isinstance(key, tuple) and key else key
-        is_row = isinstance(first, int | np.integer) and not isinstance(first, bool | np.bool_)
-        if not is_row and not isinstance(first, slice):
-            return self.read_value()[key]
-        rest = key[1:] if isinstance(key, tuple) else ()
-        if isinstance(first, slice):
-            return self._rows(range(*first.indices(self.shape[0])))[(slice(None), *rest)]
-        row = int(first) + (self.shape[0] if first < 0 else 0)
-        if not 0 <= row < self.shape[0]:
-            raise errors.OutOfRangeError(
-                errors.message(
-                    f"Row numbers of {self.name!r} must be in [{-self.shape[0]}, {self.shape[0]})",
-                    f"{first} was given",
-                    "Correct the index.",
-                )
-            )
-        return self._rows(range(row, row + 1))[(0, *rest)]
-
-    def _rows(self, wanted: range) -> Any:
-        """Returns some rows; parts without any of them are left alone."""
-        if len(wanted) == self.shape[0] and wanted.step == 1:
-            return self.read_value()
-        numbers = np.arange(wanted.start, wanted.stop, wanted.step)
-        if self.is_whole_remote:
-            return checked_rows(self, numbers)
+        selection = select_rows(key, self.shape[0], self.name)
         overlay = frames.current().overlay
-        if overlay is not None and overlay.holds(self):
-            # A gradient of the whole is asked for: reads of parts would not be seen.
-            return self.read_value()[numbers]
-        pieces = []
-        for start, part in zip(self.starts, self.variables, strict=True):
-            own = [i for i in wanted if start <= i < start + part.shape[0]]
-            if own:
-                pieces.append(part.read_value()[np.asarray(own) - start])
-        empty = jnp.zeros((0, *self.shape[1:]), self.dtype)
-        return jnp.concatenate(pieces[:: 1 if wanted.step > 0 else -1] or [empty])
+        # If a gradient of the whole is asked for, reads of parts would not be seen.
+        is_held = overlay is not None and overlay.holds(self)
+        if self.is_whole_remote or is_held or selection is None:
+            return super().__getitem__(key)
+        if jax_compat.is_traced(selection.ids):
+            return self.read_value()[key]
+        # Parts without any of the rows are left alone.
+        owners = np.searchsorted(self.starts, selection.ids, side="right") - 1
+        pieces = [
+            self.variables[i].read_value()[selection.ids[owners == i] - self.starts[i]]
+            for i in np.unique(owners)
+        ]
+        rows = jnp.concatenate(pieces or [jnp.zeros((0, *self.shape[1:]), self.dtype)])
+        order = np.argsort(np.argsort(owners, kind="stable"), kind="stable")
+        return rows[order][selection.within]
 
     def consists_of(self, parts: Sequence[Variable]) -> bool:
         """Tells whether these are all the parts, in order."""
