@@ -396,9 +396,9 @@ def test_S169_T90_lookups_move_the_rows_in_order(desk: Desk, parts: Any) -> None
     expected[4] += 2
     np.testing.assert_array_equal(table.numpy(), expected)
     for bad in ([32], [-1], [0, 99, 1]):
-        with refused(errors.InvalidArgumentError, r"'table' needs row numbers in \[0, 32\)"):
+        with refused(errors.InvalidArgumentError, r"'table' needs indices in \[0, 32\)"):
             lookup(table, bad)
-        with refused(errors.InvalidArgumentError, r"'table' needs row numbers in \[0, 32\)"):
+        with refused(errors.InvalidArgumentError, r"'table' needs indices in \[0, 32\)"):
             compiled(np.asarray(bad))
     if parts:
         assert table.sparse_read([31, 0, 12, 1])[:, 0].tolist() == [1.0, 3.0, 25.0, 63.0]
