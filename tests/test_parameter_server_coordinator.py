@@ -36,6 +36,46 @@ def touch_and_wait(begun: Path, goal: Path, value: Any) -> Any:
     return value
 
 
+def orders_of(coordinator: Any, iterator: Any, path: Path) -> list[Any]:
+    """Returns what both workers read first."""
+
+    def read(iterator: Any) -> list[int]:
+        (path / str(rx.coordinator.experimental_get_current_worker_index())).touch()
+        for index in range(2):
+            wait_for(path / str(index))
+        return [int(np.ravel(next(iterator))[0]) for _ in range(20)]
+
+    until_all_idle(coordinator)
+    values = [coordinator.schedule(read, args=(iterator,)) for _ in range(2)]
+    coordinator.join(timeout=60)
+    return coordinator.fetch(values)
+
+
+@pytest.mark.parametrize("kind", ["object", "captured", "distributed"])
+def test_each_worker_shuffles_in_an_order_of_its_own(desk: Desk, tmp_path: Path, kind: str) -> None:
+    strategy = desk.strategy()
+    coordinator = desk.coordinator(strategy)
+    shuffled = rx.data.Dataset.range(1000).shuffle(1000).map(lambda x: x)
+    given = {
+        "object": shuffled,
+        "captured": lambda: shuffled.take(500),
+        "distributed": strategy.experimental_distribute_dataset(shuffled.batch(1)),
+    }[kind]
+    first, second = orders_of(
+        coordinator, iter(coordinator.create_per_worker_dataset(given)), tmp_path
+    )
+    assert first != second
+
+
+def test_a_seed_of_the_user_is_that_of_every_worker(desk: Desk, tmp_path: Path) -> None:
+    coordinator = desk.coordinator()
+    dataset = rx.data.Dataset.range(1000).shuffle(1000, seed=7)
+    first, second = orders_of(
+        coordinator, iter(coordinator.create_per_worker_dataset(dataset)), tmp_path
+    )
+    assert first == second == [int(x) for x in dataset.take(20)]
+
+
 # The programs of the seeds.
 
 

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from replicax.coordinator import importable, naming
 from replicax.foundation import lazy
+from replicax.input.builder_plan import Seed
 from replicax.tracing.function import Function
 
 # The most that a pickle may have without, and with, the arrays beside it.
@@ -154,6 +155,10 @@ class _Pickler(cloudpickle.Pickler):
         elif isinstance(obj, Function):
             signature = obj.input_signature
             return Function, (obj.python_function, signature, obj.name, obj.reduce_retracing)
+        elif type(obj) is Seed:
+            # Workers must not read the same data in the same order: each draws a seed of its own
+            # for a shuffle to which the user gave none, as if it had made the dataset itself.
+            return Seed, ()
         elif isinstance(obj, lazy.LazyModule):
             return lazy.module, (obj._name,)
         elif isinstance(obj, jax.Array):
