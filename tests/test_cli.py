@@ -36,6 +36,10 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def test_the_version_is_printed() -> None:
+    assert run("--version") == (0, f"replicax {rx.__version__}\n", "")
+
+
 def test_show_prints_what_is_inside(directory: Path) -> None:
     code, out, _ = run("checkpoint", "show", directory)
     lines = out.splitlines()

@@ -411,3 +411,23 @@ def test_slurm_lists_are_written_out() -> None:
     for text in ("", "x", "2(x)", "1(x999999999)", "-1"):
         with pytest.raises(ValueError, match="tasks per node"):
             expand_counts(text)
+
+
+def test_resolvers_print_what_they_know_without_asking_anybody() -> None:
+    spec = ClusterSpec({"worker": ["a:1", "b:1"]})
+    assert repr(resolvers.SimpleClusterResolver(spec, task_type="worker", task_id=1)) == (
+        "<SimpleClusterResolver: task worker/1, jobs worker\N{MULTIPLICATION SIGN}2>"
+    )
+    assert repr(resolvers.TFConfigClusterResolver()).startswith("<TFConfigClusterResolver: task")
+    assert repr(resolvers.TPUClusterResolver("grpc://10.0.0.1:8470")).startswith(
+        "<TPUClusterResolver: "
+    )
+
+    class Own(resolvers.ClusterResolver):
+        def cluster_spec(self) -> ClusterSpec:
+            raise AssertionError
+
+        def master(self, *_: Any) -> str:
+            raise AssertionError
+
+    assert repr(Own()) == "<Own: task unknown>"

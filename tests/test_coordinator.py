@@ -862,4 +862,4 @@ def test_progress_is_a_bar_on_a_terminal() -> None:
 def test_remote_values_have_a_short_repr(make: Any) -> None:
     value = make().coordinator.schedule(add, args=(1,))
     assert isinstance(value, RemoteValue)
-    assert repr(value).startswith("<RemoteValue of <closure 1")
+    assert repr(value).startswith("<RemoteValue of closure 1, ")

@@ -493,3 +493,27 @@ def test_T126_the_own_task_is_checked() -> None:
     resolver = rx.cluster_resolver.SimpleClusterResolver(spec, task_type="boss", task_id=0)
     with refused(errors.InvalidArgumentError, "boss"):
         rx.ParameterServerStrategy(resolver)
+
+
+def test_what_a_person_sees_of_a_cluster(desk: Desk) -> None:
+    strategy = desk.strategy()
+    coordinator = desk.coordinator(strategy)
+    until_all_idle(coordinator)
+    values = coordinator.create_per_worker_value(lambda: 1)
+    value = coordinator.schedule(lambda: 1)
+    coordinator.join(timeout=60)
+    value.fetch()
+    text = "2 of 2 workers and 2 of 2 parameter servers ready, 0 closures queued, 0 running, "
+    assert repr(coordinator) == f"<ClusterCoordinator: {text}1 finished>"
+    table = coordinator._repr_html_()
+    assert table.startswith(f"<table><caption>{text}1 finished</caption>")
+    assert "<th>/job:worker/task:0</th><td>idle</td><td>0 closures" in table
+    assert repr(values) == "<PerWorkerValues kept by 2 workers>"
+    assert repr(values.values[0]) == "<RemoteValue kept by /job:worker/task:0>"
+    assert repr(value) == f"<RemoteValue of closure {value._closure.id}, finished>"
+    with rx.coordinator.Watchdog(coordinator, timeout=60) as watchdog:
+        assert repr(watchdog) == "<Watchdog, watching, timeout 60 s>"
+    assert repr(watchdog) == "<Watchdog, stopped, timeout 60 s>"
+    assert repr(desk.cluster.resolver).startswith("<SimpleClusterResolver: task chief/0, jobs ps")
+    coordinator.close()
+    assert repr(coordinator) == "<ClusterCoordinator, closed>"

@@ -109,7 +109,7 @@ def test_interrupt_ends_join_and_stop_ends_the_rest() -> None:
 
 def test_S204_a_server_may_start_later() -> None:
     server = Server({"ps": ["localhost:4001"]}, start=False)
-    assert server.target == "grpc://localhost:4001"
+    assert server.target == "localhost:4001"
     with channel_to("localhost:4001") as channel:
         with refused(errors.PSUnavailableError, "/job:ps/task:0"):
             channel.request(messages.Attach([], {}), timeout=60)
@@ -163,7 +163,7 @@ def test_an_address_in_use_is_told(tmp_path: Path) -> None:
     ):
         Server({"worker": ["localhost:1"], "ps": ["localhost:5005"]}, "ps", 0)
     with Server({"ps": ["localhost:5005"]}) as server:
-        assert server.target == "grpc://localhost:5005"
+        assert server.target == "localhost:5005"
     directory = keys.make(tmp_path / "keys")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -471,7 +471,7 @@ def test_S202_serve_runs_until_sigterm() -> None:
     ) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
-            assert process.stdout.readline() == "ps 0 serves at grpc://localhost:7001\n"
+            assert process.stdout.readline() == "ps 0 serves at localhost:7001\n"
             with channel_to("localhost:7001") as channel:
                 assert (
                     channel.request(messages.Attach([], {}), timeout=60)[0] == messages.Attached()

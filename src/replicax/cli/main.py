@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from replicax.cli import checkpoint, keys, serve
+from replicax.transport.tasks import library_version
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(checkpoint.app, name="checkpoint")
@@ -12,6 +15,18 @@ app.add_typer(keys.app, name="keys")
 app.command()(serve.serve)
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"replicax {library_version()}")
+        raise typer.Exit
+
+
+_Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+]
+
+
 @app.callback()
-def main() -> None:
+def main(version: _Version = False) -> None:
     """Tools around replicax programs."""

@@ -155,7 +155,7 @@ def _configure_devices(name: TaskName, cpu_devices: int) -> None:
 
 def _report(server: Server, name: TaskName, ready_fd: int | None) -> None:
     """Says that the task listens, to people and to whoever started it."""
-    typer.echo(f"{name.job} {name.index} serves at {server.target}")
+    typer.echo(f"{name.job} {name.index} serves at {server.address}")
     if ready_fd is not None:
         with os.fdopen(ready_fd, "w") as pipe:
             pipe.write(json.dumps({"address": server.address}) + "\n")

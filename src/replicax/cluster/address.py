@@ -53,8 +53,8 @@ def parse(text: str, task: str) -> Address:
       text: `host:port`, `[v6]:port`, `ipc://path`, or one of those behind a `scheme://`.
       task: The task that has the address, for the error message.
 
-    >>> parse("grpc://[::1]:2222", "/job:ps/task:0")
-    Address(scheme='grpc', host='::1', port=2222)
+    >>> parse("tcp://[::1]:2222", "/job:ps/task:0")
+    Address(scheme='tcp', host='::1', port=2222)
     """
     match = _SCHEME.fullmatch(text)
     scheme = match.group("scheme").lower() if match else None
@@ -84,8 +84,8 @@ def join(host: str, port: int | str) -> str:
 def with_layer(text: str, rpc_layer: str | None) -> str:
     """Puts `rpc_layer://` before an address that has no scheme of its own.
 
-    >>> with_layer("ps0:2222", "grpc"), with_layer("ipc:///tmp/ps0", "grpc")
-    ('grpc://ps0:2222', 'ipc:///tmp/ps0')
+    >>> with_layer("ps0:2222", "tcp"), with_layer("ipc:///tmp/ps0", "tcp")
+    ('tcp://ps0:2222', 'ipc:///tmp/ps0')
     """
     return f"{rpc_layer}://{text}" if text and rpc_layer and "://" not in text else text
 

@@ -27,8 +27,8 @@ class ClusterResolver(abc.ABC):
     ...         return ClusterSpec({"worker": ["localhost:2222"]})
     ...     def master(self, task_type=None, task_id=None, rpc_layer=None):
     ...         return super().master(task_type, task_id, rpc_layer)
-    >>> Here().master("worker", 0, rpc_layer="grpc")
-    'grpc://localhost:2222'
+    >>> Here().master("worker", 0), Here().master("worker", 0, rpc_layer="tcp")
+    ('localhost:2222', 'tcp://localhost:2222')
     """
 
     # Defaults on the class: a subclass need not call `super().__init__()`.
@@ -123,6 +123,14 @@ class ClusterResolver(abc.ABC):
     def explain(self) -> str:
         """Returns a short text for people: what was found, and where."""
         return summary(self, type(self).__name__)
+
+    def __repr__(self) -> str:
+        # The task alone: where a cluster is looked up over the network, `repr` must not do that.
+        try:
+            task = _task_text(self.task_type, self.task_id)
+        except errors.DistributeError:
+            task = "unknown"
+        return f"<{type(self).__name__}: task {task}>"
 
 
 def accelerator_counts(counts: Mapping[str, int]) -> Mapping[str, int]:

@@ -101,3 +101,7 @@ class SimpleClusterResolver(ClusterResolver):
     @override
     def explain(self) -> str:
         return summary(self, "SimpleClusterResolver (arguments)")
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{summary(self, type(self).__name__)}>"

@@ -128,6 +128,10 @@ class TFConfigClusterResolver(ClusterResolver):
             return summary(self, f"{_VARIABLE} (environment): not set")
         return summary(self, f"{_VARIABLE} (environment)", self._notes())
 
+    @override
+    def __repr__(self) -> str:
+        return f"<{summary(self, type(self).__name__)}>"
+
     def _notes(self) -> list[str]:
         try:
             config = _read()

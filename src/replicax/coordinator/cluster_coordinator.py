@@ -107,6 +107,14 @@ class ClusterCoordinator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        if self.is_closed:
+            return "<ClusterCoordinator, closed>"
+        return f"<ClusterCoordinator: {self.status().summary}>"
+
+    def _repr_html_(self) -> str:
+        return self.status()._repr_html_()
+
     @property
     def engine(self) -> Engine:
         """What does its work; for the other parts of this package."""

@@ -48,7 +48,8 @@ class RemoteValue:
         self._value: tuple[Any] | None = None
 
     def __repr__(self) -> str:
-        return f"<RemoteValue of {self._closure!r}>"
+        assert self._closure is not None
+        return f"<RemoteValue of closure {self._closure.id}, {self._closure.state.value}>"
 
     def fetch(self, timeout: float | None = None) -> Any:
         """Waits for the result and returns it, with arrays of NumPy.
@@ -141,6 +142,11 @@ class PerWorkerValues:
         self = cls([WorkerValue(home, i, holder) for i in range(num_workers)])
         self._holder = holder
         return self
+
+    def __repr__(self) -> str:
+        if self._holder is None:
+            return f"<PerWorkerValues of {list(self._values)}>"
+        return f"<PerWorkerValues kept by {len(self._values)} workers>"
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:

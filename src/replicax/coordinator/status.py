@@ -9,6 +9,7 @@ from replicax.coordinator.policy import Policy
 from replicax.coordinator.queue import ClosureQueue
 from replicax.coordinator.servers import Server
 from replicax.coordinator.workers import Worker, WorkerState
+from replicax.foundation.notebook import html_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,31 @@ class Status:
     num_finished: int
     mean_staleness: float = 0.0
     max_staleness: int = 0
+
+    @property
+    def summary(self) -> str:
+        """One line: how many tasks and closures there are."""
+        num_used = sum(worker.state in ("idle", "busy") for worker in self.workers)
+        num_ready = sum(server.state == "ready" for server in self.servers)
+        return (
+            f"{num_used} of {len(self.workers)} workers and {num_ready} of {len(self.servers)} "
+            f"parameter servers ready, {self.num_queued} closures queued, {self.num_running} "
+            f"running, {self.num_finished} finished"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (w.task, w.state, f"{w.num_closures} closures, {w.num_done} done", w.rate, w.reason)
+            for w in self.workers
+        ]
+        rows += [
+            (s.task, s.state, f"{s.num_bytes:,} bytes", s.rate, s.reason) for s in self.servers
+        ]
+        return html_table(
+            self.summary,
+            [(*row[:3], f"{row[3]:.1f}", row[4]) for row in rows],
+            header=("task", "state", "holds", "per second", "reason"),
+        )
 
     def __str__(self) -> str:
         lines = [

@@ -144,6 +144,10 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def __repr__(self) -> str:
+        state = "stopped" if self._is_stopped.is_set() else "watching"
+        return f"<Watchdog, {state}, timeout {self._timeout:g} s>"
+
     def stop(self) -> None:
         """Ends it; again is harmless."""
         self._is_stopped.set()

@@ -31,7 +31,7 @@ class Server:
 
     >>> with Server({"chief": ["localhost:0"]}) as server:
     ...     server.target
-    'grpc://localhost:0'
+    'localhost:0'
 
     Args:
       server_or_cluster_def: The cluster: a `ClusterSpec`, the dict that it is made from, or
@@ -122,8 +122,8 @@ class Server:
 
     @property
     def target(self) -> str:
-        """The address, behind the name of the protocol if it has none."""
-        return addresses.with_layer(self.address, self._protocol or "grpc")
+        """The address, behind the name of the protocol if one was given: `tcp://host:2222`."""
+        return addresses.with_layer(self.address, self._protocol)
 
     @property
     def ending(self) -> str | None:
