@@ -80,8 +80,8 @@ def test_payloads_that_do_not_fit(desk: Desk) -> None:
             (lambda: whole.assign("text"), "'whole'"),
             (lambda: table.scatter_add(slices), "'table'.*needs values of shape"),
             (lambda: table.scatter_add(beyond), r"'table' needs indices in \[0, 6\)"),
-            (lambda: rx.nn.embedding_lookup(table, [6]), r"'table' needs row numbers in \[0, 6\)"),
-            (lambda: rx.nn.embedding_lookup(whole, [-1]), r"'whole' needs row numbers in \[0, 3\)"),
+            (lambda: rx.nn.embedding_lookup(table, [6]), r"'table' needs indices in \[0, 6\)"),
+            (lambda: rx.nn.embedding_lookup(whole, [-1]), r"'whole' needs indices in \[0, 3\)"),
             (lambda: rx.nn.embedding_lookup(table, [0.5]), "integers"),
         ]
         for case, words in cases:
@@ -89,7 +89,7 @@ def test_payloads_that_do_not_fit(desk: Desk) -> None:
                 case()
             fails(coordinator, case, (), errors.InvalidArgumentError, words)
         compiled = rx.function(lambda ids: rx.nn.embedding_lookup(table, ids))
-        words = r"'table' needs row numbers in \[0, 6\)"
+        words = r"'table' needs indices in \[0, 6\)"
         fails(coordinator, compiled, (np.array([7]),), errors.InvalidArgumentError, words)
         assert not table.numpy().any() and not whole.numpy().any()
 

@@ -180,7 +180,7 @@ def strangers(variable: Any, ids: np.ndarray) -> errors.InvalidArgumentError:
     """Returns the error for row numbers that a variable does not have."""
     return errors.InvalidArgumentError(
         errors.message(
-            f"A lookup in {variable.name!r} needs row numbers in [0, {variable.shape[0]})",
+            f"A lookup in {variable.name!r} needs indices in [0, {variable.shape[0]})",
             f"they reach from {ids.min()} to {ids.max()}",
             "Correct the row numbers.",
         )
