@@ -21,11 +21,13 @@ from replicax.contexts.overlay import Change, Overlay
 from replicax.foundation import errors, jax_compat
 from replicax.tracing import capture as capturing
 from replicax.tracing import signature
+from replicax.tracing.feeds import RoundElements
 from replicax.tracing.signature import Slot
 from replicax.values.array_surface import ArraySurface
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.regroup import leaves_of, map_structure
+from replicax.variables.variable import Variable
 
 
 class _NoElements:
@@ -47,7 +49,8 @@ class _NoElements:
             errors.message(
                 "`next(iterator)` in compiled code must be called once per element",
                 f"it is called inside the body of {self._what}",
-                "Take the element before, and pass it in.",
+                "Take the element before, and pass it in; or call it in the body of rx.scan or "
+                "rx.fori_loop with a known number of rounds, outside of other loops.",
             )
         )
 
@@ -58,12 +61,14 @@ class BodyOverlay(capturing.CapturingOverlay):
     Args:
       parent: The values around it.
       what: The name of the loop or branch, for messages.
+      elements: What gives elements of data iterators to a loop with a known number of rounds.
     """
 
-    def __init__(self, parent: Overlay, what: str) -> None:
+    def __init__(self, parent: Overlay, what: str, elements: RoundElements | None) -> None:
         super().__init__(parent, parent.view)
         self.meets_other_replicas = parent.meets_other_replicas
-        self.feed_inputs = _NoElements(what)
+        self.feed_inputs = _NoElements(what) if elements is None else elements
+        self.fed_places = {} if elements is None else elements.places
         self._what = what
 
     @override
@@ -183,8 +188,8 @@ class Structure:
 
 def as_array(leaf: Any) -> Any:
     """Returns numbers and variables as arrays, and anything else as it is."""
-    if isinstance(leaf, ArraySurface) and not isinstance(leaf, Mirrored):
-        return leaf.read_value() if hasattr(leaf, "read_value") else jnp.asarray(leaf)
+    if isinstance(leaf, Variable):
+        return leaf.read_value()
     is_number = isinstance(leaf, bool | int | float | complex | np.ndarray)
     return jnp.asarray(leaf) if is_number or signature.is_numpy_number(leaf) else leaf
 
@@ -222,7 +227,11 @@ class Body:
 
 
 def trace(
-    what: str, fn: Callable[..., tuple[Any, ...]], inputs: Sequence[Structure], shapes: list[Any]
+    what: str,
+    fn: Callable[..., tuple[Any, ...]],
+    inputs: Sequence[Structure],
+    shapes: list[Any],
+    elements: RoundElements | None = None,
 ) -> Body:
     """Traces a body once, where an overlay is in force.
 
@@ -231,10 +240,13 @@ def trace(
       fn: Takes one value per input and returns a tuple of structures.
       inputs: The structures of what it takes.
       shapes: The shapes of all arrays in them.
+      elements: What gives elements of data iterators to it.
     """
     frame = frames.current()
     assert frame.overlay is not None
-    overlay = BodyOverlay(frame.overlay, what)
+    if elements is not None:
+        elements.restart()
+    overlay = BodyOverlay(frame.overlay, what, elements)
     found: list[Structure] = []
 
     def body(*arrays: Any) -> list[Any]:
@@ -264,12 +276,14 @@ class Carried:
         self._known = {variable: outer.read(variable) for variable in dict.fromkeys(needed)}
         self.values = [strong(self._known[v]) for v in self._written]
 
-    def run(self, body: Body, values: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    def run(
+        self, body: Body, values: Sequence[Any], args: Sequence[Any], fed: Sequence[Any] = ()
+    ) -> tuple[Any, Any]:
         """Runs a body; returns the values of the variables after it, and its results."""
         captured = body.captured
         known = self._known | dict(zip(self._written, values, strict=True))
         read = [known[v] for v in captured.variables]
-        outs = captured.run(read, captured.constants, args)
+        outs = captured.run(read, captured.constants, args, fed)
         known |= dict(zip(captured.written, outs, strict=False))
         new = [strong(known[v]) for v in self._written]
         return new, list(outs[captured.num_states :])

@@ -17,16 +17,15 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Frame
 from replicax.contexts.overlay import Overlay, View
 from replicax.foundation import errors, jax_compat
-from replicax.tracing import bodies
+from replicax.tracing import bodies, rounds
 from replicax.tracing.bodies import Body, Carried, Structure
+from replicax.tracing.carries import arrays_of, changed_structure, like, next_carry, settled
+from replicax.tracing.iterators import is_iterator
 from replicax.values.distributed_values import Mirrored, PerReplica
 from replicax.values.layout import AXIS
 from replicax.values.regroup import leaves_of, map_structure
 
 C = TypeVar("C")
-
-# How often a carry may change its type until it keeps it: from a Python number to an array.
-_MOST_TRACES = 4
 
 
 def fori_loop(
@@ -40,7 +39,9 @@ def fori_loop(
     """Calls `body_fun(i, value)` for each i from `lower` to `upper`; `jax.lax.fori_loop`.
 
     Unlike there, the body may read and write variables, apply an optimizer, update metrics
-    and meet other replicas. In cross-replica code it may call `strategy.run`.
+    and meet other replicas. In cross-replica code it may call `strategy.run`, and, if the
+    bounds are known, `next(iterator)`: one call of a function then trains on many batches,
+    which are on the devices together. If the data ends before, the call has no effect.
 
     Args:
       lower: The first i.
@@ -62,26 +63,31 @@ def fori_loop(
     if outer is None:
         if jax_compat.is_staging():
             return jax.lax.fori_loop(lower, upper, body_fun, init_val, unroll=unroll)
-        value = _arrays(init_val)
+        value = arrays_of(init_val)
         for i in range(int(lower), int(upper)):
-            value = _next_carry("rx.fori_loop", value, body_fun(jnp.asarray(i), value))
+            value = next_carry("rx.fori_loop", value, body_fun(jnp.asarray(i), value))
         return value
     what = "rx.fori_loop"
     index = jax.ShapeDtypeStruct((), jnp.result_type(lower, upper))
-    carry, number = Structure(init_val), Structure(jnp.zeros((), index.dtype))
+    number = Structure(jnp.zeros((), index.dtype))
     number.take_arrays()
-
-    def one(value: Any, i: Any) -> tuple[Any]:
-        return (body_fun(i, value),)
-
-    body, arrays = _settled(what, one, carry, [number], [index])
+    if not jax_compat.is_traced(lower) and not jax_compat.is_traced(upper):
+        count = max(0, int(upper) - int(lower))
+        first = jnp.asarray(lower, index.dtype)
+        rows = rounds.Rows(number, [], count, first)
+        loop = rounds.CountedLoop(what, lambda c, i: (body_fun(i, c), None), rows, unroll or 1)
+        return loop.run(outer, init_val)[0]
+    carry = Structure(init_val)
+    body, arrays = settled(
+        what, lambda c, i: (body_fun(i, c),), carry, carry.take_arrays(), [number], [index]
+    )
     carried = Carried(outer, [body])
     if _meets_others([body]):
         lower, upper = (_agreed(bound) for bound in (lower, upper))
 
     def step(i: Any, state: Any) -> Any:
         own, outs = carried.run(body, state[1], [*state[0], i])
-        return _like(outs, state[0]), own
+        return like(outs, state[0]), own
 
     final, own = jax.lax.fori_loop(lower, upper, step, (arrays, carried.values), unroll=unroll)
     carried.store(own)
@@ -99,12 +105,14 @@ def scan(
     """Calls `f(carry, x)` for each row of `xs` and stacks what it returns; `jax.lax.scan`.
 
     Unlike there, `f` may read and write variables, apply an optimizer, update metrics and
-    meet other replicas. In cross-replica code it may call `strategy.run`.
+    meet other replicas. In cross-replica code it may call `strategy.run` and `next(iterator)`;
+    see `rx.fori_loop`.
 
     Args:
       f: Takes the carry and a row of `xs`, and returns the next carry and a result.
       init: The first carry.
-      xs: Arrays with one row per round, or None.
+      xs: Arrays with one row per round, or None; or a dataset or an iterator over one, each
+        element of which is an `x` (there is no result then if there is no element).
       length: The number of rounds, if `xs` is None.
       reverse: Whether to start from the last row.
       unroll: How many rounds are compiled into one.
@@ -120,29 +128,42 @@ def scan(
     outer = _compiled_around()
     if outer is None and jax_compat.is_staging():
         return jax.lax.scan(f, init, xs, length, reverse, unroll)
-    rows = Structure(xs)
-    columns = rows.take_arrays()
-    count = _num_rounds(rows, columns, length)
+    if is_iterator(xs) or hasattr(xs, "open_feed"):
+        return _scan_data(outer, f, init, xs, reverse, unroll)
+    structure = Structure(xs)
+    columns = structure.take_arrays()
+    count = _num_rounds(structure, columns, length)
     if outer is None:
-        return _scan_eagerly(f, init, rows, columns, range(count)[:: -1 if reverse else 1])
-    what = "rx.scan"
-    carry = Structure(init)
-    shapes = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype, weak_type=a.weak_type) for a in columns]
-    body, arrays = _settled(what, lambda c, x: _pair(f(c, x)), carry, [rows], shapes)
-    carried = Carried(outer, [body])
+        order = range(count)[:: -1 if reverse else 1]
+        return _scan_eagerly(f, init, structure, columns, order)
+    rows = rounds.Rows(structure, columns, count)
+    loop = rounds.CountedLoop("rx.scan", lambda c, x: _pair(f(c, x)), rows, unroll, reverse)
+    return loop.run(outer, init)
 
-    def step(state: Any, row: Any) -> Any:
-        own, outs = carried.run(body, state[1], [*state[0], *row])
-        return (_like(outs[: carry.count], state[0]), own), outs[carry.count :]
 
-    (final, own), stacks = jax.lax.scan(
-        step, (arrays, carried.values), columns, count, reverse, unroll
-    )
-    carried.store(own)
-    # JAX hands back rows that the body passes on; results are arrays of their own.
-    given = {id(column) for column in columns}
-    stacks = [jnp.copy(stack) if id(stack) in given else stack for stack in stacks]
-    return carry.filled(final), body.results[1].filled_with_stacks(stacks)
+def _scan_data(
+    outer: Overlay | None, f: Any, init: Any, data: Any, reverse: bool, unroll: int | bool
+) -> Any:
+    """Calls `f` for each element of a dataset, or of the rest of an iterator."""
+    if reverse:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "rx.scan takes the elements of a dataset in their order",
+                "`reverse` is set",
+                "Leave it out.",
+            )
+        )
+    if outer is None:
+        carry, results = arrays_of(init), []
+        for element in data:
+            new, result = _pair(f(carry, element))
+            carry = next_carry("rx.scan", carry, new)
+            results.append(arrays_of(result))
+        return carry, map_structure(_stacked, *results) if results else None
+    feed = iter(data)
+    nothing = rounds.Rows(Structure(None), [], None)
+    loop = rounds.CountedLoop("rx.scan", lambda c, _: _pair(f(c, next(feed))), nothing, unroll)
+    return loop.run(outer, init, feed)
 
 
 def while_loop(cond_fun: Callable[[C], Any], body_fun: Callable[[C], C], init_val: C) -> C:
@@ -170,13 +191,13 @@ def while_loop(cond_fun: Callable[[C], Any], body_fun: Callable[[C], C], init_va
     if outer is None:
         if jax_compat.is_staging():
             return jax.lax.while_loop(cond_fun, body_fun, init_val)
-        value = _arrays(init_val)
+        value = arrays_of(init_val)
         while bool(cond_fun(value)):
-            value = _next_carry("rx.while_loop", value, body_fun(value))
+            value = next_carry("rx.while_loop", value, body_fun(value))
         return value
     what = "rx.while_loop"
     carry = Structure(init_val)
-    body, arrays = _settled(what, lambda value: (body_fun(value),), carry, [], [])
+    body, arrays = settled(what, lambda c: (body_fun(c),), carry, carry.take_arrays())
     shapes = [jax_compat.shape_of(a) for a in arrays]
     test = bodies.trace(f"{what}'s condition", lambda c: (cond_fun(c),), [carry], shapes)
     _require_condition(test)
@@ -189,7 +210,7 @@ def while_loop(cond_fun: Callable[[C], Any], body_fun: Callable[[C], C], init_va
 
     def step(state: Any) -> Any:
         own, outs = carried.run(body, state[1], state[0])
-        return _like(outs, state[0]), own
+        return like(outs, state[0]), own
 
     final, own = jax.lax.while_loop(holds, step, (arrays, carried.values))
     carried.store(own)
@@ -273,7 +294,7 @@ def _branch(
             return _choose(index, branches, *operands)
         number = int(bool(index)) if what == "rx.cond" else int(index)
         chosen = branches[min(max(number, 0), len(branches) - 1)]
-        return _arrays(chosen(*map(_arrays, operands)))
+        return arrays_of(chosen(*map(arrays_of, operands)))
     given = Structure(operands)
     arrays = given.take_arrays()
     shapes = [jax_compat.shape_of(a) for a in arrays]
@@ -311,101 +332,12 @@ def _compiled_around() -> Overlay | None:
     return frames.current().overlay if jax_compat.is_staging() else None
 
 
-# Types that a loop keeps.
-
-
-def _settled(
-    what: str,
-    fn: Callable[..., tuple[Any, ...]],
-    carry: Structure,
-    others: list[Structure],
-    shapes: list[Any],
-) -> tuple[Body, list[Any]]:
-    """Traces a body whose first result is the next carry.
-
-    Returns:
-      The body, and the arrays of the first carry, of the types that the carry keeps.
-    """
-    arrays = carry.take_arrays()
-    for _ in range(_MOST_TRACES):
-        given = [jax_compat.shape_of(a) for a in arrays]
-        body = bodies.trace(what, fn, [carry, *others], [*given, *shapes])
-        if not carry.is_like(body.results[0]):
-            raise _changed_structure(what, carry.skeleton, body.results[0].skeleton)
-        returned = body.result_shapes[: carry.count]
-        kept = [_kept(what, a, new) for a, new in zip(arrays, returned, strict=True)]
-        if all(a is b for a, b in zip(arrays, kept, strict=True)):
-            return body, arrays
-        arrays = kept
-    raise errors.InvalidArgumentError(
-        errors.message(
-            f"The body of {what} must keep the types of what it carries",
-            f"they still change after {_MOST_TRACES} rounds",
-            "Start from arrays of the types that the body returns.",
-        )
-    )
-
-
-def _kept(what: str, array: Any, returned: Any) -> Any:
-    """Returns an array of the carry, of the type that the body returns in its place."""
-    if array.shape == returned.shape:
-        if array.dtype == returned.dtype:
-            is_giving_way = array.weak_type and not returned.weak_type
-            return bodies.strong(array) if is_giving_way else array
-        if array.weak_type:
-            return jnp.asarray(array, returned.dtype)
-    raise errors.InvalidArgumentError(
-        errors.message(
-            f"The body of {what} must keep the shapes and types of what it carries",
-            f"{array.dtype}{list(array.shape)} became {returned.dtype}{list(returned.shape)}",
-            "Convert what the body returns, or start from an array like it.",
-        )
-    )
-
-
-def _like(arrays: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """Makes the arrays of the next carry as weak as those of the last one."""
-    pairs = zip(arrays, old, strict=True)
-    return [new if was.weak_type else bodies.strong(new) for new, was in pairs]
-
-
-def _next_carry(what: str, old: Any, new: Any) -> Any:
-    """Checks what the body of an eager loop returns, as its compiled form would."""
-    before, after = Structure(old), Structure(_arrays(new))
-    if not before.is_like(after):
-        raise _changed_structure(what, before.skeleton, after.skeleton)
-    for array, returned in zip(before.take_arrays(), after.take_arrays(), strict=True):
-        _kept(what, array, returned)
-    return _arrays(new)
-
-
-def _changed_structure(what: str, old: Any, new: Any) -> errors.StructureError:
-    def sketch(skeleton: Any) -> Any:
-        return map_structure(lambda leaf: _STAR if hasattr(leaf, "index") else leaf, skeleton)
-
-    return errors.StructureError(
-        errors.message(
-            f"The body of {what} must return what it carries in the same structure",
-            f"{sketch(old)} became {sketch(new)}",
-            "Return the same containers, lengths, keys and Python values.",
-        )
-    )
-
-
-class _Star:
-    def __repr__(self) -> str:
-        return "*"
-
-
-_STAR = _Star()
-
-
 def _common_types(what: str, branches: list[Body]) -> list[Any]:
     """Returns the types of the results of all branches; weak ones give way to others."""
     first = branches[0].results[0]
     for body in branches[1:]:
         if not first.is_like(body.results[0]):
-            raise _changed_structure(what, first.skeleton, body.results[0].skeleton)
+            raise changed_structure(what, first.skeleton, body.results[0].skeleton)
     dtypes = []
     for column in zip(*(body.result_shapes for body in branches), strict=True):
         types = {c.dtype for c in column if not c.weak_type} or {jnp.result_type(*column)}
@@ -465,10 +397,6 @@ def _agreed(choice: Any) -> Any:
 # Eager loops.
 
 
-def _arrays(structure: Any) -> Any:
-    return map_structure(bodies.as_array, structure)
-
-
 def _pair(result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise errors.ArgumentTypeError(
@@ -504,18 +432,18 @@ def _num_rounds(rows: Structure, columns: list[Any], length: int | None) -> int:
 
 
 def _scan_eagerly(
-    f: Callable[[Any, Any], Any], init: Any, rows: Structure, columns: list[Any], rounds: range
+    f: Callable[[Any, Any], Any], init: Any, rows: Structure, columns: list[Any], order: range
 ) -> tuple[Any, Any]:
-    carry, results = _arrays(init), []
-    if not rounds:
+    carry, results = arrays_of(init), []
+    if not order:
         example = rows.filled([jnp.zeros(a.shape[1:], a.dtype) for a in columns])
         _, shapes = jax.eval_shape(lambda c, x: _pair(f(c, x)), carry, example)
         return carry, jax.tree.map(lambda s: jnp.zeros((0, *s.shape), s.dtype), shapes)
-    for i in rounds:
+    for i in order:
         new, result = _pair(f(carry, rows.filled([a[i] for a in columns])))
-        carry = _next_carry("rx.scan", carry, new)
-        results.append(_arrays(result))
-    in_order = results if rounds.step > 0 else results[::-1]
+        carry = next_carry("rx.scan", carry, new)
+        results.append(arrays_of(result))
+    in_order = results if order.step > 0 else results[::-1]
     return carry, map_structure(_stacked, *in_order)
 
 

@@ -144,7 +144,7 @@ class Function(Generic[P, R]):
             if program is None:
                 with _end_of_data(self.name):
                     program = self._trace(key, arguments, supply)
-            result = program([*arguments.arrays, *supply.arrays])
+            result = program([*arguments.arrays, *map(supply.input_of, program.fed)])
         except BaseException:
             supply.return_all()
             raise

@@ -33,7 +33,7 @@ class Feed(abc.ABC):
 
     def __next__(self) -> Any:
         frame = frames.current()
-        inputs = _inputs_of(frame.overlay)
+        inputs = inputs_of(frame.overlay)
         if inputs is None:
             return self.placed(self.pull())
         _require_one_taker(frame)
@@ -113,11 +113,11 @@ def is_iterator(value: Any) -> bool:
 
 def open_loop(source: FeedSource) -> Feed:
     """Starts a loop over a dataset, where the running code stands."""
-    inputs = _inputs_of(frames.current().overlay)
+    inputs = inputs_of(frames.current().overlay)
     return source.open_feed() if inputs is None else inputs.supply.loop_over(source)
 
 
-def _inputs_of(overlay: Any) -> Any:
+def inputs_of(overlay: Any) -> Any:
     """Returns what feeds the function that is being compiled, or None in eager code."""
     while overlay is not None:
         inputs = getattr(overlay, "feed_inputs", None)
@@ -134,7 +134,8 @@ def _require_one_taker(frame: frames.Frame) -> None:
             errors.message(
                 "`next(iterator)` in compiled code must be called once per element",
                 "it is called inside a jax.lax loop, branch or a nested transformation",
-                "Take the element before, and pass it in.",
+                "Take the element before, and pass it in; or use rx.fori_loop or rx.scan, whose "
+                "bodies can take elements.",
             )
         )
     if frame.mode is Mode.REPLICA and frame.strategy.num_replicas_in_sync > 1:

@@ -78,8 +78,11 @@ class Program:
         self._results: _Results = results[0]
         # What the function took from data iterators; another sequence needs another program.
         self.events = [event for event, _ in supply.events]
+        # What the program makes of it.
+        self.fed = tuple(overlay.feed_inputs.fed)
         layouts = signature.layouts_of(arguments.skeleton) + overlay.feed_inputs.layouts
-        self._finish(captured, overlay, layouts, [*arguments.arrays, *supply.arrays])
+        arrays = [*arguments.arrays, *map(supply.input_of, self.fed)]
+        self._finish(captured, overlay, layouts, arrays)
 
     @property
     def variables(self) -> tuple[Any, ...]:

@@ -1,0 +1,169 @@
+"""Compiled loops with a known number of rounds, which may take elements of data iterators.
+
+The elements that the body takes in all rounds are stacked and become rows of the loop. Elements
+of another kind, such as the last, partial batch, are the rounds of a further loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax.contexts.overlay import Overlay
+from replicax.foundation import errors
+from replicax.tracing import iterators
+from replicax.tracing.bodies import Body, Carried, Structure
+from replicax.tracing.carries import changed_structure, like, settled
+from replicax.tracing.feeds import FeedInputs, RoundElements
+
+# What a loop over a dataset takes at most: an endless one must not fill the memory.
+_MOST_ROUNDS = 1 << 20
+
+
+@dataclasses.dataclass
+class Rows:
+    """What the rounds of a loop are given.
+
+    Attributes:
+      structure: The structure of what one round takes.
+      columns: Its arrays for all rounds; none, if a round takes its number.
+      count: The number of rounds; None for as many as there are elements.
+      first: The first number.
+    """
+
+    structure: Structure
+    columns: list[Any]
+    count: int | None
+    first: Any = None
+
+    @property
+    def shapes(self) -> list[Any]:
+        """The shapes of what one round takes."""
+        if self.first is not None:
+            return [jax.ShapeDtypeStruct((), self.first.dtype)]
+        return [
+            jax.ShapeDtypeStruct(a.shape[1:], a.dtype, weak_type=a.weak_type) for a in self.columns
+        ]
+
+
+class CountedLoop:
+    """A loop whose rounds are counted: `fn(carry, x)` returns the next carry and a result."""
+
+    def __init__(
+        self,
+        what: str,
+        fn: Callable[[Any, Any], tuple[Any, Any]],
+        rows: Rows,
+        unroll: int | bool,
+        reverse: bool = False,
+    ) -> None:
+        self._what, self._fn, self._rows = what, fn, rows
+        self._unroll, self._reverse = unroll, reverse
+        # The results of each part of the loop, in order of time.
+        self._parts: list[list[Any]] = []
+
+    def run(self, outer: Overlay, init: Any, feed: Any = None) -> tuple[Any, Any]:
+        """Emits the loop into the current trace; returns the last carry and all results.
+
+        Args:
+          outer: The values of variables around the loop.
+          init: The first carry.
+          feed: The iterator whose end is the end of the loop, if there is no count.
+        """
+        rows, carry = self._rows, Structure(init)
+        arrays, results, done = carry.take_arrays(), None, 0
+        while results is None or rows.count is None or done < rows.count:
+            elements = self._elements(outer)
+            if feed is not None and (elements is None or elements.is_at_end(feed)):
+                break
+            body, arrays = settled(
+                self._what, self._fn, carry, arrays, [rows.structure], rows.shapes, elements
+            )
+            results = self._checked(results, body)
+            count, fed = self._take_rounds(elements, done)
+            carried = Carried(outer, [body])
+            arrays, own = self._emit(body, carried, arrays, fed, done, count)
+            carried.store(own)
+            done += count
+        return carry.filled(arrays), None if results is None else self._joined(results)
+
+    def _elements(self, outer: Overlay) -> RoundElements | None:
+        inputs = iterators.inputs_of(outer)
+        is_direct = isinstance(inputs, FeedInputs) and self._rows.count != 0
+        return RoundElements(inputs) if is_direct else None
+
+    def _checked(self, results: Structure | None, body: Body) -> Structure:
+        if results is not None and not results.is_like(body.results[1]):
+            raise changed_structure(self._what, results.skeleton, body.results[1].skeleton)
+        return results or body.results[1]
+
+    def _take_rounds(self, elements: RoundElements | None, done: int) -> tuple[int, list[Any]]:
+        """Returns how many rounds the traced body is good for, and the elements of all of them."""
+        total = self._rows.count
+        if elements is None or elements.is_empty:
+            assert total is not None
+            return total - done, []
+        if total is None and done >= _MOST_ROUNDS:
+            raise errors.TracingError(
+                errors.message(
+                    f"A compiled loop over a dataset can have {_MOST_ROUNDS:,} rounds",
+                    "the dataset has more elements: is it endless?",
+                    "Call next(iterator) in rx.fori_loop with a known number of rounds.",
+                )
+            )
+        count = elements.count_rounds((_MOST_ROUNDS if total is None else total) - done)
+        return count, elements.stacks(count)
+
+    def _emit(
+        self, body: Body, carried: Carried, arrays: list[Any], fed: list[Any], done: int, count: int
+    ) -> tuple[list[Any], list[Any]]:
+        """Emits `count` rounds; returns the carry and the variables after them."""
+        rows, size = self._rows, len(arrays)
+        columns = rows.columns
+        if columns and rows.count != count:
+            start = rows.count - done - count if self._reverse and rows.count else done
+            columns = [column[start : start + count] for column in columns]
+        if self._reverse:
+            # Elements come in the order of time.
+            fed = [jnp.flip(stack, 0) for stack in fed]
+        number = () if rows.first is None else (rows.first + done,)
+
+        def step(state: Any, row: Any) -> Any:
+            carry, own, number = state
+            own, outs = carried.run(body, own, [*carry, *row[0], *number], row[1])
+            state = like(outs[:size], carry), own, tuple(n + 1 for n in number)
+            return state, outs[size:]
+
+        (last, own, _), stacks = jax.lax.scan(
+            step,
+            (arrays, carried.values, number),
+            (columns, fed),
+            count,
+            self._reverse,
+            self._unroll,
+        )
+        # JAX hands back rows that the body passes on; results are arrays of their own.
+        given = {id(array) for array in (*columns, *fed)}
+        self._parts.append([jnp.copy(a) if id(a) in given else a for a in stacks])
+        return last, own
+
+    def _joined(self, results: Structure) -> Any:
+        parts = self._parts[::-1] if self._reverse else self._parts
+        stacks = []
+        for pieces in zip(*parts, strict=True):
+            shapes = {piece.shape[1:] for piece in pieces}
+            if len(shapes) > 1:
+                raise errors.InvalidArgumentError(
+                    errors.message(
+                        f"The results of all rounds of {self._what} must have one shape",
+                        f"elements of different shapes lead to {sorted(shapes)}",
+                        "Return sums or means instead of one value per row, or drop the last "
+                        "partial batch.",
+                    )
+                )
+            stacks.append(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces))
+        return results.filled_with_stacks(stacks)
