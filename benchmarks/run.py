@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks import (
     call_overhead,
+    central_storage,
     checkpoints,
     compiled_step,
     eager_all_reduce,
@@ -46,6 +47,7 @@ from benchmarks.harness import OUT, ContestantFailed, Row, Settings
 BENCHMARKS: tuple[ModuleType, ...] = (
     compiled_step,
     transformer_step,
+    central_storage,
     call_overhead,
     eager_all_reduce,
     virtual_replicas,

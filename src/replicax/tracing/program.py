@@ -129,9 +129,15 @@ class Program:
         self._build(captured if self._exchange is None else self._exchange.program)
         if captured.created:
             self._initialize(captured, arrays)
-        # Variables that live on other devices than the program, by their place in a list.
-        self._foreign = [i for i, v in enumerate(self._written) if self._is_foreign(v)]
-        self._reads_foreign = any(map(self._is_foreign, (*self._donated, *self._kept)))
+        # Variables that live on other devices than the program, and of those that it writes
+        # their place in the list, the nearest shard, and where that has to be moved, if it has.
+        used = dict.fromkeys((*self._donated, *self._kept))
+        self._near = dict.fromkeys(v for v in used if self._is_foreign(v))
+        self._homes = [
+            (i, *self._way_home(v.stored.sharding))
+            for i, v in enumerate(self._written)
+            if self._is_foreign(v)
+        ]
 
     def _build(self, captured: Any) -> None:
         place = {v: i for i, v in enumerate(captured.variables)}
@@ -258,19 +264,7 @@ class Program:
             self._dispatch(arrays, pulled)
 
     def _dispatch(self, arrays: list[Any], pulled: Any) -> tuple[list[Any], list[Any]]:
-        # The hot loop: no call per variable but getrefcount.
-        old: list[Any] = []
-        count_references = sys.getrefcount
-        for variable in self._donated:
-            array = variable.stored
-            if variable.is_lent or count_references(array) > _OWN_REFERENCES:
-                array = copier(array.sharding)(array)
-            old.append(array)
-        kept = [variable.stored for variable in self._kept]
-        homes: list[Any] = []
-        if self._reads_foreign or self._foreign:
-            homes = [self._written[i].stored.sharding for i in self._foreign]
-            old, kept = self._on_devices(old), self._on_devices(kept)
+        old, kept = self._near_state() if self._near else self._state()
         if self._takes_turns:
             gate.wait_for_previous()
         new, outs, changed, token = self._run(old, kept, self._constants, arrays, pulled)
@@ -279,17 +273,66 @@ class Program:
         for variable, value in zip(self._written, new, strict=True):
             variable.stored = value
             variable.is_lent = False
-        if homes:
-            here = [self._written[i].stored.addressable_shards[0].data for i in self._foreign]
-            for i, value in zip(self._foreign, jax.device_put(here, homes), strict=True):
-                self._written[i].stored = value
-                self._written[i].is_lent = True
+        if self._homes:
+            self._bring_home(new)
         return outs, changed
+
+    def _state(self) -> tuple[list[Any], list[Any]]:
+        """Returns the arrays of the variables: those to be replaced, and the others."""
+        # The hot loop: no call per variable but getrefcount.
+        old: list[Any] = []
+        count_references = sys.getrefcount
+        for variable in self._donated:
+            array = variable.stored
+            if variable.is_lent or count_references(array) > _OWN_REFERENCES:
+                array = copier(array.sharding)(array)
+            old.append(array)
+        return old, [variable.stored for variable in self._kept]
+
+    def _near_state(self) -> tuple[list[Any], list[Any]]:
+        """Returns the same where variables live on other devices: copies on the program's.
+
+        A copy serves until the variable changes. The last program that changed it has left
+        one behind.
+        """
+        assert self._layout is not None
+        here = self._layout.replicated
+        stale = [v for v in self._near if not _is_copy_of(v.mesh_copy, v.stored, here)]
+        if stale:
+            moved = self._on_devices([variable.stored for variable in stale])
+            for variable in reversed(stale):
+                variable.mesh_copy = variable.stored, moved.pop()
+        old: list[Any] = []
+        for variable in self._donated:
+            array = variable.stored
+            if variable in self._near:
+                array, variable.mesh_copy = variable.mesh_copy[1], None
+            if variable.is_lent or sys.getrefcount(array) > _OWN_REFERENCES:
+                array = copier(array.sharding)(array)
+            old.append(array)
+        kept = [v.mesh_copy[1] if v in self._near else v.stored for v in self._kept]
+        return old, kept
+
+    def _bring_home(self, new: list[Any]) -> None:
+        """Stores new values on the devices of their variables, and keeps them here as well."""
+        for i, shard, home in self._homes:
+            variable, value = self._written[i], new[i]
+            # Twice as fast as the list of shards, but for replicated arrays it knows one only.
+            part = value.addressable_data(0) if shard == 0 else value.addressable_shards[shard].data
+            variable.stored = part if home is None else jax.device_put(part, home)
+            variable.mesh_copy = variable.stored, value
 
     def _is_foreign(self, variable: Any) -> bool:
         if self._layout is None or variable.layout == self._layout:
             return False
         return variable.stored.sharding.device_set != self._layout.replicated.device_set
+
+    def _way_home(self, home: Any) -> tuple[int, Any]:
+        """Returns which shard of a result is nearest to a variable, and where to move it."""
+        assert self._layout is not None
+        if len(home.device_set) > 1 or not home.device_set <= set(self._layout.devices):
+            return 0, home
+        return self._layout.devices.index(next(iter(home.device_set))), None
 
     def _on_devices(self, arrays: list[Any]) -> list[Any]:
         """Copies arrays that live elsewhere onto the devices of the program."""
@@ -309,6 +352,10 @@ class Program:
         for i, array in zip(moving, moved, strict=True):
             arrays[i] = array
         return arrays
+
+
+def _is_copy_of(copy: tuple[Any, Any] | None, stored: Any, sharding: Any) -> bool:
+    return copy is not None and copy[0] is stored and copy[1].sharding == sharding
 
 
 def _layout_of(captured: Any, layouts: list[Any]) -> ReplicaLayout | None:

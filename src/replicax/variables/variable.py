@@ -67,6 +67,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         "dtype",
         "is_lent",
         "layout",
+        "mesh_copy",
         "name",
         "owner",
         "shape",
@@ -134,6 +135,9 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         self.stored: Any = stored
         # Whether somebody else may hold (a part of) `stored`: then it must not be donated.
         self.is_lent = True
+        # What compiled functions of other devices keep of a value that has not changed: the
+        # `stored` that it was, and that value on their devices.
+        self.mesh_copy: tuple[Any, Any] | None = None
 
     # Facts.
 
