@@ -105,6 +105,7 @@ OWN_NAMES = {
     "PerReplicaSpec",
     "ReplicaLayout",
     "ShardedVariable",
+    "SparseTensor",
     "Staleness",
     "SyncOnReadVariable",
     "TensorSpec",

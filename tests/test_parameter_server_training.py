@@ -397,3 +397,27 @@ def test_S182_pulling_ahead_never_hides_what_a_closure_changed_itself(desk: Desk
     assert float(v.read_value()) == 20.0
     # Other workers may have added more.
     assert all(min(f.fetch()) >= 1.0 for f in found)
+
+
+class Bags(rx.Module):
+    """A table of which each example uses several rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = rx.Variable(lambda: jnp.arange(40.0).reshape(20, 2) / 40, name="table")
+
+    @property
+    def all(self) -> list[Any]:
+        return [self.table]
+
+    def loss(self, x: Any, y: Any) -> Any:
+        ids = jnp.abs(x * 10).astype(jnp.int32) % 20
+        splits = jnp.arange(0, ids.size + 1, ids.shape[1])
+        rows = rx.nn.safe_embedding_lookup_sparse(self.table, (ids.reshape(-1), splits))
+        return jnp.mean((jnp.sum(rows, 1, keepdims=True) - y) ** 2)
+
+
+@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=SLOW)])
+def test_sparse_lookups_of_a_table_on_servers_train_the_same(desk: Desk, compiled: bool) -> None:
+    expected = trained_alone(Bags, optax.sgd(0.01), 3)
+    assert_same(trained_on_cluster(desk, Bags, optax.sgd(0.01), 3, compiled), expected)

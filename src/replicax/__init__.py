@@ -70,6 +70,7 @@ from replicax.values.distributed_values import Mirrored as Mirrored
 from replicax.values.distributed_values import PerReplica as PerReplica
 from replicax.values.indexed_slices import IndexedSlices as IndexedSlices
 from replicax.values.layout import ReplicaLayout as ReplicaLayout
+from replicax.values.sparse_tensor import SparseTensor as SparseTensor
 from replicax.variables.creators import variable_creator_scope as variable_creator_scope
 from replicax.variables.module import Module as Module
 from replicax.variables.pytrees import make_variables as make_variables
@@ -108,6 +109,7 @@ __all__ = [
     "RunOptions",
     "Server",
     "ShardedVariable",
+    "SparseTensor",
     "Staleness",
     "Strategy",
     "StrategyExtended",
