@@ -178,9 +178,8 @@ class Arguments:
         self, leaf: PerReplica, key: list[Any], layout: ReplicaLayout | None
     ) -> Any:
         layout = leaf.layout or layout
-        first = leaf.values[0]
-        is_python = isinstance(first, int | float | str) and not isinstance(first, np.number)
-        if is_python and all(type(v) is type(leaf.values[0]) for v in leaf.values):
+        # To look at the components would take a batch of a dataset apart in every call.
+        if not leaf.is_stored and _are_python_values(leaf.values):
             key.append(("per_replica_python", tuple(map(static_key, leaf.values))))
             return leaf
         if layout is None:
@@ -206,6 +205,12 @@ class Arguments:
             shapes += [(a.shape, a.dtype) for a in found]
         key.append(("ragged", layout, tuple(shapes), tuple(p[2] for p in parts)))
         return RaggedSlot(tuple(parts), layout)
+
+
+def _are_python_values(values: tuple[Any, ...]) -> bool:
+    first = values[0]
+    is_python = isinstance(first, int | float | str) and not isinstance(first, np.number)
+    return is_python and all(type(value) is type(first) for value in values)
 
 
 def is_numpy_number(value: Any) -> bool:

@@ -85,6 +85,11 @@ class PerReplica(DistributedValues):
         """Which leaves of a component are scalars, known once `stored` was asked for."""
         return self._scalars
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the components are joined: then they are arrays, of one shape and type."""
+        return self._stored is not None
+
     def require_components(self, count: int) -> None:
         """Raises unless there is one component for each of `count` replicas."""
         if len(self.values) != count:
