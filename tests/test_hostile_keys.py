@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from vocabulary import refused
 
 import replicax as rx
 from replicax import errors
@@ -51,6 +55,54 @@ def is_answered(one: Channel) -> bool:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     return key_files.make(tmp_path / "keys")
+
+
+@pytest.fixture
+def short_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where sockets of this test lie; the name is short, as theirs must be."""
+    with tempfile.TemporaryDirectory(prefix="rx-") as made:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", made)
+        yield
+
+
+def test_keys_of_another_cluster_are_named_at_once(directory: Path, tmp_path: Path) -> None:
+    other = key_files.make(tmp_path / "other")
+    with (
+        Server(directory) as server,
+        channel(other, server) as stranger,
+        # Long before the time is over, or nothing would be said of keys.
+        refused(errors.PermissionDeniedError, "their keys do not match"),
+    ):
+        stranger.request(PING, timeout=60)
+
+
+def test_missing_keys_are_named_at_once(directory: Path, short_directory: None) -> None:
+    with Server(directory) as server:
+        where = addresses.resolve(server.service.address)
+        assert where.scheme == "ipc"
+        with (
+            Channel(where, Task("coordinator", 0), peer=PS) as stranger,
+            refused(errors.PermissionDeniedError, "this process has none"),
+        ):
+            stranger.request(PING, timeout=60)
+
+
+def test_keys_that_only_the_caller_has_are_named_at_once(
+    directory: Path, short_directory: None
+) -> None:
+    # Nothing listens at the port itself.
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    keys = key_files.load(directory, "coordinator")
+    with (
+        Service(addresses.resolve(address), PS, lambda *_: (messages.Done(), ())) as service,
+        Channel(
+            addresses.resolve(address, "tcp", keys), Task("coordinator", 0), keys, peer=PS
+        ) as stranger,
+    ):
+        service.start()
+        with refused(errors.PermissionDeniedError, "it was started without keys"):
+            stranger.request(PING, timeout=60)
 
 
 def test_bar50_callers_with_a_new_key_are_let_in_by_servers_that_run(directory: Path) -> None:

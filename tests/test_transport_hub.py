@@ -248,8 +248,9 @@ def test_a_task_that_gets_the_right_keys_later_is_found(tmp_path: Path) -> None:
             service.start()
             place.address = service.address
             hub.connect(PS, place.resolve("coordinator"))
-            with pytest.raises(errors.DeadlineExceededError):
-                hub.request(PS, PING, timeout=0.7)
+            with pytest.raises(errors.PermissionDeniedError, match="keys do not match"):
+                hub.request(PS, PING, timeout=60)
+        assert recorder.next()[:2] == ("lost", PS)
         with place.serve(incarnation=4):
             assert recorder.next() == ("connected", PS, 4)
             assert hub.request(PS, PING, timeout=60)[0] == PING

@@ -333,7 +333,7 @@ def test_a_caller_does_not_talk_to_a_server_without_the_right_key(
         place = addresses.resolve(service.address, None, keys)
         with (
             Channel(place, COORDINATOR, tcp.key("coordinator"), peer=PS) as channel,
-            pytest.raises(errors.PSUnavailableError, match="/job:ps/task:0"),
+            pytest.raises(errors.PermissionDeniedError, match="/job:ps/task:0"),
         ):
             channel.request(PING, timeout=60)
     assert reached.bodies == []

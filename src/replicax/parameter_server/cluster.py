@@ -300,6 +300,7 @@ def _attach(channel: Channel, attach: messages.Attach, deadline: float) -> messa
 
 def _ask_early(channel: Channel, body: messages.Body, deadline: float) -> messages.Body:
     """Asks a server that may still be starting."""
+    started_s = time.monotonic()
     while True:
         remaining = deadline - time.monotonic()
         try:
@@ -311,11 +312,10 @@ def _ask_early(channel: Channel, body: messages.Body, deadline: float) -> messag
             channel.reset()
         except (errors.UnavailableError, errors.DeadlineExceededError) as error:
             if remaining <= 0:
+                waited_s = time.monotonic() - started_s
                 raise errors.PSUnavailableError(
-                    errors.message(
-                        f"{channel.peer} must be reachable at {channel.location}",
-                        f"it is not: {error}",
-                        "Start it (`python -m replicax serve`), or correct the cluster spec.",
-                    )
+                    f"{channel.peer} could not be reached at {channel.location} for "
+                    f"{waited_s:.0f} s: {error} Start it (`python -m replicax serve`), or correct "
+                    "the cluster spec."
                 ) from error
             time.sleep(min(0.05, remaining))

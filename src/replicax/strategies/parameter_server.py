@@ -307,8 +307,9 @@ class ParameterServerStrategy(Strategy):
         parameter_servers.check(spec, cluster_resolver.task_type, cluster_resolver.task_id)
         self._resolver = cluster_resolver
         found = _keys(keys)
+        layer = protocol or ("tcp" if cluster_resolver.rpc_layer == "tcp" else None)
         servers, workers = (
-            [addresses.resolve(str(a), protocol, found) for a in spec.job_tasks(job)]
+            [addresses.resolve(str(a), layer, found) for a in spec.job_tasks(job)]
             for job in ("ps", "worker")
         )
         replicas = options.checked_replicas(replicas_per_worker)

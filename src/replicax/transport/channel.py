@@ -130,7 +130,7 @@ class Channel:
             while True:
                 answer = self._take(deadline, timeout)
                 if answer is None:
-                    raise failures.deadline(self.peer, body, timeout)
+                    raise failures.deadline(self.peer, body, timeout, self._reason())
                 if answer[0] == number:
                     break
                 self._ready.append(answer)
@@ -268,6 +268,10 @@ class Channel:
             self._give_up()
             raise
         return connection
+
+    def _reason(self) -> str | None:
+        connection = self._connection
+        return None if connection is None or connection.is_ready else connection.reason
 
     def _give_up(self, linger: float = 0.0) -> None:
         self._unanswered.clear()

@@ -18,6 +18,7 @@ from replicax.transport import (
     codec,
     context,
     frames,
+    greeting,
     limits,
     messages,
     refusals,
@@ -39,6 +40,10 @@ _RETRY = (0.01, 0.2)
 # Seconds between two sockets for one peer that lets callers in and drops them later.
 _REOPEN = 0.05
 _NEVER_MS = 3_600_000
+# So many handshakes must fail in a row, with each good key, before keys are looked at; and
+# the seconds between two looks.
+_FAILURES = 3
+_EXPLAIN_S = 5.0
 
 _monitor_numbers = itertools.count(1)
 
@@ -87,6 +92,10 @@ class Connection:
         self._has_handshake = False
         # How often there was no handshake: another key may do.
         self._num_failures = 0
+        self._num_good_keys = 1
+        # How often in a row, and when it was last looked at whether keys are the reason.
+        self._num_in_a_row = 0
+        self._explained_at = -_EXPLAIN_S
         # Which listener at an in-process name this connection belongs to.
         self._generation: int | None = None
         self.socket: Any = None
@@ -138,6 +147,7 @@ class Connection:
         socket.tcp_keepalive_cnt = 3
         # A peer may have an older key, or a newer one, when keys are being renewed.
         good = self._keys.latest().good(self.peer.role)
+        self._num_good_keys = len(good)
         authenticator.guard_client(socket, self._keys, good[self._num_failures % len(good)])
 
     def _watch(self, socket: zmq.Socket) -> None:
@@ -287,6 +297,7 @@ class Connection:
             self.down_since = None
             self._is_refused = False
             self._pause_s = _RETRY[0]
+            self._num_in_a_row = 0
             return
         if event == zmq.EVENT_CLOSED:
             self.reason = "nobody listens there"
@@ -294,13 +305,17 @@ class Connection:
             was_met = self.incarnation is not None and self.down_since is not None
             self._is_refused = was_met and self._opened_at >= (self.down_since or 0.0)
             self._try_later(now)
+            self._explain(now)
         elif event == zmq.EVENT_DISCONNECTED:
             self.reason = "the connection was closed"
             if self._has_handshake:
                 self._reopen_at = max(now, self._opened_at + _REOPEN)
             else:
                 self._num_failures += 1
+                self._num_in_a_row += 1
                 self._try_later(now)
+                if self._num_in_a_row >= _FAILURES * self._num_good_keys:
+                    self._explain(now)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refusal = errors.PermissionDeniedError(
                 errors.message(
@@ -315,6 +330,12 @@ class Connection:
         self.is_ready = False
         if self.down_since is None:
             self.down_since = now
+
+    def _explain(self, now: float) -> None:
+        """Refuses to go on if keys are the reason why the peer cannot be reached."""
+        if now - self._explained_at >= _EXPLAIN_S:
+            self._explained_at = now
+            self.refusal = greeting.explain_failure(self.peer, self.location, self.me)
 
     def _try_later(self, now: float) -> None:
         self._reopen_at = now + self._pause_s

@@ -37,8 +37,25 @@ def new_life(peer: Task, location: Location) -> errors.UnavailableError:
     )
 
 
-def deadline(peer: Task, body: messages.Body, timeout: float) -> errors.DeadlineExceededError:
-    """Makes the error for an answer that did not come in time."""
+def deadline(
+    peer: Task, body: messages.Body, timeout: float, reason: str | None = None
+) -> errors.DeadlineExceededError:
+    """Makes the error for an answer that did not come in time.
+
+    Args:
+      peer: Who was asked.
+      body: What it was asked.
+      timeout: The time that it had.
+      reason: Why there is no connection to it; None if there is one.
+    """
+    if reason is not None:
+        return errors.DeadlineExceededError(
+            errors.message(
+                f"{peer} must answer {type(body).__name__} within {timeout:g} s",
+                f"there is no connection to it: {reason}",
+                "Look at its log; start it again if it has ended.",
+            )
+        )
     return errors.DeadlineExceededError(
         errors.message(
             f"{peer} must answer {type(body).__name__} within {timeout:g} s",

@@ -355,7 +355,7 @@ class Hub:
         connection.observe(now)
         if connection.refusal is not None and peer.retry_at is None:
             peer.retry_at = now + _RETRY
-            self._lose(peer, str(connection.refusal))
+            self._lose(peer, str(connection.refusal), connection.refusal)
         elif peer.retry_at is not None and now >= peer.retry_at:
             peer.retry_at = connection.refusal = None
             connection.close()
@@ -365,12 +365,12 @@ class Hub:
         if connection.socket is not before:
             self._arrange()
 
-    def _lose(self, peer: Peer, reason: str) -> None:
+    def _lose(self, peer: Peer, reason: str, error: errors.DistributeError | None = None) -> None:
         peer.life = None
         peer.is_lost = True
         peer.held.clear()
-        error = failures.unavailable(peer.task, peer.connection.location, reason)
-        self._fail_waiters(peer, error)
+        unavailable = failures.unavailable(peer.task, peer.connection.location, reason)
+        self._fail_waiters(peer, error or unavailable)
         self._call(self._on_lost, peer.task, reason)
 
     @staticmethod
