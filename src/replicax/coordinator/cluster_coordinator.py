@@ -17,6 +17,7 @@ from replicax.coordinator.remote_value import (
     PerWorkerValues,
     RemoteValue,
     ResourceHolder,
+    WorkerCopies,
     map_structure,
     require_no_remote_value,
 )
@@ -99,6 +100,7 @@ class ClusterCoordinator:
             self._engine.add_ending(functools.partial(cluster.follow, None))
             self._ending = weakref.finalize(self, _end, self._engine)
             _coordinators[strategy] = weakref.ref(self)
+        strategy.extended.per_worker.attach(self)
         return self
 
     def __enter__(self) -> Self:
@@ -268,6 +270,13 @@ class ClusterCoordinator:
         resource = engine.make_resource("value", function, (), call)
         holder = ResourceHolder(resource.id, engine.released)
         return PerWorkerValues.kept_by_workers(engine, engine.num_workers, holder)
+
+    def make_copies(self, make: Callable[[], Any]) -> WorkerCopies:
+        """Has each worker make a copy of a variable; see `CopiesHost`."""
+        function = shipping.ship(make, self._strategy)
+        resource = self._engine.make_resource("value", function, (), make)
+        holder = ResourceHolder(resource.id, self._engine.released)
+        return WorkerCopies(self._engine, self._engine.num_workers, holder)
 
     def status(self) -> Status:
         """Returns a snapshot of workers, servers and queue; `print` it."""

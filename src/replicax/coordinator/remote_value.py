@@ -102,6 +102,10 @@ class WorkerValue(RemoteValue):
     def __repr__(self) -> str:
         return f"<RemoteValue kept by /job:worker/task:{self._worker}>"
 
+    def request(self) -> None:
+        """Asks the worker, if it was not asked, without waiting for its answer."""
+        self._require_closure()
+
     @override
     def _require_closure(self) -> Closure:
         closure = self._closure
@@ -165,6 +169,28 @@ class PerWorkerValues:
                 )
             )
         return self._holder.resource
+
+
+class WorkerCopies:
+    """What workers keep under a number, as it is whenever it is asked for.
+
+    Attributes:
+      resource: The number.
+    """
+
+    def __init__(self, home: Home, num_workers: int, holder: ResourceHolder) -> None:
+        self.resource = holder.resource
+        self._home = home
+        self._num_workers = num_workers
+        self._holder = holder
+
+    def fetch_all(self) -> list[Any]:
+        """Returns what all workers have now, in their order."""
+        values = [WorkerValue(self._home, i, self._holder) for i in range(self._num_workers)]
+        for value in values:
+            # All are asked before the first is waited for.
+            value.request()
+        return [value.fetch() for value in values]
 
 
 def map_structure(change: Callable[[Any], Any], value: Any) -> Any:

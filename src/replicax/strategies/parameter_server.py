@@ -35,6 +35,7 @@ from replicax.transport.keys import Keys
 from replicax.values.layout import ReplicaLayout
 from replicax.variables import creators
 from replicax.variables.partitioners import checked_counts, split_rows
+from replicax.variables.per_worker import PerWorkerVariables, create_per_worker
 from replicax.variables.remote import CopiedVariable, ElsewhereVariable, RemoteVariable
 from replicax.variables.sharded import ShardedVariable
 from replicax.variables.shipped import VariableBook
@@ -50,6 +51,7 @@ class ParameterServerExtended(StrategyExtended):
     Attributes:
       cluster: The coordinator's hold on the cluster; None on a worker.
       client: How variables are read and changed.
+      per_worker: The variables that workers keep.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ParameterServerExtended(StrategyExtended):
         # Round-robin must not be disturbed by a second thread between two parts.
         self._lock = threading.RLock()
         self._has_warned = False
+        self.per_worker = PerWorkerVariables()
 
     # Facts.
 
@@ -132,7 +135,8 @@ class ParameterServerExtended(StrategyExtended):
         # A block that a creator opens below this one can move the variable; one around us cannot.
         make = functools.partial(self._make_uncut, devices.requested())
         with self._lock, creators.made_by(make):
-            if self._partitioner is None or kwargs.get("colocate_with") is not None:
+            is_one = kwargs.get("colocate_with") is not None or kwargs.get("per_worker_variable")
+            if self._partitioner is None or is_one:
                 return self._owned(next_creator(**kwargs))
             initial = initial_values.describe(kwargs, is_cut=True)
             shape, dtype = initial.shape, initial.dtype
@@ -154,8 +158,13 @@ class ParameterServerExtended(StrategyExtended):
             variable.owner = self
         return variable
 
-    def _make_uncut(self, around: Any, **kwargs: Any) -> RemoteVariable:
+    def _make_uncut(self, around: Any, **kwargs: Any) -> Variable:
         """Makes a variable, or a part of one, as the last creator asks for it."""
+        if kwargs.get("per_worker_variable"):
+            spec = initial_values.describe(kwargs, is_cut=False)
+            variable = create_per_worker(self, spec, kwargs)
+            self.per_worker.add(variable)
+            return variable
         near = kwargs.pop("colocate_with", None)
         block = devices.requested()
         if near is None and block is not around and block is not None and block.job == "ps":

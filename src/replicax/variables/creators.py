@@ -80,6 +80,7 @@ def create(
     synchronization: VariableSynchronization = VariableSynchronization.AUTO,
     aggregation: VariableAggregation = VariableAggregation.NONE,
     constraint: Any = None,
+    per_worker_variable: bool = False,
     **others: Any,
 ) -> Any:
     """Asks the creators of this thread, innermost first, for a variable."""
@@ -93,6 +94,8 @@ def create(
         "aggregation": aggregation,
         "constraint": constraint,
     }
+    if per_worker_variable:
+        kwargs["per_worker_variable"] = True
     _require_known(others.keys() - IgnoredArguments.__annotations__, kwargs)
     # The last creator is asked first; each gets the one before it as `next_creator`.
     chain = (*_Bottom.installed, *_creators.get())

@@ -54,6 +54,10 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
       shape: Its shape, if the initial value is to be checked against one.
       synchronization: When copies are brought into agreement.
       aggregation: How the replicas' writes (or ON_READ copies) become one value.
+      constraint: What optimizers apply to each new value.
+      per_worker_variable: Whether, with a `ParameterServerStrategy`, each worker has a copy of its
+        own, which is not synchronized; `read_all()` returns all of them. Other strategies have
+        one worker, and make no difference.
 
     >>> v = Variable(1.0, name="v")
     >>> v.assign_add(2.0)
@@ -99,6 +103,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
         constraint: Callable[[Any], Any] | None = None,
+        per_worker_variable: bool = False,
         **ignored: Unpack[creators.IgnoredArguments],
     ) -> None:
         # The arguments of `rx.Variable`; the metaclass hands them to the creators, which make
