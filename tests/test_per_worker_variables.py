@@ -102,3 +102,48 @@ def test_strategies_with_one_worker_make_their_own_variables(strategy: Any) -> N
         v = rx.Variable(1.0, per_worker_variable=True)
     assert float(v.assign_add(1.0)) == 2.0
     assert strategy.extended.variable_created_in_scope(v)
+
+
+# Datasets.
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_per_worker_datasets_tell_what_their_elements_look_like(desk: Desk, replicas: int) -> None:
+    def dataset() -> Any:
+        elements = {"x": np.zeros((10, 3)), "y": (np.arange(10), np.zeros((10, 2), np.float16))}
+        return rx.data.Dataset.from_tensor_slices(elements)
+
+    strategy = desk.strategy(replicas_per_worker=replicas)
+    coordinator = desk.coordinator(strategy)
+    twin = rx.MirroredStrategy(["CPU:0"], virtual_replicas=replicas)
+    global_batches = strategy.experimental_distribute_dataset(
+        dataset().batch(4, drop_remainder=True)
+    )
+    for source, expected in (
+        (
+            lambda: dataset().batch(4),
+            twin.distribute_datasets_from_function(lambda _: dataset().batch(4)),
+        ),
+        (
+            dataset().batch(5, drop_remainder=True),
+            twin.distribute_datasets_from_function(
+                lambda _: dataset().batch(5, drop_remainder=True)
+            ),
+        ),
+        (
+            global_batches,
+            twin.experimental_distribute_dataset(dataset().batch(4, drop_remainder=True)),
+        ),
+    ):
+        found = coordinator.create_per_worker_dataset(source)
+        assert found.element_spec == expected.element_spec
+        assert iter(found).element_spec == iter(expected).element_spec == found.element_spec
+
+
+def test_the_spec_of_a_dataset_that_cannot_be_made_says_why(desk: Desk) -> None:
+    def fails() -> Any:
+        raise KeyError("no such file")
+
+    dataset = desk.coordinator().create_per_worker_dataset(fails)
+    with pytest.raises(errors.ClosureInputError, match="no such file"):
+        _ = dataset.element_spec

@@ -22,10 +22,12 @@ from replicax.coordinator.courier import Cluster
 from replicax.coordinator.dispatcher import Dispatcher
 from replicax.coordinator.pacing import Rounds
 from replicax.coordinator.per_worker import PerWorkerDataset, return_argument
+from replicax.coordinator.remote_value import RemoteValue
 from replicax.coordinator.resources import Kind, Resource
 from replicax.coordinator.status import Status
 from replicax.coordinator.timing import Timing
 from replicax.coordinator.waiters import Waiter, noted
+from replicax.coordinator.workers import WorkerState
 from replicax.foundation import errors, lazy
 from replicax.transport import messages, stacks
 from replicax.transport.tasks import Task
@@ -195,15 +197,28 @@ class Engine:
         result, buffers = closure.result
         return shipping.unpack_result(result, buffers, self._cluster)
 
-    def run_errand(self, worker: int, resource: int, kept: Any) -> Closure:
-        """Has one worker return what it keeps under a number."""
-        function = shipping.ship(return_argument)
+    def run_errand(
+        self,
+        worker: int,
+        resource: int,
+        kept: Any,
+        fn: Callable[[Any], Any] = return_argument,
+    ) -> Closure:
+        """Has one worker return what it keeps under a number, or a function of it."""
+        function = shipping.ship(fn)
         with self._lock:
             self._require_open()
             number = self._cluster.next_closure()
             closure = Closure(number, function, [resource], (), kept, pin=worker)
             self._dispatcher.add(closure, time.monotonic())
         return closure
+
+    def ask_any_worker(self, fn: Callable[[Any], Any], resource: int, kept: Any) -> Any:
+        """Returns what a function gives for what one of the workers keeps under a number."""
+        with self._lock:
+            workers = self._dispatcher.crew.workers
+            found = next((w.index for w in workers if w.state is WorkerState.READY), 0)
+        return RemoteValue(self, self.run_errand(found, resource, kept, fn)).fetch()
 
     def make_resource(
         self, kind: Kind, function: ShippedFunction, buffers: Sequence[Any], kept: Any

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from replicax.contexts import frames
+from replicax.coordinator import element_specs
 from replicax.coordinator.resources import Resource
 from replicax.foundation import errors
 
@@ -20,6 +22,10 @@ class ResourceHome(Protocol):
 
     def make_iterator(self, dataset: PerWorkerDataset) -> Resource:
         """Starts an iterator over a dataset on each worker."""
+        ...
+
+    def ask_any_worker(self, fn: Callable[[Any], Any], resource: int, kept: Any) -> Any:
+        """Returns what a function gives for what one of the workers keeps under a number."""
         ...
 
 
@@ -36,6 +42,7 @@ class PerWorkerDataset:
         self.resource = resource.id
         # Weak: a dataset does not keep the coordinator's threads alive.
         self._home = weakref.ref(home)
+        self._spec: tuple[Any] | None = None
         weakref.finalize(self, home.released.append, resource.id).atexit = False
 
     def __repr__(self) -> str:
@@ -50,16 +57,33 @@ class PerWorkerDataset:
                     "Call `iter(dataset)` before, and pass the iterator as an argument.",
                 )
             )
+        home = self._require_home()
+        return PerWorkerIterator(home, home.make_iterator(self), self)
+
+    def _require_home(self) -> ResourceHome:
         home = self._home()
         if home is None:
             raise errors.ContextError(
                 errors.message(
-                    "Per-worker datasets live as long as their ClusterCoordinator",
+                    "A per-worker dataset needs the ClusterCoordinator that made it",
                     "it is closed",
-                    "Make the dataset anew.",
+                    "Make a new dataset with a new coordinator.",
                 )
             )
-        return PerWorkerIterator(home, home.make_iterator(self), self)
+        return home
+
+    @property
+    def element_spec(self) -> Any:
+        """What the elements on a worker look like: that of the dataset that it distributes there.
+
+        The first time, a worker is asked, and waited for.
+        """
+        if self._spec is None:
+            found = self._require_home().ask_any_worker(
+                element_specs.described, self.resource, self
+            )
+            self._spec = (element_specs.rebuilt(found),)
+        return self._spec[0]
 
 
 class PerWorkerIterator:
@@ -81,6 +105,11 @@ class PerWorkerIterator:
 
     def __iter__(self) -> PerWorkerIterator:
         return self
+
+    @property
+    def element_spec(self) -> Any:
+        """What the elements on a worker look like; see `PerWorkerDataset.element_spec`."""
+        return self._dataset.element_spec
 
     def __next__(self) -> NoReturn:
         raise errors.UnsupportedError(
