@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from replicax.contexts import guards
-from replicax.foundation import devices, errors, jax_compat, options
+from replicax.foundation import devices, errors, jax_compat, options, tracebacks
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.regroup import map_structure
 
@@ -86,7 +86,11 @@ class ReplicaContext:
                 )
             )
         assert frame.executor is not None
-        return frame.executor.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
+        try:
+            return frame.executor.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
+        except Exception as error:
+            tracebacks.hide_own_frames(error)
+            raise
 
     @overload
     def all_reduce(

@@ -23,7 +23,7 @@ from replicax.coordinator.remote_value import (
 )
 from replicax.coordinator.status import Status
 from replicax.coordinator.timing import Timing
-from replicax.foundation import errors
+from replicax.foundation import errors, tracebacks
 
 # How often progress is looked at.
 _PROGRESS_S = 0.1
@@ -195,6 +195,13 @@ class ClusterCoordinator:
             the coordinator can be used again.
           DeadlineExceededError: They have not ended in time; they go on.
         """
+        try:
+            self._join(timeout, progress)
+        except Exception as error:
+            tracebacks.hide_own_frames(error, is_meant=True)
+            raise
+
+    def _join(self, timeout: float | None, progress: bool) -> None:
         if not progress:
             self._engine.join(timeout)
             return

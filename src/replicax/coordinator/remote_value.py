@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from replicax.coordinator.closures import Closure
-from replicax.foundation import errors
+from replicax.foundation import errors, tracebacks
 from replicax.values.regroup import mapping_like, sequence_like
 
 
@@ -64,10 +64,14 @@ class RemoteValue:
         """
         if self._value is None:
             closure = self._require_closure()
-            if not closure.is_settled:
-                self._home.wait_for(closure, timeout)
-            if closure.error is not None:
-                raise closure.error.with_traceback(None)
+            try:
+                if not closure.is_settled:
+                    self._home.wait_for(closure, timeout)
+                if closure.error is not None:
+                    raise closure.error.with_traceback(None)
+            except Exception as error:
+                tracebacks.hide_own_frames(error, is_meant=True)
+                raise
             self._value = (self._home.unpack(closure),)
         return self._value[0]
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from replicax.contexts import frames, guards
 from replicax.contexts.replica_context import ValueContext
-from replicax.foundation import devices, errors
+from replicax.foundation import devices, errors, tracebacks
 from replicax.foundation.notebook import html_table
 from replicax.foundation.options import ReduceOp, RunOptions, resolve_reduce_op
 from replicax.input.distributed import DistributedDataset
@@ -98,8 +98,12 @@ class Strategy:
             raise errors.ArgumentTypeError(
                 errors.message("`fn` must be callable", f"it is {fn!r}", "Pass a function.")
             )
-        with entered(self, "run"):
-            return self._extended.call_for_each_replica(fn, args, kwargs)
+        try:
+            with entered(self, "run"):
+                return self._extended.call_for_each_replica(fn, args, kwargs)
+        except Exception as error:
+            tracebacks.hide_own_frames(error)
+            raise
 
     @overload
     def reduce(

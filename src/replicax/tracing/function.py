@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import jax
 
 from replicax.contexts import frames
-from replicax.foundation import errors, jax_compat
+from replicax.foundation import errors, jax_compat, tracebacks
 from replicax.tracing import concrete, feeds, retracing, signature
 from replicax.tracing.concrete import ConcreteFunction
 from replicax.tracing.iterators import EndOfData
@@ -90,39 +90,45 @@ class Function(Generic[P, R]):
         self._lock = threading.RLock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        given: tuple[Any, ...] = args
-        named: dict[str, Any] = kwargs
-        if self.input_signature is not None:
-            fn, specs = self.python_function, self.input_signature
-            given, named = signature.apply_input_signature(fn, specs, args, kwargs), {}
-        frame = frames.current()
-        # Replica code of several replicas is compiled as a whole, or not at all.
-        is_one_of_many = frame.replica_id is not None and frame.strategy.num_replicas_in_sync > 1
-        is_plain = frame.overlay is not None or is_one_of_many or _Debugging.runs_eagerly
-        if is_plain or not jax_compat.is_eager() or jax_compat.is_jit_disabled():
-            return self.python_function(*given, **named)
-        self._history.num_calls += 1
-        structure = None
         try:
-            arguments = signature.Arguments(given, named, frame.layout)
-            if self._generalization is not None:
-                structure = arguments.key[1]
-                places = self._generalization.changing(structure, arguments.python_numbers)
-                arguments = signature.Arguments(given, named, frame.layout, places)
-            key = self._key(arguments, frame)
-            programs = self._programs.get(key)
-            if programs is None or programs[0].events:
-                return self._call_with_data(key, arguments)
-        except signature.Ragged:
-            self._warn_ragged()
-            with _end_of_data(self.name):
+            given: tuple[Any, ...] = args
+            named: dict[str, Any] = kwargs
+            if self.input_signature is not None:
+                fn, specs = self.python_function, self.input_signature
+                given, named = signature.apply_input_signature(fn, specs, args, kwargs), {}
+            frame = frames.current()
+            # Replica code of several replicas is compiled as a whole, or not at all.
+            is_one_of_many = (
+                frame.replica_id is not None and frame.strategy.num_replicas_in_sync > 1
+            )
+            is_plain = frame.overlay is not None or is_one_of_many or _Debugging.runs_eagerly
+            if is_plain or not jax_compat.is_eager() or jax_compat.is_jit_disabled():
                 return self.python_function(*given, **named)
-        except errors.TracedValueError:
-            if self._generalization is None or not self._generalization.refuse(structure):
-                raise
-            # The function needs a Python number where it was given an array.
-            return self(*args, **kwargs)
-        return programs[0](arguments.arrays)
+            self._history.num_calls += 1
+            structure = None
+            try:
+                arguments = signature.Arguments(given, named, frame.layout)
+                if self._generalization is not None:
+                    structure = arguments.key[1]
+                    places = self._generalization.changing(structure, arguments.python_numbers)
+                    arguments = signature.Arguments(given, named, frame.layout, places)
+                key = self._key(arguments, frame)
+                programs = self._programs.get(key)
+                if programs is None or programs[0].events:
+                    return self._call_with_data(key, arguments)
+            except signature.Ragged:
+                self._warn_ragged()
+                with _end_of_data(self.name):
+                    return self.python_function(*given, **named)
+            except errors.TracedValueError:
+                if self._generalization is None or not self._generalization.refuse(structure):
+                    raise
+                # The function needs a Python number where it was given an array.
+                return self(*args, **kwargs)
+            return programs[0](arguments.arrays)
+        except Exception as error:
+            tracebacks.hide_own_frames(error)
+            raise
 
     def _key(self, arguments: signature.Arguments, frame: frames.Frame) -> Any:
         return (
@@ -418,13 +424,15 @@ class translated_errors:
             | jax.errors.TracerArrayConversionError
             | jax.errors.TracerIntegerConversionError,
         ):
-            raise errors.TracedValueError(
+            translated = errors.TracedValueError(
                 errors.message(
                     f"Compiled code such as {self._name!r} needs values that the compiler can "
                     "follow",
                     "a traced value (the replica id, an argument or a variable) was used as a "
                     f"Python int, bool or NumPy array: {str(error).splitlines()[0]}",
-                    "Use jnp.where, jax.lax.cond or array indexing instead, or call "
+                    "Use jnp.where, rx.cond, rx.while_loop or array indexing instead, or call "
                     "`strategy.run` with the plain function, which runs replica by replica.",
                 )
-            ) from error
+            )
+            # It happened in the user's code, not here.
+            raise translated.with_traceback(error.__traceback__) from error
