@@ -78,6 +78,15 @@ class ThreadedRun:
 
     def run(self) -> Any:
         """Runs all replicas and merges what they return."""
+        if frames.current().overlay is None and not jax_compat.is_eager():
+            raise errors.TracingError(
+                errors.message(
+                    "`Strategy.run` inside a JAX transformation needs `rx.function`",
+                    "the code runs under a bare jax.jit, jax.grad, jax.vmap or the like",
+                    "Use `rx.function` in the place of jax.jit, and `rx.value_and_grad` in the "
+                    "function that `run` calls.",
+                )
+            )
         caller_settings = jax_compat.caller_settings()
         last = None
         try:
@@ -185,7 +194,7 @@ class ThreadedRun:
                     "`rx.function`.",
                 )
             )
-        if not jax_compat.is_eager():
+        if frames.current().overlay is None and not jax_compat.is_eager():
             raise errors.TracingError(
                 errors.message(
                     "Replicas that run eagerly can meet only outside of JAX transformations",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import importlib.util
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,16 @@ from replicax.foundation import errors, gate
 from replicax.foundation.jax_compat import Device
 
 _PLATFORMS = {"CPU": ("cpu",), "GPU": ("gpu", "cuda", "rocm"), "TPU": ("tpu",)}
+# The packages that add support for a kind of device to JAX, the extra of JAX that installs one,
+# and what to do if there is one, and no device.
+_SUPPORT = {
+    "GPU": (
+        ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin"),
+        "cuda13",
+        "Check the driver with `nvidia-smi`, and JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.",
+    ),
+    "TPU": (("libtpu",), "tpu", "Check that this machine has a TPU, and JAX_PLATFORMS."),
+}
 _PART = re.compile(
     r"(?P<key>job|replica|task|device):(?P<value>[^/]+)|(?P<kind>[A-Za-z]\w*)(:(?P<index>\d+|\*))?"
 )
@@ -96,15 +107,31 @@ def resolve(device: str | Device) -> Device:
     candidates = devices_of_kind(spec.kind or "CPU")
     index = spec.index or 0
     if index >= len(candidates):
-        raise errors.InvalidArgumentError(
-            errors.message(
-                "A device must exist",
-                f"{device!r} was asked for and this process has {_available()}",
-                "Name one of those; for more CPU devices call "
-                "rx.set_virtual_cpu_devices(n) first in the program.",
-            )
-        )
+        raise errors.InvalidArgumentError(missing(f"The device {device!r}", spec.kind or "CPU"))
     return candidates[index]
+
+
+def missing(wanted: str, kind: str) -> str:
+    """Returns the message about a device of a kind that is not there."""
+    found = f"this process has {_available()}"
+    if kind in _SUPPORT and not devices_of_kind(kind):
+        packages, extra, advice = _SUPPORT[kind]
+        install = f'`pip install "jax[{extra}]"`'
+        if not any(map(_is_installed, packages)):
+            return errors.message(
+                f"{wanted} needs a JAX with {kind} support",
+                f"the installed JAX {jax.__version__} has none, and {found}",
+                f"Install it with {install}, or name one of these devices.",
+            )
+        return errors.message(f"{wanted} needs a {kind} that JAX can use", found, advice)
+    advice = "Name one of those."
+    if kind == "CPU":
+        advice = "For more CPU devices call rx.set_virtual_cpu_devices(n) first in the program."
+    return errors.message(f"{wanted} must exist", found, advice)
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def devices_of_kind(kind: str) -> list[Device]:

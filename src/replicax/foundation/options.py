@@ -138,8 +138,11 @@ def resolve_reduce_op(reduce_op: ReduceOp | VariableAggregation | str) -> Reduce
         return ReduceOp[reduce_op.upper()]
     raise errors.InvalidArgumentError(
         errors.message(
-            "`reduce_op` must be ReduceOp.SUM, ReduceOp.MEAN or one of their names",
-            f"it is {reduce_op!r}",
-            "Pass rx.ReduceOp.SUM or rx.ReduceOp.MEAN.",
+            "`reduce_op`, the first argument, must be ReduceOp.SUM, ReduceOp.MEAN or one of "
+            "their names",
+            f"it is {reduce_op!r}"
+            if isinstance(reduce_op, str)
+            else f"it is a {type(reduce_op).__name__}",
+            'Pass "SUM" or "MEAN" first, and the value after it.',
         )
     )

@@ -24,6 +24,9 @@ from replicax.values import printing
 from replicax.values.distributed_values import DistributedValues
 from replicax.values.regroup import map_structure
 
+# What `axis` is if it was forgotten: None says something else.
+_REQUIRED = object()
+
 
 class Strategy:
     """A set of devices, with a policy of where variables live and how replicas run.
@@ -116,9 +119,7 @@ class Strategy:
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
     ) -> Any: ...
-    def reduce(
-        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
-    ) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = _REQUIRED) -> Any:
         """Combines a per-replica value into one array on the current device.
 
         Args:
@@ -129,6 +130,15 @@ class Strategy:
             number of elements, also for a partial batch.
         """
         op = resolve_reduce_op(reduce_op)
+        if axis is _REQUIRED:
+            raise errors.ArgumentTypeError(
+                errors.message(
+                    "`Strategy.reduce` needs an `axis`",
+                    "none was given",
+                    "Pass axis=None to combine across replicas only, or axis=0 to combine the "
+                    "rows of each replica as well.",
+                )
+            )
         guards.require_cross_replica(
             "Strategy.reduce", "Use `rx.get_replica_context().all_reduce(...)` there."
         )

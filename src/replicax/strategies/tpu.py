@@ -40,13 +40,7 @@ class TPUStrategy(Strategy):
         else:
             found = tuple(devices.devices_of_kind("TPU"))
         if not found:
-            raise errors.InvalidArgumentError(
-                errors.message(
-                    "TPUStrategy needs TPU devices",
-                    "this process has none",
-                    "Use rx.MirroredStrategy, or name devices in `experimental_device_assignment`.",
-                )
-            )
+            raise errors.InvalidArgumentError(devices.missing("TPUStrategy", "TPU"))
         super().__init__(MirroredExtended(self, ReplicaLayout(found)))
 
     @property

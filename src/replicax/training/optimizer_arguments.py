@@ -32,8 +32,8 @@ def check_options(transformation: Any, steps: Any, sparse: Any) -> None:
             raise errors.ArgumentTypeError(
                 errors.message(
                     "`transformation` must be an optax.GradientTransformation",
-                    f"{transformation!r} has no `{method}`",
-                    "Pass e.g. optax.adam(1e-3).",
+                    f"a {type(transformation).__name__} has no `{method}`",
+                    "Pass e.g. optax.adam(1e-3) first, and the variables after it.",
                 )
             )
     is_count = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1

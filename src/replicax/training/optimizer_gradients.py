@@ -117,6 +117,10 @@ def _are_pairs(gradients: Any) -> bool:
     )
 
 
+def _swapped(pairs: list[Any]) -> list[Any]:
+    return [pair[::-1] if isinstance(pair, list | tuple) else pair for pair in pairs]
+
+
 def _zipped(gradients: Any, variables: Any) -> list[tuple[Any, Any]]:
     """Puts the leaves of two structures side by side."""
     if isinstance(variables, Variable):
@@ -130,12 +134,15 @@ def _zipped(gradients: Any, variables: Any) -> list[tuple[Any, Any]]:
     try:
         map_structure(lambda v, g: pairs.append((g, v)), variables, gradients)
     except errors.StructureError:
+        found = f"the variables are {_sketch(variables)} and the gradients {_sketch(gradients)}"
+        if isinstance(gradients, list) and _are_pairs(_swapped(gradients)):
+            found = "each pair has its variable first"
         raise errors.StructureError(
             errors.message(
                 "`apply_gradients` needs a structure of gradients like that of the variables",
-                f"the variables are {_sketch(variables)} and the gradients {_sketch(gradients)}",
-                "Pass what `rx.value_and_grad(loss, variables)` returned, or pairs "
-                "(gradient, variable).",
+                found,
+                "Pass the gradients that `rx.value_and_grad(loss, variables)()` returned, or pairs "
+                "(gradient, variable), in this order.",
             )
         ) from None
     return pairs
