@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
+README = ROOT / "README.md"
 # A tour with tables and pictures, not an example to start from.
 LONG = {"demo", "demo_recommender", "staleness"}
 
@@ -32,6 +33,20 @@ def run(name: str, *arguments: str) -> str:
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     return done.stdout
+
+
+def test_first_program_of_the_readme_prints_what_stands_next_to_it() -> None:
+    code, expected = re.findall(r"```(?:python)?\n(.*?)```", README.read_text(), re.S)[1:3]
+    env = {k: v for k, v in os.environ.items() if k != "NPROC"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=env,
+        check=False,
+        timeout=250,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == (expected, "")
 
 
 def numbers(pattern: str, output: str) -> list[float]:
