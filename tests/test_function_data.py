@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import grain
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -183,7 +184,9 @@ def numbers(count: int) -> Iterator[int]:
         lambda: (jnp.asarray(i) for i in range(3)),
         lambda: map(int, "012"),
         lambda: itertools.count(),
-        lambda: iter(rx.data.Dataset.range(3).to_grain()),
+        lambda: iter(
+            rx.data.Dataset.range(3).to_grain().to_iter_dataset(grain.ReadOptions(num_threads=0))
+        ),
     ],
 )
 def test_every_iterator_given_as_an_argument_moves_on(make: Any) -> None:

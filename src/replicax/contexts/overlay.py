@@ -191,6 +191,10 @@ class Overlay:
             self._has_inner_reads = False
             self._epoch_stack.enter_context(jax_compat.trace_epoch(next_epoch()))
 
+    def outside_program(self) -> contextlib.AbstractContextManager[None]:
+        """Is entered while code runs that no program repeats: initial values, data iterators."""
+        return contextlib.nullcontext() if self.parent is None else self.parent.outside_program()
+
     def note_creation(self, variable: Any) -> None:
         """Notes that a variable was created inside the trace."""
         if self.parent is not None:

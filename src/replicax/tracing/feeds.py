@@ -133,8 +133,10 @@ class Supply:
 
     def _take_eagerly(self, origin: Origin) -> None:
         # An iterator without read-ahead computes here, and not for the trace.
-        eager = frames.current().with_overlay(None)
-        with jax_compat.eagerly(), frames.pushed(eager):
+        frame = frames.current()
+        assert frame.overlay is not None
+        eager = frame.with_overlay(None)
+        with frame.overlay.outside_program(), jax_compat.eagerly(), frames.pushed(eager):
             self.take(origin)
 
     def take(self, origin: Origin) -> Event:

@@ -80,6 +80,8 @@ class Function(Generic[P, R]):
         self._history = history or retracing.history_of(python_function)
         self.reduce_retracing = reduce_retracing
         self._generalization = retracing.Generalization() if reduce_retracing else None
+        # A name that meant something else when the function was called before.
+        self._rebound: str | None = None
         self._has_created = False
         self._has_warned = False
         # One compiled function per strategy that runs this one on its replicas.
@@ -114,7 +116,7 @@ class Function(Generic[P, R]):
                     arguments = signature.Arguments(given, named, frame.layout, places)
                 key = self._key(arguments, frame)
                 programs = self._programs.get(key)
-                if programs is None or programs[0].events:
+                if not programs or programs[0].events or programs[0].bindings.changed():
                     return self._call_with_data(key, arguments)
             except signature.Ragged:
                 self._warn_ragged()
@@ -159,7 +161,7 @@ class Function(Generic[P, R]):
 
     def _program_for(self, key: Any, supply: feeds.Supply) -> Program | None:
         """Takes elements until one program fits them, or none does."""
-        fitting = self._programs.get(key, [])
+        fitting = self._current_programs(key)
         position = 0
         while fitting:
             if len(fitting[0].events) == position:
@@ -168,6 +170,20 @@ class Function(Generic[P, R]):
             fitting = [p for p in fitting if p.events[position] == event]
             position += 1
         return None
+
+    def _current_programs(self, key: Any) -> list[Program]:
+        """Returns the programs for a key of arguments that still use what the code names."""
+        found = self._programs.get(key, [])
+        if not any(program.bindings.changed() for program in found):
+            return found
+        with self._lock:
+            rebound = [label for p in found if (label := p.bindings.changed())]
+            found = [p for p in found if not p.bindings.changed()]
+            self._programs[key] = found
+            self._rebound = rebound[-1] if rebound else None
+            # Other variables may have to be created.
+            self._has_created = False
+            return found
 
     def _call_python(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the Python function, with arguments converted to the signature."""
@@ -184,7 +200,7 @@ class Function(Generic[P, R]):
                 return programs[0]
             reason = self._reason(key)
             with translated_errors(self.name):
-                program = Program(self.python_function, arguments, supply)
+                program = Program(self.name, self.python_function, arguments, supply)
             if program.created and self._has_created:
                 names = ", ".join(repr(v.name) for v in program.created)
                 raise errors.InvalidArgumentError(
@@ -202,6 +218,9 @@ class Function(Generic[P, R]):
             return program
 
     def _reason(self, key: Any) -> str:
+        if self._rebound is not None:
+            rebound, self._rebound = self._rebound, None
+            return f"{rebound!r} means another object now"
         if not self._programs:
             return "first call"
         if key in self._programs:
@@ -279,6 +298,7 @@ class Function(Generic[P, R]):
                 def run(*args: Any, **kwargs: Any) -> Any:
                     return owner().run(fn, args, kwargs)  # type: ignore[union-attr]
 
+                run.__dict__["python_function"] = self.python_function
                 found = Function(
                     run,
                     name=self.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,14 @@ from replicax.contexts.overlay import View
 from replicax.foundation import errors, gate, jax_compat
 from replicax.tracing import capture as capturing
 from replicax.tracing import exchange, feeds, signature
+from replicax.tracing.consumption import Consumption
+from replicax.tracing.reach import Reach
+from replicax.tracing.rebinding import Bindings
 from replicax.values.array_surface import ArraySurface
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout, copier
-from replicax.values.regroup import map_structure
+from replicax.values.regroup import leaves_of, map_structure
 
 # References to a variable's array while it is looked at: the variable's own, the local
 # name, and the argument of getrefcount. More means that somebody else holds it.
@@ -29,13 +33,17 @@ _OWN_REFERENCES = 3
 class ProgramOverlay(capturing.CapturingOverlay):
     """The overlay of a compiled function; knows the replicas that the function runs on."""
 
-    def __init__(self, supply: feeds.Supply) -> None:
+    def __init__(self, supply: feeds.Supply, consumption: Consumption) -> None:
         super().__init__(None, View.STORED)
+        self._consumption = consumption
         # Set by the first `run` of a strategy with several devices.
         self.layout: ReplicaLayout | None = None
         self.creations: list[Any] = []
         self.feed_inputs = feeds.FeedInputs(supply)
         self.fed_places = self.feed_inputs.positions
+
+    def outside_program(self) -> contextlib.AbstractContextManager[None]:
+        return self._consumption.allowed()
 
     def note_creation(self, variable: Any) -> None:
         self.creations.append(variable)
@@ -62,9 +70,15 @@ class Program:
     """A compiled function for one key of arguments, and one sequence of fed elements."""
 
     def __init__(
-        self, fn: Callable[..., Any], arguments: signature.Arguments, supply: feeds.Supply
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        arguments: signature.Arguments,
+        supply: feeds.Supply,
     ) -> None:
-        overlay = ProgramOverlay(supply)
+        leaves = leaves_of(arguments.skeleton)
+        consumption = Consumption(name, Reach(fn, leaves))
+        overlay = ProgramOverlay(supply, consumption)
         frame = frames.current().with_overlay(overlay)
         results: list[Any] = []
 
@@ -75,6 +89,9 @@ class Program:
 
         with frames.pushed(frame):
             captured = capturing.capture(body, arguments.arrays, overlay)
+        consumption.require_none()
+        # As the trace has left them: it may have created what it found missing.
+        self.bindings = Bindings(Reach(fn, leaves))
         self._results: _Results = results[0]
         # What the function took from data iterators; another sequence needs another program.
         self.events = [event for event, _ in supply.events]

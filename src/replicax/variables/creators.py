@@ -246,8 +246,15 @@ def initial_array(kwargs: dict[str, Any]) -> Any:
                 "Pass an array, a number, or a function that returns one.",
             )
         )
+    overlay = frames.current().overlay
+    if callable(value):
+        with (
+            jax_compat.eagerly(),
+            overlay.outside_program() if overlay else contextlib.nullcontext(),
+        ):
+            value = value()
     with jax_compat.eagerly():
-        value = as_operand(value() if callable(value) else value)
+        value = as_operand(value)
         if not jax_compat.is_traced(value):
             try:
                 array = jnp.asarray(value)

@@ -10,6 +10,12 @@ from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
 
 
+class Replacements:
+    """How often an attribute of a module was replaced: compiled functions look it up again."""
+
+    count = 0
+
+
 class Module:
     """Base for models: collects variables from attributes, lists, dicts and submodules.
 
@@ -30,7 +36,10 @@ class Module:
         self._name = name or _snake_case(type(self).__name__)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        is_replaced = name in self.__dict__
         object.__setattr__(self, name, value)
+        if is_replaced and not isinstance(value, bool | int | float | str):
+            Replacements.count += 1
         if self.on_new_child is not None and name != "on_new_child":
             self.on_new_child(name, value)
 

@@ -1,0 +1,212 @@
+"""Finds iterators and random state that a function would use up while it is traced.
+
+A trace runs the function once; the program runs many times. An element that the trace took
+from a generator, or a number that it drew from `np.random`, would be a constant of the
+program: every call would compute with the same one. So the state of whatever the function can
+reach is compared before and after the trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from replicax.foundation import errors
+from replicax.tracing.iterators import Feed, is_iterator
+from replicax.tracing.reach import Reach
+
+# How deep iterators may be wrapped in each other.
+_MOST_LEVELS = 8
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+
+
+class Unknowable(Exception):
+    """Raised for an iterator whose position cannot be seen from outside."""
+
+
+class Consumption:
+    """What the trace of one function may not use up.
+
+    Args:
+      name: The function's, for messages.
+      reach: What its code can reach.
+    """
+
+    def __init__(self, name: str, reach: Reach) -> None:
+        self._name = name
+        self._watched: list[tuple[str, str, Callable[[], Any], Any]] = []
+        for label, iterator in reach.iterators.values():
+            try:
+                self._watch("iterator", label, lambda it=iterator: position_of(it))
+            except Unknowable:
+                raise self._iterator_error(label, iterator, "uses") from None
+        for label, generator in reach.generators.values():
+            self._watch("random", label, lambda g=generator: _state_of(g))
+        for module in sorted(_modules_to_watch(reach)):
+            self._watch("random", module, _MODULE_STATES[module])
+
+    def _watch(self, kind: str, label: str, look: Callable[[], Any]) -> None:
+        self._watched.append((kind, label, look, look()))
+
+    def require_none(self) -> None:
+        """Raises if something was used up."""
+        for kind, label, look, before in self._watched:
+            if look() == before:
+                continue
+            if kind == "iterator":
+                raise self._iterator_error(label, None, "advances")
+            raise errors.TracingError(
+                errors.message(
+                    f"{self._name!r} is traced once, and its program runs in every call: the "
+                    "numbers that it draws in Python would be constants",
+                    f"the trace draws from {label}",
+                    "Draw with `jax.random` and a key from `rx.random.Generator` or "
+                    "`rx.random.replica_key`, or pass the numbers as arguments. For the initial "
+                    "value of a variable, pass a function: rx.Variable(lambda: ...).",
+                )
+            )
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Lets code run that runs once however often the function is called."""
+        is_untouched = [look() == before for _, _, look, before in self._watched]
+        yield
+        for i, (kind, label, look, _) in enumerate(self._watched):
+            if is_untouched[i]:
+                self._watched[i] = (kind, label, look, look())
+
+    def _iterator_error(self, label: str, iterator: Any, verb: str) -> errors.TracingError:
+        kind = "an iterator" if iterator is None else f"a {type(iterator).__name__}"
+        return errors.TracingError(
+            errors.message(
+                f"{self._name!r} is traced once, and its program runs in every call: the elements "
+                "of an iterator that it finds by name would be constants",
+                f"the trace {verb} {label!r}, {kind} of Python or another library",
+                "Pass the iterator as an argument of the function, or use `iter` of an "
+                "rx.data.Dataset, which may also be captured.",
+            )
+        )
+
+
+def position_of(iterator: Any, level: int = 0) -> Any:
+    """Returns something that changes when an iterator gives an element.
+
+    >>> numbers = enumerate("ab")
+    >>> before = position_of(numbers)
+    >>> position_of(numbers) == before
+    True
+    >>> _ = next(numbers)
+    >>> position_of(numbers) == before
+    False
+    """
+    if isinstance(iterator, Feed):
+        # Asked again in each call, whatever is wrapped around it.
+        return "feed"
+    if level == _MOST_LEVELS:
+        raise Unknowable
+    if isinstance(iterator, types.GeneratorType):
+        return _position_of_generator(iterator, level)
+    own = getattr(iterator, "__dict__", None)
+    if isinstance(own, dict) and own:
+        return {name: _sketch(value, level) for name, value in own.items()}
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 and 3.13 announce that some iterators will not be copied any more.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            reduced = iterator.__reduce__()
+    except TypeError:
+        raise Unknowable from None
+    if not isinstance(reduced, tuple):
+        raise Unknowable
+    return tuple(_sketch_of_part(part, level) for part in reduced)
+
+
+def _sketch_of_part(part: Any, level: int) -> Any:
+    """Sketches what `__reduce__` returned, which may have been made for it."""
+    if isinstance(part, tuple):
+        return tuple(_sketch_of_part(item, level) for item in part)
+    if isinstance(part, range | list | dict | set):
+        return type(part), len(part)
+    return _sketch(part, level)
+
+
+def _position_of_generator(generator: types.GeneratorType[Any, Any, Any], level: int) -> Any:
+    """Guesses by its local names whether a generator that belongs to an object moved."""
+    if level == 0:
+        raise Unknowable
+    frame = generator.gi_frame
+    if frame is None:
+        return "finished"
+    return frame.f_lasti, {name: _sketch(v, level) for name, v in frame.f_locals.items()}
+
+
+def _sketch(value: Any, level: int) -> Any:
+    if isinstance(value, _ATOMS):
+        return (type(value), repr(value))
+    if isinstance(value, tuple):
+        return tuple(_sketch(item, level) for item in value)
+    if is_iterator(value):
+        with contextlib.suppress(Unknowable):
+            return position_of(value, level + 1)
+    size = len(value) if isinstance(value, list | dict | set) else None
+    return _Same(value, size)
+
+
+class _Same:
+    """Equal to another only if it is about the same object, of the same size."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any, size: int | None) -> None:
+        self._value, self._size = value, size
+
+    def __eq__(self, other: object) -> bool:
+        is_same = isinstance(other, _Same) and self._value is other._value
+        return is_same and self._size == other._size  # type: ignore[union-attr]
+
+
+def _state_of(generator: Any) -> bytes:
+    """Returns the state of an object that random numbers are drawn from."""
+    if isinstance(generator, random.Random):
+        try:
+            return pickle.dumps(generator.getstate())
+        except NotImplementedError:
+            # The operating system's randomness has no state.
+            return b""
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return pickle.dumps(generator.get_state(legacy=False))
+    return bytes(generator.get_state().numpy())
+
+
+def _state_of_torch() -> bytes:
+    torch = sys.modules.get("torch")
+    return b"" if torch is None else bytes(torch.random.get_rng_state().numpy())
+
+
+_MODULE_STATES: dict[str, Callable[[], bytes]] = {
+    "random": lambda: pickle.dumps(random.getstate()),
+    "np.random": lambda: pickle.dumps(np.random.get_state(legacy=False)),
+    "torch": _state_of_torch,
+}
+
+
+def _modules_to_watch(reach: Reach) -> set[str]:
+    """Returns the modules whose random state the function may be blamed for.
+
+    Those that its code mentions; other threads, such as readers of data, draw numbers too, and
+    so do libraries on their own account. In a process with one thread, nothing else than the
+    function and what it calls draws from np.random.
+    """
+    alone = threading.active_count() == 1
+    return reach.modules | ({"np.random"} if alone else set())

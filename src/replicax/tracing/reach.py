@@ -1,0 +1,379 @@
+"""What the code of a function can reach by name, found without running any of it.
+
+A trace runs Python once. Everything that the code finds by a name outside of itself (a global,
+a variable of an enclosing function, an attribute) is found once too. `Reach` goes the same
+ways: from the names that the byte code loads to their values, through helper functions,
+methods and containers, and on. Code of libraries is not followed.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+import random
+import sys
+import sysconfig
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from replicax.tracing.iterators import Feed, is_iterator
+from replicax.values.array_surface import ArraySurface
+
+# Longer containers hold data rather than things that code asks for by name.
+_MOST_ITEMS = 256
+# A bound for objects that refer to ever more objects.
+_MOST_VISITS = 20_000
+_NUMBERS = (bool, int, float, complex, str, bytes, np.generic, type(Ellipsis), type(NotImplemented))
+_LEAVES = (*_NUMBERS, jax.Array, np.ndarray, Feed, ArraySurface)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_LIBRARIES = tuple(
+    os.path.join(sysconfig.get_path(name), "")
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+
+
+class Binding(NamedTuple):
+    """One place where code looks up a name, and what it found there.
+
+    Attributes:
+      owner: The dictionary of a module or an object, a dict, a list, or the cell of a closure.
+      name: The name in it; None for a cell.
+      value: What is there.
+      label: How the user writes it.
+      holder: The object that owns the dictionary, for attributes.
+    """
+
+    owner: Any
+    name: Any
+    value: Any
+    label: str
+    holder: Any = None
+
+
+class _Names(NamedTuple):
+    """The names that some code, and the code inside it, loads."""
+
+    globals: frozenset[str]
+    cells: frozenset[str]
+    attributes: frozenset[str]
+    imports: frozenset[str]
+
+
+class Reach:
+    """Everything that a function, called with some arguments, can reach by name.
+
+    Attributes:
+      bindings: Where names were looked up.
+      iterators: Iterators that are no feeds, by what the user calls them.
+      generators: Objects that random numbers are drawn from.
+      modules: Which modules of random numbers the code uses.
+    """
+
+    def __init__(self, function: Any, arguments: Any = ()) -> None:
+        self.bindings: list[Binding] = []
+        self.iterators: dict[int, tuple[str, Any]] = {}
+        self.generators: dict[int, tuple[str, Any]] = {}
+        self.modules: set[str] = set()
+        self._seen: set[tuple[int, int]] = set()
+        # Keeps alive whose ids are in use.
+        self._kept: list[Any] = []
+        self._root = _innermost(function)
+        self._home = _top_package(self._root)
+        self._follow(function, "function")
+        names = _names_of(function)
+        if names is not None:
+            for i, argument in enumerate(arguments):
+                self._visit(argument, names.attributes, f"argument {i}")
+
+    # Code.
+
+    def _follow(self, function: Any, label: str) -> None:
+        """Follows what a function loads; `label` says how the user calls it."""
+        if isinstance(function, functools.partial):
+            self._follow(function.func, label)
+            for value in (*function.args, *function.keywords.values()):
+                self._visit(value, frozenset(), label)
+            return
+        inner = _wrapped(function)
+        if inner is not None:
+            self._follow(inner, label)
+            return
+        if isinstance(function, types.MethodType):
+            self._follow(function.__func__, label)
+            names = _names_of(function.__func__)
+            if names is not None and isinstance(function.__func__, types.FunctionType):
+                self._visit(function.__self__, names.attributes, label.rpartition(".")[0] or "self")
+            return
+        if isinstance(function, types.FunctionType):
+            is_own = self._is_own_file(function.__code__.co_filename)
+            if is_own or function is self._root:
+                self._follow_code(function)
+            elif "__wrapped__" in function.__dict__:
+                # What a library made of the user's function, such as `jax.vmap`.
+                self._visit(function.__dict__["__wrapped__"], frozenset(), label)
+
+    def _follow_code(self, function: types.FunctionType) -> None:
+        names = _names_in(function.__code__)
+        if self._is_seen(function, names.attributes):
+            return
+        for name in sorted(names.globals & function.__globals__.keys()):
+            value = function.__globals__[name]
+            self._bind(Binding(function.__globals__, name, value, name))
+            self._visit(value, names.attributes, name)
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            if name in names.cells:
+                self._bind(Binding(cell, None, value, name))
+                self._visit(value, names.attributes, name)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._visit(value, names.attributes, "a default argument")
+        self._note_imports(names)
+
+    def _note_imports(self, names: _Names) -> None:
+        if "random" in names.imports:
+            self.modules.add("random")
+        if any(n == "numpy" or n.startswith("numpy.") for n in names.imports):
+            self.modules.update({"np.random"} if "random" in names.attributes else ())
+        if "numpy.random" in names.imports:
+            self.modules.add("np.random")
+
+    # Values.
+
+    def _visit(self, value: Any, attributes: frozenset[str], label: str) -> None:
+        if value is None or isinstance(value, _LEAVES) or self._is_seen(value, attributes):
+            return
+        if _is_generator_of_numbers(value):
+            self.generators[id(value)] = (label, value)
+        elif is_iterator(value):
+            self.iterators[id(value)] = (label, value)
+        elif isinstance(value, types.ModuleType):
+            self._visit_module(value, attributes, label)
+        elif isinstance(value, Mapping):
+            self._visit_mapping(value, attributes, label)
+        elif isinstance(value, list | tuple | set | frozenset):
+            self._visit_items(value, attributes, label)
+        elif callable(value):
+            self._visit_callable(value, attributes, label)
+        else:
+            self._visit_object(value, attributes, label)
+
+    def _visit_callable(self, value: Any, attributes: frozenset[str], label: str) -> None:
+        owner = getattr(value, "__self__", None)
+        if _is_generator_of_numbers(owner):
+            self._note_drawing(owner, label)
+        elif isinstance(value, type):
+            if self._is_own_class(value):
+                self._follow_method(value, "__init__", label)
+        elif isinstance(value, _FUNCTIONS) or _wrapped(value) is not None:
+            self._follow(value, label)
+        else:
+            self._visit_object(value, attributes, label)
+
+    def _visit_module(
+        self, module: types.ModuleType, attributes: frozenset[str], label: str
+    ) -> None:
+        name = module.__name__
+        if name == "random":
+            self.modules.add("random")
+        elif name == "numpy.random" or (name == "numpy" and "random" in attributes):
+            self.modules.add("np.random")
+        elif name == "torch" or name.startswith("torch."):
+            self.modules.add("torch")
+        elif self._is_own_file(getattr(module, "__file__", None)):
+            for found in sorted(attributes & vars(module).keys()):
+                own = vars(module)[found]
+                self._bind(Binding(vars(module), found, own, f"{label}.{found}"))
+                self._visit(own, attributes, f"{label}.{found}")
+
+    def _visit_mapping(self, value: Mapping[Any, Any], attributes: Any, label: str) -> None:
+        if type(value) is not dict or len(value) > _MOST_ITEMS:
+            return
+        for key, item in list(value.items()):
+            if self._is_stateful(item):
+                self._bind(Binding(value, key, item, f"{label}[{key!r}]"))
+            self._visit(item, attributes, f"{label}[{key!r}]")
+
+    def _visit_items(self, value: Any, attributes: Any, label: str) -> None:
+        if len(value) > _MOST_ITEMS:
+            return
+        if type(value) is list and any(map(self._is_stateful, value)):
+            self._bind(Binding(value, slice(None), tuple(value), f"an item of {label}"))
+        for i, item in enumerate(value):
+            self._visit(item, attributes, f"{label}[{i}]")
+
+    def _visit_object(self, value: Any, attributes: frozenset[str], label: str) -> None:
+        cls = type(value)
+        if cls.__module__.partition(".")[0] == "torch":
+            self.modules.add("torch")
+        if not any(map(self._is_own_class, cls.__mro__[:-1])):
+            return
+        own = _dict_of(value)
+        for name in sorted(attributes & own.keys()):
+            self._bind(Binding(own, name, own[name], f"{label}.{name}", value))
+            self._visit(own[name], attributes, f"{label}.{name}")
+        for name in sorted((attributes | {"__call__"}) - own.keys()):
+            self._follow_method(cls, name, f"{label}.{name}", value)
+
+    def _follow_method(self, cls: type, name: str, label: str, instance: Any = None) -> None:
+        for base in cls.__mro__:
+            found = vars(base).get(name)
+            if found is None:
+                continue
+            found = found.fget if isinstance(found, property) else found
+            found = getattr(found, "__func__", found)
+            found = _wrapped(found) or found
+            if isinstance(found, types.FunctionType) and self._is_own_file(
+                found.__code__.co_filename
+            ):
+                self._follow_code(found)
+                if instance is not None:
+                    names = _names_in(found.__code__)
+                    self._visit(instance, names.attributes, label.rpartition(".")[0])
+            return
+
+    def _note_drawing(self, owner: Any, label: str) -> None:
+        """Notes the owner of a method such as `from numpy.random import normal` gives."""
+        if owner is getattr(random.random, "__self__", None):
+            self.modules.add("random")
+        elif owner is getattr(np.random.random_sample, "__self__", None):
+            self.modules.add("np.random")
+        else:
+            self.generators[id(owner)] = (label, owner)
+
+    # Bookkeeping.
+
+    def _bind(self, binding: Binding) -> None:
+        """Notes a binding, unless its value is a constant, a library's, or a strategy.
+
+        Whoever makes a new strategy makes new variables too; a strategy that is noted here would
+        live as long as the function.
+        """
+        value = binding.value
+        if isinstance(value, (*_NUMBERS, types.ModuleType, types.BuiltinFunctionType)):
+            return
+        if hasattr(type(value), "num_replicas_in_sync"):
+            return
+        if isinstance(value, type) and not self._is_own_class(value):
+            return
+        if isinstance(value, types.FunctionType) and not self._is_own_file(
+            value.__code__.co_filename
+        ):
+            return
+        self.bindings.append(binding)
+
+    def _is_stateful(self, value: Any) -> bool:
+        """Tells whether a value is a variable, or an object that may hold some."""
+        is_object = bool(_dict_of(value)) and not isinstance(value, type)
+        return isinstance(value, ArraySurface) or (is_object and self._is_own_class(type(value)))
+
+    def _is_seen(self, value: Any, attributes: frozenset[str]) -> bool:
+        key = (id(value), id(attributes))
+        if key in self._seen or len(self._seen) > _MOST_VISITS:
+            return True
+        self._seen.add(key)
+        self._kept.append((value, attributes))
+        return False
+
+    def _is_own_class(self, cls: type) -> bool:
+        module = sys.modules.get(cls.__module__)
+        if module is None or cls.__module__ == "builtins":
+            return False
+        return cls.__module__ == "__main__" or self._is_own_file(getattr(module, "__file__", None))
+
+    def _is_own_file(self, file: str | None) -> bool:
+        """Tells whether code is the user's: of no library, or of the function's own package."""
+        if file is None:
+            return False
+        if file.startswith(_PACKAGE):
+            return False
+        return not _is_library(file) or (bool(self._home) and file.startswith(self._home))
+
+
+def _wrapped(value: Any) -> Any:
+    """Returns the Python function inside a compiled one; None for anything else."""
+    own = _dict_of(value)
+    inner = own.get("python_function")
+    if inner is None and not isinstance(value, type | types.FunctionType):
+        inner = own.get("__wrapped__")
+    return inner if callable(inner) else None
+
+
+def _innermost(function: Any) -> Any:
+    while True:
+        inner = _wrapped(function)
+        if inner is None and isinstance(function, functools.partial):
+            inner = function.func
+        if inner is None and isinstance(function, types.MethodType):
+            inner = function.__func__
+        if inner is None:
+            return function
+        function = inner
+
+
+def _dict_of(value: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if type(found) is dict else {}
+
+
+def _is_generator_of_numbers(value: Any) -> bool:
+    if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+        return True
+    return type(value).__module__.startswith("torch") and type(value).__name__ == "Generator"
+
+
+def _names_of(function: Any) -> _Names | None:
+    code = getattr(_innermost(function), "__code__", None)
+    return _names_in(code) if isinstance(code, types.CodeType) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> _Names:
+    found: dict[str, set[str]] = {"GLOBAL": set(), "CELL": set(), "ATTRIBUTE": set()}
+    imports: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        kind, name = instruction.opname, instruction.argval
+        if kind in ("LOAD_GLOBAL", "LOAD_NAME"):
+            found["GLOBAL"].add(name)
+        elif kind in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"):
+            found["CELL"].add(name)
+        elif kind in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
+            found["ATTRIBUTE"].add(name)
+        elif kind == "IMPORT_NAME":
+            imports.add(name)
+    inner = [_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return _Names(
+        frozenset(found["GLOBAL"]).union(*(n.globals for n in inner)),
+        frozenset(found["CELL"]).union(*(n.cells for n in inner)),
+        frozenset(found["ATTRIBUTE"]).union(*(n.attributes for n in inner)),
+        frozenset(imports).union(*(n.imports for n in inner)),
+    )
+
+
+def _top_package(function: Any) -> str:
+    """Returns the directory of the package that a function is from; "" if it is in none."""
+    name = getattr(function, "__module__", None) or ""
+    package = sys.modules.get(name.partition(".")[0])
+    file = getattr(package, "__file__", None)
+    if file is None or not hasattr(package, "__path__"):
+        return ""
+    return os.path.join(os.path.dirname(file), "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(file: str) -> bool:
+    path = os.path.abspath(file)
+    return path.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in path
