@@ -6,6 +6,7 @@ import ast
 import importlib
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 import traceback
@@ -191,6 +192,13 @@ def test_public_names_are_documented() -> None:
     offered = {name for name, reason in INVENTORY.items() if not reason}
     missing = sorted(name for name in offered | OWN_NAMES if name not in text)
     assert not missing
+
+
+def test_page_of_public_names_says_what_docstrings_say() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "reference" / "write_names.py"))
+    command = "run `python docs/reference/write_names.py` and commit names.md"
+    assert script["PAGE"].read_text() == script["page"](), command
+    assert "|  |" not in script["page"](), "a public name has no docstring"
 
 
 def test_public_classes_and_functions_have_docstrings() -> None:

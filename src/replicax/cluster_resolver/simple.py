@@ -14,7 +14,7 @@ from replicax.foundation import errors
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Answers with what it was made of.
+    """Returns the cluster and the task that it was given.
 
     Args:
       cluster_spec: The cluster.

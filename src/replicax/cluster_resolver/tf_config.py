@@ -19,7 +19,7 @@ _USED = ("cluster", "task", "rpc_layer", "session_master", "environment")
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads the cluster and the own task from TF_CONFIG, anew at each question.
+    """Reads the cluster and this task from TF_CONFIG, again on every call.
 
     TF_CONFIG is JSON: `{"cluster": {"worker": ["host:2222"]}, "task": {"type": "worker",
     "index": 0}}`. Without it the cluster is empty and the task unknown.

@@ -124,7 +124,7 @@ class FencedError(DistributeError, RuntimeError):
 
 
 class ProtocolError(DistributeError, RuntimeError):
-    """Raised for bytes that are no message of this version of the protocol."""
+    """Raised for bytes that are not a valid message in this version of the protocol."""
 
 
 class CancelledError(DistributeError, RuntimeError):

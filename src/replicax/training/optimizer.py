@@ -39,7 +39,7 @@ _TABLE_ROWS = 1024
 
 
 class Optimizer:
-    """Changes variables by gradients, as an optax transformation says.
+    """Applies gradients to variables using an optax transformation.
 
     The state of the transformation becomes variables: slots are placed like the variable
     that they belong to, counters and hyperparameters like the strategy wants.
