@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from vocabulary import refused
 
 import replicax as rx
 from replicax.coordinator.cluster_coordinator import ClusterCoordinator
@@ -320,9 +321,11 @@ def test_T94_done_is_false_until_finished(make: Any, shared: Shared) -> None:
     value = coordinator.schedule(wait_at_gate, args=(1,))
     assert shared.started.wait(SECONDS)
     assert not coordinator.done()
-    with pytest.raises(errors.DeadlineExceededError, match="Closure 1"):
+    text = r"^fetch\(\) timed out after 0.01 s: closure 1 \(wait_at_gate\) has run on /job:worker/"
+    with pytest.raises(errors.DeadlineExceededError, match=text):
         value.fetch(timeout=0.01)
-    with pytest.raises(errors.DeadlineExceededError):
+    text = r"^join\(\) timed out after 0.01 s with 1 closure unfinished \(1 on /job:worker/task:\d,"
+    with pytest.raises(errors.DeadlineExceededError, match=text):
         coordinator.join(timeout=0.01)
     shared.gate.set()
     coordinator.join(timeout=SECONDS)
@@ -428,6 +431,33 @@ def test_T102_remote_values_and_things_that_are_no_functions_are_refused(make: A
     with pytest.raises(TypeError, match="picklable"):
         coordinator.schedule(add, args=(threading.Lock(),))
     coordinator.join(timeout=SECONDS)
+
+
+def test_T102_arguments_that_are_nested_without_end_are_refused_at_once(make: Any) -> None:
+    coordinator = make().coordinator
+    loop: list[Any] = [1]
+    loop.append({"again": (loop,)})
+    deep: list[Any] = []
+    chain: Any = None
+    for _ in range(5_000):
+        deep, chain = [deep], types.SimpleNamespace(next=chain)
+    cases: list[tuple[Any, str]] = [
+        (loop, r"args\[0\]\[1\]\['again'\]\[0\] is args\[0\] itself"),
+        (deep, "args is nested too deeply"),
+    ]
+    for value, found in cases:
+        with refused(errors.InvalidArgumentError, found):
+            coordinator.schedule(add, args=(value,))
+        with refused(errors.InvalidArgumentError, "kwargs"):
+            coordinator.schedule(add, kwargs={"a": value})
+        with refused(errors.InvalidArgumentError, found):
+            coordinator.create_per_worker_value(add, args=(value,))
+        with refused(errors.InvalidArgumentError):
+            coordinator.fetch(value)
+    for fn, args in ((add, (chain,)), (lambda: deep, ()), (lambda: chain, ())):
+        with refused(errors.InvalidArgumentError, "nested deeply"):
+            coordinator.schedule(fn, args=args)
+    assert coordinator.schedule(add, args=(1,)).fetch() == 2
 
 
 def test_X12_other_strategies_are_refused() -> None:

@@ -13,6 +13,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
+from vocabulary import refused
 
 from replicax.foundation import errors
 from replicax.transport import trees, variable_keys
@@ -122,7 +123,7 @@ def test_bounds_of_depth_and_number() -> None:
     assert travel(deep)
     with pytest.raises(errors.ResourceExhaustedError, match="levels"):
         trees.encode([deep])
-    with pytest.raises(errors.ResourceExhaustedError, match="parts"):
+    with pytest.raises(errors.ResourceExhaustedError, match="100,000 values"):
         trees.encode([0] * (trees.MOST_NODES + 1))
     endless: list[Any] = []
     endless.append(endless)
@@ -170,6 +171,14 @@ def test_bar43_deep_trees_are_refused() -> None:
         node = Node("list", items=[node])
     with pytest.raises(errors.ProtocolError):
         trees.decode(node, [])
+
+
+def test_a_result_that_is_too_large_is_refused_with_its_size_before_it_is_copied() -> None:
+    # Takes no memory until somebody writes to it, or copies it.
+    half = np.broadcast_to(np.zeros((), np.uint8), (3 << 29,))
+    text = r"2,147,483,648 bytes \(2 GiB\), but it has 3,221,225,472 \(3.0 GiB, "
+    with refused(errors.ResourceExhaustedError, text + r"3,221,225,472 of them at \['b'\]"):
+        trees.encode({"a": 1, "b": np.broadcast_to(half, (2, 3 << 29))})
 
 
 def test_named_tuples_of_one_kind_share_a_type() -> None:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from replicax.coordinator import shipping
+from replicax.coordinator import nesting, shipping
 from replicax.coordinator.engine import Engine
 from replicax.coordinator.per_worker import PerWorkerDataset
 from replicax.coordinator.progress import Progress
@@ -228,7 +228,10 @@ class ClusterCoordinator:
           val: A RemoteValue, or nested lists, tuples and dicts of them. Other leaves are
             returned as they are.
         """
-        return map_structure(_fetched, val)
+        try:
+            return map_structure(_fetched, val)
+        except RecursionError:
+            raise nesting.too_deep(val, "val") from None
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Makes a dataset on each worker, now and whenever a worker comes back.

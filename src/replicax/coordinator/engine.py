@@ -139,7 +139,7 @@ class Engine:
                 error = self._pending_error()
                 if error is not None or self._queue.is_idle:
                     break
-                _wait(self._is_idle, deadline, look_s, "All closures must end")
+                _wait(self._is_idle, deadline, look_s, lambda: self._join_timeout(timeout))
             if on_look is not None:
                 look_s = on_look()
         if error is not None:
@@ -148,6 +148,10 @@ class Engine:
                 self._complete_round(deadline)
             raise error
         self._complete_round(deadline)
+
+    def _join_timeout(self, timeout: float | None) -> str:
+        workers, now = self._dispatcher.crew.workers, time.monotonic()
+        return waits.join_timeout(workers, self._queue, timeout or 0.0, now)
 
     def _complete_round(self, deadline: float | None) -> None:
         """Lets servers apply gradients that wait for others, when no others will come."""
@@ -175,7 +179,8 @@ class Engine:
                 return
             except (errors.UnavailableError, errors.DeadlineExceededError):
                 with self._lock:
-                    _wait(self._is_idle, deadline, _LOOK_S, f"{task} must answer")
+                    text = f"{task} has not applied the gradients of the last round in time."
+                    _wait(self._is_idle, deadline, _LOOK_S, lambda text=text: text)
 
     def is_done(self) -> bool:
         """Tells whether nothing waits and nothing runs. Raises an error that is ready."""
@@ -190,7 +195,18 @@ class Engine:
         with self._lock:
             closure.is_awaited = True
             while not closure.is_settled:
-                _wait(self._is_settled, deadline, _LOOK_S, f"Closure {closure.id} must end")
+                _wait(
+                    self._is_settled,
+                    deadline,
+                    _LOOK_S,
+                    lambda: waits.fetch_timeout(
+                        closure,
+                        self._dispatcher.crew.workers,
+                        self._queue,
+                        timeout or 0.0,
+                        time.monotonic(),
+                    ),
+                )
 
     def unpack(self, closure: Closure) -> Any:
         """Returns the result of a closure that ended well."""
@@ -374,18 +390,22 @@ class Engine:
 
 
 def _wait(
-    condition: threading.Condition, deadline: float | None, look_s: float, required: str
+    condition: threading.Condition,
+    deadline: float | None,
+    look_s: float,
+    timed_out: Callable[[], str],
 ) -> None:
-    """Waits for a while, with the lock held by the caller; raises at the deadline."""
+    """Waits for a while, with the lock held by the caller; raises at the deadline.
+
+    Args:
+      condition: Wakes the thread before.
+      deadline: When to raise; None for never.
+      look_s: How long to wait.
+      timed_out: Returns the text of the error.
+    """
     if deadline is not None:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise errors.DeadlineExceededError(
-                errors.message(
-                    required,
-                    "the time was over before",
-                    "Wait longer, or look at `coordinator.status()`.",
-                )
-            )
+            raise errors.DeadlineExceededError(timed_out())
         look_s = min(look_s, left_s)
     condition.wait(look_s)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from typing_extensions import override
 
+from replicax.coordinator import nesting
 from replicax.coordinator.closures import Closure
 from replicax.foundation import errors, tracebacks
 from replicax.values.regroup import mapping_like, sequence_like
@@ -211,7 +212,11 @@ def map_structure(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def require_no_remote_value(args: Any, kwargs: Any) -> None:
-    """Raises if a result of another closure is among the arguments of one."""
+    """Raises if a result of another closure is among the arguments of one.
+
+    Raises:
+      InvalidArgumentError: There is one, or the arguments are nested without end.
+    """
 
     def check(leaf: Any) -> Any:
         if isinstance(leaf, RemoteValue):
@@ -224,7 +229,15 @@ def require_no_remote_value(args: Any, kwargs: Any) -> None:
             )
         return leaf
 
-    map_structure(check, (args, kwargs))
+    try:
+        map_structure(check, (args, kwargs))
+    except RecursionError:
+        for value, name in ((args, "args"), (kwargs, "kwargs")):
+            try:
+                map_structure(check, value)
+            except RecursionError:
+                raise nesting.too_deep(value, name) from None
+        raise
 
 
 def _to_jax(leaf: Any) -> Any:

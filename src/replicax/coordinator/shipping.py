@@ -207,6 +207,15 @@ def _dump(value: Any, strategy: Any, name: str) -> list[Any]:
     except errors.DistributeError:
         raise
     except Exception as error:  # Objects raise what they like when they are pickled.
+        if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
+            place, culprit = captures.locate(value, _travels(strategy))
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "What a closure uses must not be nested deeply, as it travels to a worker",
+                    f"{_words(name, place)[:80]}, a {type(culprit)}, is",
+                    "Keep nested data in flat lists or arrays, or make it inside the function.",
+                )
+            ) from None
         place, culprit = captures.locate(value, _travels(strategy))
         raise errors.ArgumentTypeError(
             errors.message(

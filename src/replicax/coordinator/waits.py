@@ -20,6 +20,7 @@ from replicax.transport.tasks import Task
 _NUM_BEATS = 3
 # So many closures are named; the others are counted.
 _NUM_NAMED = 5
+_READY = WorkerState.READY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,52 @@ def describe(
     tasks += [Task("ps", index) for index in sorted(awaited)]
     lines += [_server(server, beat_s, now) for server in servers]
     return Waits(tuple(lines), tuple(tasks))
+
+
+def join_timeout(workers: Sequence[Worker], queue: ClosureQueue, timeout: float, now: float) -> str:
+    """Says what a `join` that has timed out waited for."""
+    parts = []
+    for worker in workers:
+        if not worker.window:
+            continue
+        num, since_s = len(worker.window), now - worker.since_s
+        parts.append(f"{num} on {worker}, the first of them for {since_s:.1f} s")
+    num_held = sum(len(worker.window) for worker in workers)
+    num_open = len(queue) + len(queue.in_flight)
+    if len(queue):
+        parts.append(f"{len(queue)} waiting for a worker")
+    if num_open > num_held + len(queue):
+        parts.append(f"{num_open - num_held - len(queue)} of workers that were lost")
+    away = [f"{w} is {w.state.value}: {w.reason}" for w in workers if w.state is not _READY]
+    if away:
+        parts.append("; ".join(away))
+    return (
+        f"join() timed out after {timeout:g} s with {num_open} "
+        f"closure{'' if num_open == 1 else 's'} unfinished ({'; '.join(parts)}). They go on: call "
+        "join() again, with more time, or look at coordinator.status()."
+    )
+
+
+def fetch_timeout(
+    closure: Closure, workers: Sequence[Worker], queue: ClosureQueue, timeout: float, now: float
+) -> str:
+    """Says what a `fetch` that has timed out waited for."""
+    holder = next((w for w in workers if closure.id in w.window), None)
+    if holder is None:
+        where = f"waits for a worker, as do {len(queue)} in all"
+        if closure.pin is not None:
+            pinned = workers[closure.pin]
+            where = f"waits for {pinned}, which is {pinned.state.value}"
+    else:
+        ahead = list(holder.window).index(closure.id)
+        since_s = now - holder.since_s
+        where = f"has run on {holder} for {since_s:.1f} s"
+        if ahead:
+            where = f"waits on {holder} behind {ahead}, the first of which has run {since_s:.1f} s"
+    return (
+        f"fetch() timed out after {timeout:g} s: {_called(closure)} {where}. It goes on: call "
+        "fetch() again, with more time, or look at coordinator.status()."
+    )
 
 
 def _waiter(waiter: Waiter, queue: ClosureQueue, now: float) -> str:

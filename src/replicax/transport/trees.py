@@ -123,10 +123,17 @@ class _Encoder:
         self.header_bytes += _NODE_BYTES
         if self._num_nodes > MOST_NODES or self.header_bytes > MOST_HEADER_BYTES:
             raise self._too_large(
-                "a moderate number of parts", f"more than {self._num_nodes - 1} values"
+                f"at most {MOST_NODES:,} values, and {MOST_HEADER_BYTES >> 10} KiB beside its "
+                "arrays",
+                f"more: its first {self._num_nodes - 1:,} values take all of that",
+                "Stack values into a few arrays.",
             )
         if len(self._path) > DEEPEST:
-            raise self._too_large(f"at most {DEEPEST} levels", "a deeper nesting")
+            raise self._too_large(
+                f"at most {DEEPEST} levels",
+                "more, or contains itself",
+                "Return flat lists or arrays.",
+            )
         if value is None:
             return Node("none")
         if isinstance(value, np.ndarray | np.generic) and not isinstance(value, str | bytes):
@@ -186,6 +193,7 @@ class _Encoder:
         if DTYPES.get(name) != array.dtype:
             raise self._refusal(f"a {type(value)} of type {array.dtype}")
         self.header_bytes += len(name) + 9 * array.ndim
+        self._require_room(array.nbytes)
         # A copy: the caller, or the next compiled step, may write where the array lies.
         self._add(np.array(array, order="C", copy=True).reshape(-1).view(np.uint8), array.nbytes)
         return Node("array", name, shape=array.shape)
@@ -232,11 +240,21 @@ class _Encoder:
         return text
 
     def _add(self, buffer: Any, size: int) -> None:
+        self._require_room(size)
         self._num_bytes += size
         self.header_bytes += 9
-        if self._num_bytes > MOST_BUFFER_BYTES:
-            raise self._too_large(f"at most {MOST_BUFFER_BYTES} bytes", "more in its arrays")
         self.buffers.append(buffer)
+
+    def _require_room(self, size: int) -> None:
+        total = self._num_bytes + size
+        if total > MOST_BUFFER_BYTES:
+            place = f", {size:,} of them at {''.join(self._path)}" if self._path else ""
+            raise self._too_large(
+                f"at most {MOST_BUFFER_BYTES:,} bytes ({MOST_BUFFER_BYTES >> 30} GiB)",
+                f"{total:,} ({total / 2**30:.1f} GiB{place})",
+                "Return it in parts, by several closures, keep it in a variable, or write it to a "
+                "file.",
+            )
 
     def _refusal(self, found: str) -> errors.ArgumentTypeError:
         place = f" at {''.join(self._path)}" if self._path else ""
@@ -249,12 +267,12 @@ class _Encoder:
             )
         )
 
-    def _too_large(self, required: str, found: str) -> errors.ResourceExhaustedError:
+    def _too_large(self, required: str, found: str, todo: str) -> errors.ResourceExhaustedError:
         return errors.ResourceExhaustedError(
             errors.message(
                 f"{self._name[0].upper()}{self._name[1:]} may have {required}",
                 f"it has {found}",
-                "Return fewer and larger arrays, or write the data to a file.",
+                todo,
             )
         )
 
