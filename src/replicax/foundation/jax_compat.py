@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import jax.core
 import jax.export
 import jax.extend.core as jex_core
+import jax.numpy
 from jax.sharding import Mesh, PartitionSpec
 
 PyTree = Any
@@ -80,6 +83,47 @@ def in_trace(trace: Any) -> contextlib.AbstractContextManager[None]:
 def is_traced(value: object) -> bool:
     """Tells whether a value is known to the compiler only."""
     return isinstance(value, jax.core.Tracer)
+
+
+# Subclasses of the classes of tracers, by class and names of methods, and the methods of each
+# tracer of such a class by its id, for as long as it exists.
+_tracers_with_methods: dict[tuple[type, tuple[str, ...]], type] = {}
+_methods_of_tracers: dict[int, tuple[weakref.ref[Any], Mapping[str, Any]]] = {}
+
+
+def with_methods(array: Any, methods: Mapping[str, Callable[..., Any]]) -> Any:
+    """Gives an array object further methods; to JAX it stays the array that it is.
+
+    Concrete arrays take attributes. Tracers have slots instead, so they get a class of the same
+    layout that looks the methods up. The object must not be in use as another value already.
+    """
+    if not is_traced(array):
+        for name, method in methods.items():
+            setattr(array, name, method)
+        return array
+    key = (type(array), tuple(methods))
+    cls = _tracers_with_methods.get(key)
+    if cls is None:
+        members = {name: property(functools.partial(_method_of, name)) for name in methods}
+        cls = type(key[0].__name__, (key[0],), {"__slots__": (), **members})
+        cls = _tracers_with_methods.setdefault(key, cls)
+    number = id(array)
+    forget = weakref.ref(array, lambda _: _methods_of_tracers.pop(number, None))
+    _methods_of_tracers[number] = (forget, methods)
+    array.__class__ = cls
+    return array
+
+
+def _method_of(name: str, tracer: Any) -> Any:
+    return _methods_of_tracers[id(tracer)][1][name]
+
+
+def alias(array: Any) -> Any:
+    """Returns another object for the same array, without a copy of its data."""
+    if is_traced(array):
+        return jax.numpy.copy(array)
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def is_open_size(value: Any) -> bool:

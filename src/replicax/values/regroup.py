@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -244,4 +245,4 @@ def _sketch(value: Any) -> str:
         return f"a {type(value).__name__} with keys {sorted(map(str, value))}"
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of length {len(value)}"
-    return f"a {type(value).__name__}"
+    return reprlib.repr(value)

@@ -15,11 +15,14 @@ from replicax.foundation.options import ReduceOp, VariableAggregation
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.variables import updates
+from replicax.variables.slicing import SlicedValue, api_of
 
 
 def change_from_replicas(variable: Any, frame: Frame, kind: str, payload: Any) -> None:
     """Applies the aggregate of what all replicas pass to every copy of a variable."""
     require_aggregation(variable, kind)
+    if isinstance(payload, SlicedValue):
+        payload = _of_common_part(variable, kind, payload)
     assert frame.executor is not None
     if frame.overlay is not None and not frame.overlay.meets_other_replicas:
         _change_under_gradient(variable, frame, kind, payload)
@@ -34,6 +37,8 @@ def _merged_change(strategy: Any, variable: Any, kind: str, payload: Any) -> Non
 
 def combine(strategy: Any, variable: Any, payload: Any) -> Any:
     """Aggregates merged payloads as the variable asks."""
+    if isinstance(payload, SlicedValue):
+        return payload.map_arrays(lambda array: combine(strategy, variable, array))
     count = strategy.num_replicas_in_sync
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return _first(payload)
@@ -63,18 +68,24 @@ def apply_to_copies(variable: Any, frame: Frame, kind: str, payload: Any) -> Non
 def _apply_to_copies(variable: Any, frame: Frame, kind: str, payload: Any) -> None:
     layout = variable.layout
     if frame.overlay is not None or layout is None or not layout.is_mesh:
-        own = payload.values[0] if isinstance(payload, Mirrored) else payload
+        own = payload_for(payload, 0)
         if frame.overlay is None and layout is None:
             own = jax.device_put(own, variable.placement[0])
         old = variable.read_copy(0) if frame.overlay is None else frame.overlay.read(variable)
         variable.store_everywhere(frame, updates.apply(kind, old, own))
         return
-    payloads = payload.values if isinstance(payload, Mirrored) else [payload] * layout.num_replicas
     new = [
-        updates.apply(kind, variable.read_copy(i), jax.device_put(p, layout.devices[i]))
-        for i, p in enumerate(payloads)
+        updates.apply(kind, variable.read_copy(i), jax.device_put(payload_for(payload, i), device))
+        for i, device in enumerate(layout.devices)
     ]
     variable.store_copies(new)
+
+
+def payload_for(payload: Any, replica_id: int) -> Any:
+    """Returns the copy of a payload on the device of one replica."""
+    if isinstance(payload, SlicedValue):
+        return payload.map_arrays(lambda array: payload_for(array, replica_id))
+    return payload.values[replica_id] if isinstance(payload, Mirrored) else payload
 
 
 def require_aggregation(variable: Any, kind: str) -> None:
@@ -82,8 +93,8 @@ def require_aggregation(variable: Any, kind: str) -> None:
     if variable.aggregation is VariableAggregation.NONE:
         raise errors.InvalidArgumentError(
             errors.message(
-                f"`{kind}` on variable {variable.name!r} in replica context needs a rule to "
-                "combine what the replicas write",
+                f"`{api_of(kind)}` on variable {variable.name!r} in replica context needs a rule "
+                "to combine what the replicas write",
                 "its aggregation is NONE",
                 "Create it with aggregation=rx.VariableAggregation.SUM, MEAN or "
                 "ONLY_FIRST_REPLICA.",
@@ -93,13 +104,31 @@ def require_aggregation(variable: Any, kind: str) -> None:
     if kind in updates.NOT_REDUCIBLE and not first:
         raise errors.UnsupportedError(
             errors.message(
-                f"`{kind}` on variable {variable.name!r} in replica context needs aggregation "
-                "ONLY_FIRST_REPLICA",
+                f"`{api_of(kind)}` on variable {variable.name!r} in replica context needs "
+                "aggregation ONLY_FIRST_REPLICA",
                 f"its aggregation is {variable.aggregation.name}",
                 "Rows of several replicas cannot be summed or averaged there: change the "
                 "aggregation, or write in cross-replica context.",
             )
         )
+
+
+def _of_common_part(variable: Any, kind: str, payload: SlicedValue) -> SlicedValue:
+    """Returns a value for a part that is the same on all replicas, or raises."""
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return payload
+    common = payload.with_known_arrays()
+    if common is None:
+        raise errors.UnsupportedError(
+            errors.message(
+                f"`{api_of(kind)}` of a part of variable {variable.name!r} in replica context "
+                "needs the same index on all replicas",
+                "the index is computed by the compiled program, on each replica by itself",
+                "Use Python numbers, aggregation ONLY_FIRST_REPLICA, or `scatter_add`, which "
+                "joins the rows of all replicas.",
+            )
+        )
+    return common
 
 
 def _change_under_gradient(variable: Any, frame: Frame, kind: str, payload: Any) -> None:

@@ -15,9 +15,9 @@ from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import Change
 from replicax.foundation import devices, jax_compat
 from replicax.foundation.jax_compat import Device
-from replicax.values.distributed_values import Mirrored
 from replicax.variables import aggregation, creators, read_cache, row_numbers, updates
 from replicax.variables.row_selection import select_rows
+from replicax.variables.slicing import SlicedValue, as_rows
 from replicax.variables.trace_guards import require_outside_traces
 from replicax.variables.variable import Variable
 
@@ -63,12 +63,13 @@ class ElsewhereVariable(Variable):
         """Returns rows by number, in the order of `ids`, moving no others."""
         return row_numbers.take(self.read_in(frame), ids)
 
-    def __getitem__(self, key: Any) -> Any:
+    @override
+    def read_part(self, index: Any) -> jax.Array:
         # In a scope that keeps what was read, all of it was read or will be.
         is_whole = not self.shape or read_cache.is_open()
-        selection = None if is_whole else select_rows(key, self.shape[0], self.name)
+        selection = None if is_whole else select_rows(index, self.shape[0], self.name)
         if selection is None:
-            return self.read_value()[key]
+            return super().read_part(index)
         frame = frames.current()
         self.check_frame(frame, "The value of")
         rows = self.rows_in(frame, selection.ids)
@@ -87,6 +88,12 @@ class ElsewhereVariable(Variable):
     @override
     def store(self, frame: Frame, value: Any) -> None:
         self.change_alone(frame, "assign", value)
+
+    def kept_in_rows(self, frame: Frame, kind: str, payload: Any) -> tuple[str, Any]:
+        """Returns an update as one that servers know."""
+        if not isinstance(payload, SlicedValue):
+            return kind, payload
+        return as_rows(self, kind, payload, lambda ids: self.rows_in(frame, ids))
 
     def touches(self, variable: Any) -> bool:
         """Tells whether a change of this variable changes another one."""
@@ -170,7 +177,7 @@ class RemoteVariable(ElsewhereVariable):
 
     @override
     def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
-        own = payload.values[0] if isinstance(payload, Mirrored) else payload
+        kind, own = self.kept_in_rows(frame, kind, aggregation.payload_for(payload, 0))
         change = Change(self, kind, own)
         if frame.overlay is not None:
             frame.overlay.record(change)

@@ -20,6 +20,7 @@ from replicax.values import printing
 from replicax.values.layout import AXIS
 from replicax.variables import aggregation, updates
 from replicax.variables.creators import VariableAttributes
+from replicax.variables.slicing import api_of
 from replicax.variables.trace_guards import require_concrete, require_readable
 from replicax.variables.variable import LocalVariable, Variable
 
@@ -211,16 +212,21 @@ class SyncOnReadVariable(ReplicatedVariable):
         if frame.mode is not Mode.CROSS_REPLICA and not frame.is_default:
             self.change_alone(frame, kind, payload)
             return
-        if kind != "assign":
+        if kind not in ("assign", "slice_assign"):
             raise errors.InvalidArgumentError(
                 errors.message(
-                    f"`{kind}` on the ON_READ variable {self.name!r} needs a replica context",
+                    f"`{api_of(kind)}` on the ON_READ variable {self.name!r} needs a replica "
+                    "context",
                     f"this is {frame.describe()}",
                     "Call it inside `strategy.run`, or use `assign` here.",
                 )
             )
         self._require_aggregation("Assigning")
-        self._assign_shares(frame, payload)
+        if kind == "slice_assign":
+            with gate.state():
+                self._assign_shares(frame, updates.apply(kind, self.read_in(frame), payload))
+        else:
+            self._assign_shares(frame, payload)
 
     def _assign_shares(self, frame: Frame, value: Any) -> None:
         """Gives the copies values that are read back as `value`."""

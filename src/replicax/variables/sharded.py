@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
@@ -16,9 +17,8 @@ from replicax.contexts.frames import Frame
 from replicax.contexts.overlay import Change
 from replicax.foundation import errors, jax_compat
 from replicax.values.array_surface import as_operand
-from replicax.values.distributed_values import Mirrored
 from replicax.values.indexed_slices import IndexedSlices
-from replicax.variables import creators, updates
+from replicax.variables import aggregation, creators, updates
 from replicax.variables.partitioners import split_rows
 from replicax.variables.remote import ElsewhereVariable, Read, RemoteVariable, checked_rows
 from replicax.variables.row_selection import select_rows
@@ -119,15 +119,16 @@ class ShardedVariable(ElsewhereVariable):
         part = jnp.searchsorted(jnp.asarray(self.starts), ids.reshape(-1), side="right")
         return rows.reshape((-1, *self.shape[1:]))[jnp.argsort(part, stable=True)]
 
-    def __getitem__(self, key: Any) -> Any:
-        selection = select_rows(key, self.shape[0], self.name)
+    @override
+    def read_part(self, index: Any) -> jax.Array:
+        selection = select_rows(index, self.shape[0], self.name)
         overlay = frames.current().overlay
         # If a gradient of the whole is asked for, reads of parts would not be seen.
         is_held = overlay is not None and overlay.holds(self)
         if self.is_whole_remote or is_held or selection is None:
-            return super().__getitem__(key)
+            return super().read_part(index)
         if jax_compat.is_traced(selection.ids):
-            return self.read_value()[key]
+            return self.read_value()[index]
         # Parts without any of the rows are left alone.
         owners = np.searchsorted(self.starts, selection.ids, side="right") - 1
         pieces = [
@@ -160,7 +161,7 @@ class ShardedVariable(ElsewhereVariable):
 
     @override
     def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
-        own = payload.values[0] if isinstance(payload, Mirrored) else payload
+        kind, own = self.kept_in_rows(frame, kind, aggregation.payload_for(payload, 0))
         if isinstance(own, IndexedSlices) and self.is_whole_remote:
             # One list of rows for all parts: it is cut where it is sent off.
             change = Change(self, kind, own)

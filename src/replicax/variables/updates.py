@@ -13,7 +13,7 @@ import numpy as np
 from replicax.foundation import errors, jax_compat
 from replicax.values.array_surface import as_operand
 from replicax.values.indexed_slices import IndexedSlices
-from replicax.variables import row_numbers
+from replicax.variables import row_numbers, slicing
 
 
 def _at(old: jax.Array, slices: IndexedSlices) -> Any:
@@ -51,6 +51,9 @@ _RULES: dict[str, Callable[[Any, Any], Any]] = {
     "scatter_min": lambda old, s: _at(old, s).min(s.values),
     "scatter_max": lambda old, s: _at(old, s).max(s.values),
     "scatter_update": lambda old, s: _at(old, s).set(s.values),
+    "slice_assign": slicing.assigned,
+    "slice_assign_add": slicing.added,
+    "slice_assign_sub": slicing.subtracted,
 }
 # A reduction over replicas has no meaning for these: which replica's row would win?
 NOT_REDUCIBLE = frozenset({"scatter_min", "scatter_max", "scatter_update"})
@@ -74,6 +77,8 @@ def checked_payload(variable: Any, kind: str, value: Any) -> Any:
     """Returns the payload of an update as arrays, or raises if it cannot fit the variable."""
     if kind.startswith("scatter"):
         return _checked_slices(variable, kind, value)
+    if kind.startswith("slice"):
+        return _checked_part(variable, slicing.api_of(kind), *value)
     if isinstance(value, IndexedSlices):
         value = value.to_dense()
     value = as_operand(value)
@@ -143,6 +148,22 @@ def _same_kind(source: Any, target: Any) -> bool:
         return next((i for i, kind in enumerate(order) if jnp.issubdtype(dtype, kind)), -1)
 
     return -1 < rank(source) <= rank(target)
+
+
+def _checked_part(variable: Any, api: str, index: Any, value: Any) -> slicing.SlicedValue:
+    part, shape = slicing.checked(variable, api, index)
+    value = as_operand(value)
+    array = value if isinstance(value, jax.Array) else _as_numpy(variable, api, value)
+    if array.shape != shape and array.shape != ():
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"`{api}` of a part of variable {variable.name!r} needs a value of shape {shape}",
+                f"the value has shape {array.shape}",
+                "Reshape the value, or correct the index.",
+            )
+        )
+    part.value = jnp.broadcast_to(cast(variable, api, value), shape)
+    return part
 
 
 def _checked_slices(variable: Any, kind: str, value: Any) -> IndexedSlices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from replicax.foundation.options import VariableAggregation, VariableSynchroniza
 from replicax.values import printing
 from replicax.values.array_surface import ArraySurface, as_operand, elementwise_equal
 from replicax.values.indexed_slices import IndexedSlices
-from replicax.variables import creators, row_numbers, updates
+from replicax.variables import creators, row_numbers, slicing, updates
 from replicax.variables.trace_guards import require_concrete, require_readable
 
 
@@ -225,7 +226,39 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         vectors = row_numbers.checked("gather_nd", self, vectors, vectors.shape[-1])
         return row_numbers.take_at(self.read_value(), vectors)
 
+    def __getitem__(self, index: Any) -> Any:
+        """Returns a part of the value, whose `assign` changes that part of the variable.
+
+        >>> v = Variable([1.0, 2.0, 3.0], name="v")
+        >>> v[1:].assign([5.0, 6.0])
+        <rx.Variable 'v:0' shape=(3,) dtype=float32, numpy=array([1., 5., 6.], dtype=float32)>
+        >>> v[0] + v[1]
+        Array(6., dtype=float32)
+        """
+        index = as_operand(index)
+        change = functools.partial(self._change_part, index)
+        return slicing.with_methods(self.read_part(index), change)
+
+    def read_part(self, index: Any) -> jax.Array:
+        """Returns a part of the value, in an array object that is used for nothing else."""
+        whole = self.read_value()
+        part = whole[index]
+        # For an index like `[:]` JAX returns the array itself.
+        return jax_compat.alias(part) if part is whole else part
+
     # Writing.
+
+    def _change_part(
+        self,
+        index: Any,
+        kind: str,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Does what `assign`, `assign_add` and `assign_sub` of a part do."""
+        return self._change(kind, (index, value), read_value)
 
     def assign(
         self,
@@ -313,7 +346,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
 
     def _change(self, kind: str, payload: Any, read_value: bool = True) -> Any:
         frame = frames.current()
-        self.check_frame(frame, f"`{kind}` of")
+        self.check_frame(frame, f"`{slicing.api_of(kind)}` of")
         if frame.overlay is None:
             require_concrete(self, payload)
         self.change_in(frame, kind, updates.checked_payload(self, kind, payload))
