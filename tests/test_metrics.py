@@ -239,7 +239,7 @@ def test_X5_one_replica_may_update_anywhere(strategy: Any) -> None:
 @pytest.mark.strategies(*TWO_REPLICAS)
 def test_a_metric_from_outside_the_scope_is_refused(strategy: Any) -> None:
     metric = M.Mean()
-    with refused(rx.errors.ContextError, match="outside the scope"):
+    with refused(rx.errors.ContextError, match="made outside of every scope"):
         strategy.run(lambda: metric.update_state([1.0]))
     metric.update_state([2.0, 4.0])
     # One copy for everybody: nothing is added up.
@@ -462,8 +462,8 @@ def test_wrong_arguments_are_refused_with_shapes() -> None:
         M.Precision(thresholds=[0.5, 2.0])
     with refused(ValueError, match="num_thresholds"):
         M.AUC(1)
-    with refused(NotImplementedError, match="'PR'"):
-        M.AUC(curve="PR")
+    with refused(rx.errors.InvalidArgumentError, "'ROC', 'PR'"):
+        M.AUC(curve="XY")
     with refused(ValueError, match="initializer"):
         M.Metric().add_weight("w", initializer="glorot")
     metric = M.Metric()

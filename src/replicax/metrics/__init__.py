@@ -11,33 +11,63 @@ from replicax.training.metrics_accuracy import (
     SparseTopKCategoricalAccuracy as SparseTopKCategoricalAccuracy,
 )
 from replicax.training.metrics_accuracy import TopKCategoricalAccuracy as TopKCategoricalAccuracy
-from replicax.training.metrics_confusion import AUC as AUC
+from replicax.training.metrics_confusion import FalseNegatives as FalseNegatives
+from replicax.training.metrics_confusion import FalsePositives as FalsePositives
 from replicax.training.metrics_confusion import Precision as Precision
 from replicax.training.metrics_confusion import Recall as Recall
+from replicax.training.metrics_confusion import TrueNegatives as TrueNegatives
+from replicax.training.metrics_confusion import TruePositives as TruePositives
+from replicax.training.metrics_curves import AUC as AUC
+from replicax.training.metrics_curves import PrecisionAtRecall as PrecisionAtRecall
+from replicax.training.metrics_curves import RecallAtPrecision as RecallAtPrecision
+from replicax.training.metrics_curves import SensitivityAtSpecificity as SensitivityAtSpecificity
+from replicax.training.metrics_curves import SpecificityAtSensitivity as SpecificityAtSensitivity
 from replicax.training.metrics_means import Mean as Mean
 from replicax.training.metrics_means import MeanAbsoluteError as MeanAbsoluteError
 from replicax.training.metrics_means import MeanSquaredError as MeanSquaredError
 from replicax.training.metrics_means import MeanTensor as MeanTensor
 from replicax.training.metrics_means import RootMeanSquaredError as RootMeanSquaredError
 from replicax.training.metrics_means import Sum as Sum
+from replicax.training.metrics_overlap import BinaryIoU as BinaryIoU
+from replicax.training.metrics_overlap import F1Score as F1Score
+from replicax.training.metrics_overlap import FBetaScore as FBetaScore
+from replicax.training.metrics_overlap import IoU as IoU
+from replicax.training.metrics_overlap import MeanIoU as MeanIoU
+from replicax.training.metrics_overlap import OneHotIoU as OneHotIoU
+from replicax.training.metrics_overlap import OneHotMeanIoU as OneHotMeanIoU
 
 __all__ = [
     "AUC",
     "Accuracy",
     "BinaryAccuracy",
+    "BinaryIoU",
     "CategoricalAccuracy",
+    "F1Score",
+    "FBetaScore",
+    "FalseNegatives",
+    "FalsePositives",
+    "IoU",
     "Mean",
     "MeanAbsoluteError",
+    "MeanIoU",
     "MeanSquaredError",
     "MeanTensor",
     "Metric",
+    "OneHotIoU",
+    "OneHotMeanIoU",
     "Precision",
+    "PrecisionAtRecall",
     "Recall",
+    "RecallAtPrecision",
     "RootMeanSquaredError",
+    "SensitivityAtSpecificity",
     "SparseCategoricalAccuracy",
     "SparseTopKCategoricalAccuracy",
+    "SpecificityAtSensitivity",
     "Sum",
     "TopKCategoricalAccuracy",
+    "TrueNegatives",
+    "TruePositives",
 ]
 
 

@@ -229,9 +229,33 @@ def _on_one_replica(update_state: Callable[..., None]) -> Callable[..., None]:
                     "Call it inside the function that `strategy.run` runs.",
                 )
             )
+        _require_own_scope(self, frame)
         update_state(self, *args, **kwargs)
 
     return checked
+
+
+def _require_own_scope(metric: Metric, frame: Frame) -> None:
+    """Refuses replica code that counts into a metric which its strategy did not make."""
+    if frame.mode is not Mode.REPLICA or frame.is_default:
+        return
+    several = frame.layout is not None and frame.layout.num_replicas > 1
+    for variable in metric.variables:
+        owner = variable.owner
+        if owner is None and (variable.is_remote or not several):
+            continue
+        if owner is not None and owner.container_strategy is frame.strategy:
+            continue
+        where = "outside of every scope" if owner is None else "in the scope of another strategy"
+        raise errors.ContextError(
+            errors.message(
+                f"Metric {metric.name!r} needs the strategy that runs `update_state`, "
+                f"{type(frame.strategy).__name__}, to keep a count for each replica",
+                f"the metric was made {where}",
+                "Make it inside `with strategy.scope():`, with the strategy that you call "
+                "`strategy.run` of.",
+            )
+        )
 
 
 def _over_all_replicas(result: Callable[..., Any]) -> Callable[..., Any]:

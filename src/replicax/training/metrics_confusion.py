@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,15 +17,20 @@ from replicax.training.metrics_accuracy import positive
 from replicax.training.metrics_means import same_rank, weighted
 
 
-class _Thresholded(Metric):
+class Thresholded(Metric):
     """Counts positives and negatives by whether predictions exceed thresholds."""
 
     def __init__(self, name: str, dtype: Any, thresholds: Sequence[float]) -> None:
         super().__init__(dtype, name)
         self._thresholds = np.asarray(thresholds, np.float32)
 
-    def _above(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, Any, Any, Any]:
-        """Returns the weight of positives and of negatives: above each threshold, and in all."""
+    def _above(
+        self, y_true: Any, y_pred: Any, sample_weight: Any, by_label: bool = False
+    ) -> tuple[Any, Any, Any, Any]:
+        """Returns the weight of positives and of negatives: above each threshold, and in all.
+
+        With `by_label`, each column of the predictions has its own.
+        """
         true, pred = same_rank(self, as_array(y_true), as_array(y_pred))
         positives = true.astype(bool).astype(self.dtype)
         # Weights per example count for each of its predictions.
@@ -37,15 +43,19 @@ class _Thresholded(Metric):
         if weights is not None:
             positives, negatives = positives * weights, negatives * weights
         pred = pred.astype(jnp.promote_types(pred.dtype, jnp.float32))
-        return (
-            _weight_above(pred, positives, self._thresholds),
-            _weight_above(pred, negatives, self._thresholds),
-            jnp.sum(positives),
-            jnp.sum(negatives),
-        )
+        if not by_label:
+            pred, positives, negatives = (x.reshape(-1) for x in (pred, positives, negatives))
+
+        def above(weights: Any) -> Any:
+            if not by_label:
+                return _weight_above(pred, weights, self._thresholds)
+            of_column = functools.partial(_weight_above, thresholds=self._thresholds)
+            return jax.vmap(of_column, in_axes=1, out_axes=1)(pred, weights)
+
+        return above(positives), above(negatives), jnp.sum(positives, 0), jnp.sum(negatives, 0)
 
 
-class _OfPositives(_Thresholded):
+class _OfPositives(Thresholded):
     """What `Precision` and `Recall` share: true positives as a part of something."""
 
     def __init__(
@@ -60,16 +70,10 @@ class _OfPositives(_Thresholded):
         self._class_id = class_id
         if thresholds is None:
             thresholds = 0.5 if top_k is None else -np.inf
-        self._is_scalar = np.ndim(thresholds) == 0
         found = np.atleast_1d(np.asarray(thresholds, float))
-        if top_k is None and not ((found >= 0) & (found <= 1)).all():
-            raise errors.InvalidArgumentError(
-                errors.message(
-                    f"`thresholds` of {type(self).__name__} must lie between 0 and 1",
-                    f"they are {found.tolist()}",
-                    "Predictions are taken as probabilities.",
-                )
-            )
+        if top_k is None:
+            _checked_thresholds(self, found)
+        self._is_scalar = len(found) == 1
         super().__init__(name, dtype, np.sort(found).tolist())
         # Where each of the user's thresholds is among the sorted ones.
         self._order = np.argsort(np.argsort(found, kind="stable"), kind="stable")
@@ -160,73 +164,153 @@ class Recall(_OfPositives):
         return self._part(self._positives, is_rest=False)
 
 
-class AUC(_Thresholded):
-    """The area under the ROC curve, from counts at fixed thresholds.
-
-    Args:
-      num_thresholds: How many thresholds between 0 and 1, both included; more are finer.
-      curve: "ROC"; no other curve is offered.
-      name: The metric's name.
-      dtype: The type of state and result.
-      thresholds: The inner thresholds themselves, instead of `num_thresholds`.
-
-    >>> m = AUC(num_thresholds=3)
-    >>> float(m([0, 0, 1, 1], [0.0, 0.5, 0.3, 0.9]))
-    0.75
-    """
+class Counts(Thresholded):
+    """Keeps how much weight positives and negatives have, in all and above each threshold."""
 
     def __init__(
-        self,
-        num_thresholds: int = 200,
-        curve: str = "ROC",
-        *,
-        name: str = "auc",
-        dtype: Any = None,
-        thresholds: Sequence[float] | None = None,
+        self, name: str, dtype: Any, thresholds: Sequence[float], num_labels: int | None = None
     ) -> None:
-        if curve != "ROC":
-            raise errors.UnsupportedError(
-                errors.message(
-                    '`curve` of AUC must be "ROC"',
-                    f"it is {curve!r}",
-                    "Use Precision and Recall with several thresholds for other curves.",
-                )
-            )
-        if thresholds is None:
-            if positive("num_thresholds", num_thresholds) < 2:
-                raise errors.InvalidArgumentError(
-                    errors.message(
-                        "`num_thresholds` must be 2 or more", "it is 1", "The default is 200."
-                    )
-                )
-            inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
-        else:
-            inner = np.sort(np.asarray(thresholds, float))
-        # Below and above everything, so that the curve has both its ends.
-        super().__init__(name, dtype, [-1e-7, *inner, 1 + 1e-7])
-        shape = self._thresholds.shape
+        super().__init__(name, dtype, thresholds)
+        labels = () if num_labels is None else (num_labels,)
+        shape = (*self._thresholds.shape, *labels)
         self._true_positives = RunningTotal(self, "true_positives", shape)
         self._false_positives = RunningTotal(self, "false_positives", shape)
-        self._positives = RunningTotal(self, "positives")
-        self._negatives = RunningTotal(self, "negatives")
+        self._positives = RunningTotal(self, "positives", labels)
+        self._negatives = RunningTotal(self, "negatives", labels)
 
-    @override
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        found = self._above(y_true, y_pred, sample_weight)
+    def count(self, y_true: Any, y_pred: Any, sample_weight: Any, by_label: bool = False) -> None:
+        """Takes in a batch."""
+        found = self._above(y_true, y_pred, sample_weight, by_label)
         totals = (self._true_positives, self._false_positives, self._positives, self._negatives)
         for total, value in zip(totals, found, strict=True):
             total.add(value)
 
+    def counts(self) -> tuple[Any, Any, Any, Any]:
+        """Returns true and false positives, true and false negatives, at each threshold."""
+        true_positives, false_positives = (
+            self._true_positives.value(),
+            self._false_positives.value(),
+        )
+        return (
+            true_positives,
+            false_positives,
+            self._negatives.value() - false_positives,
+            self._positives.value() - true_positives,
+        )
+
+
+class _OneCount(Counts):
+    """One of the four counts, in the order of the user's thresholds."""
+
+    _which = 0
+
+    def __init__(
+        self, thresholds: float | Sequence[float] | None, name: str, dtype: Any = None
+    ) -> None:
+        found = _checked_thresholds(self, 0.5 if thresholds is None else thresholds)
+        super().__init__(name, dtype, np.sort(found).tolist())
+        self._order = np.argsort(np.argsort(found, kind="stable"), kind="stable")
+
+    @override
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.count(y_true, y_pred, sample_weight)
+
     @override
     def result(self) -> Any:
-        hits = divide(self._true_positives.value(), self._positives.value())
-        alarms = divide(self._false_positives.value(), self._negatives.value())
-        return ((alarms[:-1] - alarms[1:]) * (hits[:-1] + hits[1:]) / 2).sum()
+        found = self.counts()[self._which][self._order]
+        return found[0] if len(self._order) == 1 else found
+
+
+class TruePositives(_OneCount):
+    """How many positive examples are predicted so, each with its weight.
+
+    Args:
+      thresholds: A prediction above it is positive; 0.5 if None. Several give one count each.
+      name: The metric's name.
+      dtype: The type of state and result.
+
+    >>> float(TruePositives()([0, 1, 1, 1], [1, 0, 1, 1]))
+    2.0
+    """
+
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None = None,
+        name: str = "true_positives",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(thresholds, name, dtype)
+
+
+class FalsePositives(_OneCount):
+    """How many negative examples are predicted positive. Arguments as of `TruePositives`.
+
+    >>> float(FalsePositives()([0, 1, 0, 0], [0, 0, 1, 1]))
+    2.0
+    """
+
+    _which = 1
+
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None = None,
+        name: str = "false_positives",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(thresholds, name, dtype)
+
+
+class TrueNegatives(_OneCount):
+    """How many negative examples are predicted so. Arguments as of `TruePositives`.
+
+    >>> float(TrueNegatives()([0, 1, 0, 0], [1, 1, 0, 0]))
+    2.0
+    """
+
+    _which = 2
+
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None = None,
+        name: str = "true_negatives",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(thresholds, name, dtype)
+
+
+class FalseNegatives(_OneCount):
+    """How many positive examples are predicted negative. Arguments as of `TruePositives`.
+
+    >>> float(FalseNegatives()([0, 1, 1, 1], [0, 1, 0, 0]))
+    2.0
+    """
+
+    _which = 3
+
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None = None,
+        name: str = "false_negatives",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(thresholds, name, dtype)
+
+
+def _checked_thresholds(metric: Metric, thresholds: Any) -> np.ndarray:
+    found = np.atleast_1d(np.asarray(thresholds, float))
+    if not ((found >= 0) & (found <= 1)).all():
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"`thresholds` of {type(metric).__name__} must lie between 0 and 1",
+                f"they are {found.tolist()}",
+                "Predictions are taken as probabilities.",
+            )
+        )
+    return found
 
 
 def _weight_above(pred: jax.Array, weights: jax.Array, thresholds: np.ndarray) -> jax.Array:
     """Returns for each of the sorted thresholds the weight of the predictions above it."""
-    pred, weights = pred.reshape(-1), weights.reshape(-1)
     num_exceeded = jnp.searchsorted(thresholds.astype(pred.dtype), pred, side="left")
     num_exceeded = jnp.where(jnp.isnan(pred), 0, num_exceeded)
     by_number = jnp.zeros(len(thresholds) + 1, weights.dtype).at[num_exceeded].add(weights)

@@ -1,0 +1,303 @@
+"""Metrics of how true positives and their price go together over all thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from typing_extensions import override
+
+from replicax.foundation import errors
+from replicax.training.metrics import as_array, divide
+from replicax.training.metrics_accuracy import positive
+from replicax.training.metrics_confusion import Counts
+
+_CURVES = ("ROC", "PR")
+_SUMMATIONS = ("interpolation", "minoring", "majoring")
+# Just below 0, so that every prediction lies above it.
+_BELOW = -1e-7
+
+
+class AUC(Counts):
+    """The area under the ROC or the precision-recall curve, from counts at fixed thresholds.
+
+    Args:
+      num_thresholds: How many thresholds between 0 and 1, both included; more are finer.
+      curve: "ROC" or "PR".
+      summation_method: "interpolation": the trapezoidal rule for ROC, and the interpolation of
+        Davis and Goadrich for PR; "minoring" and "majoring": sums below and above the curve.
+      name: The metric's name.
+      dtype: The type of state and result.
+      thresholds: The inner thresholds themselves, instead of `num_thresholds`.
+      multi_label: Whether the areas of the columns are computed apart, and averaged.
+      num_labels: How many columns there are; needed for `multi_label`.
+      label_weights: How much each column counts.
+      from_logits: Whether predictions are logits, to which a sigmoid is applied.
+
+    >>> m = AUC(num_thresholds=3)
+    >>> float(m([0, 0, 1, 1], [0.0, 0.5, 0.3, 0.9]))
+    0.75
+    """
+
+    def __init__(
+        self,
+        num_thresholds: int = 200,
+        curve: str = "ROC",
+        summation_method: str = "interpolation",
+        name: str = "auc",
+        dtype: Any = None,
+        thresholds: Sequence[float] | None = None,
+        multi_label: bool = False,
+        num_labels: int | None = None,
+        label_weights: Sequence[float] | None = None,
+        from_logits: bool = False,
+    ) -> None:
+        self._curve = _one_of("curve", curve, _CURVES)
+        self._summation = _one_of("summation_method", summation_method, _SUMMATIONS)
+        self._by_label, self._from_logits = multi_label, from_logits
+        self._label_weights = None if label_weights is None else np.asarray(label_weights, float)
+        if multi_label and num_labels is None:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "AUC with multi_label=True needs to know the number of labels",
+                    "`num_labels` is None",
+                    "Pass num_labels, the last dimension of the predictions.",
+                )
+            )
+        # Below and above everything, so that the curve has both its ends.
+        inner = _inner_thresholds(num_thresholds, thresholds)
+        super().__init__(
+            name, dtype, [_BELOW, *inner, 1 - _BELOW], num_labels if multi_label else None
+        )
+
+    @override
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        if self._from_logits:
+            y_pred = jax.nn.sigmoid(as_array(y_pred))
+        if self._label_weights is not None and not self._by_label:
+            shape = as_array(y_pred).shape
+            weights = as_array(1.0 if sample_weight is None else sample_weight)
+            weights = weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim))
+            sample_weight = jnp.broadcast_to(weights * self._label_weights, shape)
+        self.count(y_true, y_pred, sample_weight, self._by_label)
+
+    @override
+    def result(self) -> Any:
+        true_positives, false_positives, true_negatives, false_negatives = self.counts()
+        recall = divide(true_positives, true_positives + false_negatives)
+        if self._curve == "ROC":
+            x, y = divide(false_positives, false_positives + true_negatives), recall
+        else:
+            x, y = recall, divide(true_positives, true_positives + false_positives)
+        if self._summation == "minoring":
+            heights = jnp.minimum(y[:-1], y[1:])
+        elif self._summation == "majoring":
+            heights = jnp.maximum(y[:-1], y[1:])
+        else:
+            heights = (y[:-1] + y[1:]) / 2
+        areas = jnp.sum((x[:-1] - x[1:]) * heights, 0)
+        if self._curve == "PR" and self._summation == "interpolation":
+            positives = true_positives + false_negatives
+            areas = _interpolated(true_positives, false_positives, positives)
+        if not self._by_label:
+            return areas
+        weights = jnp.ones_like(areas) if self._label_weights is None else self._label_weights
+        return divide(jnp.sum(areas * weights), jnp.sum(jnp.asarray(weights))).astype(self.dtype)
+
+
+def _interpolated(true_positives: Any, false_positives: Any, positives: Any) -> Any:
+    """Integrates precision over recall, between thresholds along a line of counts."""
+    predicted = true_positives + false_positives
+    steps = true_positives[:-1] - true_positives[1:]
+    slope = divide(steps, jnp.maximum(predicted[:-1] - predicted[1:], 0))
+    intercept = true_positives[1:] - slope * predicted[1:]
+    is_inside = (predicted[:-1] > 0) & (predicted[1:] > 0)
+    ratio = jnp.where(is_inside, divide(predicted[:-1], jnp.maximum(predicted[1:], 0)), 1)
+    return jnp.sum(
+        divide(slope * (steps + intercept * jnp.log(ratio)), jnp.maximum(positives[1:], 0)), 0
+    )
+
+
+class _BestUnderConstraint(Counts):
+    """The largest value of one rate at the thresholds where another reaches a bound."""
+
+    def __init__(
+        self,
+        argument: str,
+        bound: float,
+        num_thresholds: int,
+        class_id: int | None,
+        name: str,
+        dtype: Any,
+    ) -> None:
+        if not 0 <= bound <= 1:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    f"`{argument}` must lie between 0 and 1",
+                    f"it is {bound}",
+                    "It is a share of examples.",
+                )
+            )
+        self._bound, self._class_id = bound, class_id
+        count = positive("num_thresholds", num_thresholds)
+        found = [0.5] if count == 1 else [_BELOW, *_inner_thresholds(count, None), 1.0]
+        super().__init__(name, dtype, found)
+
+    @override
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        true, pred = as_array(y_true), as_array(y_pred)
+        if self._class_id is not None:
+            true, pred = true[..., self._class_id], pred[..., self._class_id]
+        self.count(true, pred, sample_weight)
+
+    def _best(self, bounded: Any, wanted: Any) -> Any:
+        return jnp.max(jnp.where(bounded >= self._bound, wanted, 0))
+
+    def _sensitivities_and_specificities(self) -> tuple[Any, Any]:
+        true_positives, false_positives, true_negatives, false_negatives = self.counts()
+        return (
+            divide(true_positives, true_positives + false_negatives),
+            divide(true_negatives, true_negatives + false_positives),
+        )
+
+    def _recalls_and_precisions(self) -> tuple[Any, Any]:
+        true_positives, false_positives, _, false_negatives = self.counts()
+        return (
+            divide(true_positives, true_positives + false_negatives),
+            divide(true_positives, true_positives + false_positives),
+        )
+
+
+class SensitivityAtSpecificity(_BestUnderConstraint):
+    """The largest share of positives found where enough negatives are left alone.
+
+    Args:
+      specificity: The least share of negatives that are predicted so.
+      num_thresholds: How many thresholds between 0 and 1 are tried.
+      class_id: If given, only this class of the last dimension counts.
+      name: The metric's name.
+      dtype: The type of state and result.
+
+    >>> m = SensitivityAtSpecificity(0.5)
+    >>> float(m([0, 0, 0, 1, 1], [0, 0.3, 0.8, 0.3, 0.8]))
+    0.5
+    """
+
+    def __init__(
+        self,
+        specificity: float,
+        num_thresholds: int = 200,
+        class_id: int | None = None,
+        name: str = "sensitivity_at_specificity",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__("specificity", specificity, num_thresholds, class_id, name, dtype)
+
+    @override
+    def result(self) -> Any:
+        sensitivities, specificities = self._sensitivities_and_specificities()
+        return self._best(specificities, sensitivities)
+
+
+class SpecificityAtSensitivity(_BestUnderConstraint):
+    """The largest share of negatives left alone where enough positives are found.
+
+    Arguments as of `SensitivityAtSpecificity`, with `sensitivity`.
+
+    >>> m = SpecificityAtSensitivity(0.5)
+    >>> round(float(m([0, 0, 0, 1, 1], [0, 0.3, 0.8, 0.3, 0.8])), 6)
+    0.666667
+    """
+
+    def __init__(
+        self,
+        sensitivity: float,
+        num_thresholds: int = 200,
+        class_id: int | None = None,
+        name: str = "specificity_at_sensitivity",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__("sensitivity", sensitivity, num_thresholds, class_id, name, dtype)
+
+    @override
+    def result(self) -> Any:
+        sensitivities, specificities = self._sensitivities_and_specificities()
+        return self._best(sensitivities, specificities)
+
+
+class PrecisionAtRecall(_BestUnderConstraint):
+    """The largest precision where recall is high enough.
+
+    Arguments as of `SensitivityAtSpecificity`, with `recall`.
+
+    >>> m = PrecisionAtRecall(0.5)
+    >>> float(m([0, 0, 0, 1, 1], [0, 0.3, 0.8, 0.3, 0.8]))
+    0.5
+    """
+
+    def __init__(
+        self,
+        recall: float,
+        num_thresholds: int = 200,
+        class_id: int | None = None,
+        name: str = "precision_at_recall",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__("recall", recall, num_thresholds, class_id, name, dtype)
+
+    @override
+    def result(self) -> Any:
+        recalls, precisions = self._recalls_and_precisions()
+        return self._best(recalls, precisions)
+
+
+class RecallAtPrecision(_BestUnderConstraint):
+    """The largest recall where precision is high enough.
+
+    Arguments as of `SensitivityAtSpecificity`, with `precision`.
+
+    >>> m = RecallAtPrecision(0.8)
+    >>> float(m([0, 0, 1, 1], [0, 0.5, 0.3, 0.9]))
+    0.5
+    """
+
+    def __init__(
+        self,
+        precision: float,
+        num_thresholds: int = 200,
+        class_id: int | None = None,
+        name: str = "recall_at_precision",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__("precision", precision, num_thresholds, class_id, name, dtype)
+
+    @override
+    def result(self) -> Any:
+        recalls, precisions = self._recalls_and_precisions()
+        return self._best(precisions, recalls)
+
+
+def _inner_thresholds(count: int, given: Sequence[float] | None) -> list[float]:
+    """Returns the thresholds between the two ends, evenly spaced unless they are given."""
+    if given is not None:
+        return np.sort(np.asarray(given, float)).tolist()
+    if positive("num_thresholds", count) < 2:
+        raise errors.InvalidArgumentError(
+            errors.message("`num_thresholds` must be 2 or more", "it is 1", "The default is 200.")
+        )
+    return (np.arange(1, count - 1) / (count - 1)).tolist()
+
+
+def _one_of(argument: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"`{argument}` must be one of {', '.join(map(repr, choices))}",
+                f"it is {value!r}",
+                "Choose one of them.",
+            )
+        )
+    return value
