@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from replicax.foundation import devices, errors, jax_compat
+from replicax.foundation import devices, errors, jax_compat, placement
 from replicax.foundation.jax_compat import Device
 from replicax.values.containers import register_components
 from replicax.values.distributed_values import Mirrored, PerReplica
@@ -63,7 +63,8 @@ def place_all(values: Sequence[Any], targets: Sequence[Sequence[Device]]) -> lis
         copies = [(v,) * len(t) for v, t in zip(values, targets, strict=True)]
     else:
         sources = [v for v, t in zip(values, targets, strict=True) for _ in t]
-        moved = iter(jax.device_put(sources, [device for t in targets for device in t]))
+        moved = jax.device_put(sources, [device for t in targets for device in t])
+        moved = iter(jax.tree.map(placement.uncommitted, moved))
         copies = [tuple(next(moved) for _ in t) for t in targets]
     return [parts[0] if len(parts) == 1 else mirrored(parts) for parts in copies]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from replicax.collectives import in_replica
 from replicax.collectives.arguments import require_array
-from replicax.foundation import errors
+from replicax.foundation import errors, placement
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp
 from replicax.values.indexed_slices import IndexedSlices, concatenate
@@ -64,10 +64,24 @@ def reduce_packed(
     kinds = tuple((column[0].shape, str(column[0].dtype)) for column in columns)
     pack, combine, unpack = _packed_programs(op, kinds, len(columns[0]))
     rows = list(zip(*columns, strict=True))
-    packs = [pack(row) for row in rows]
-    total = combine(jax.device_put(packs, targets[0]))
-    parts = [unpack(jax.device_put(total, device)) for device in targets]
+    packs = [_on_own_device(pack, row) for row in rows]
+    # Uncommitted arrays move to the default device as part of the call.
+    with jax.default_device(targets[0]):
+        total = combine(packs)
+    parts = []
+    for device in targets:
+        with jax.default_device(device):
+            parts.append(unpack(total))
     return list(zip(*parts, strict=True))
+
+
+def _on_own_device(pack: Callable[..., Any], row: Sequence[jax.Array]) -> Any:
+    """Joins one replica's arrays on the device of the first of them."""
+    device = next(iter(row[0].devices()))
+    if any(array.committed for array in row):
+        row = [placement.put(array, device) for array in row]
+    with jax.default_device(device):
+        return pack(row)
 
 
 @functools.lru_cache(maxsize=256)

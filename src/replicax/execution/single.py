@@ -14,6 +14,7 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import EagerReads
 from replicax.contexts.replica_context import ReplicaContext
+from replicax.execution.local_arguments import LocalArguments, explained_devices, localized
 from replicax.foundation import devices, jax_compat
 from replicax.foundation.options import ReduceOp
 from replicax.tracing.program import note_layout
@@ -89,8 +90,21 @@ def run_single(
         opened_at=frame.opened_at,
     )
     own_args, own_kwargs = select(0, (args, kwargs))
-    with reads, _on_device(layout), frames.pushed(inner):
-        return fn(*own_args, **own_kwargs)
+    if layout is None or overlay is not None:
+        with reads, _on_device(layout), frames.pushed(inner):
+            return fn(*own_args, **own_kwargs)
+    device, given = layout.devices[0], LocalArguments()
+    own_args, own_kwargs = map_structure(
+        lambda leaf: given.localize(leaf, device), (own_args, own_kwargs)
+    )
+    with reads, _on_device(layout), frames.pushed(inner), explained_devices():
+        result = fn(*own_args, **own_kwargs)
+
+    def own(leaf: Any) -> Any:
+        original = given.original(leaf)
+        return original if original is not leaf else localized(leaf, device)
+
+    return map_structure(own, result)
 
 
 def default_replica_id() -> Any:

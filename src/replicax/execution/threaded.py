@@ -18,13 +18,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import EagerReads
 from replicax.contexts.replica_context import ReplicaContext
 from replicax.execution import eager_collectives
+from replicax.execution.local_arguments import LocalArguments, explained_devices, localized
 from replicax.execution.replica_threads import replica_threads
 from replicax.foundation import devices, errors, jax_compat
 from replicax.values.layout import ReplicaLayout
@@ -69,8 +68,7 @@ class ThreadedRun:
         # replica in whose thread it happened would have caught it.
         self._failure: BaseException | None = None
         self._opened_at = frames.current().opened_at
-        # Arguments that were copied to a replica's device, by the id of the copy.
-        self._moved: dict[int, tuple[Any, Any]] = {}
+        self._given = LocalArguments()
         # Variables created in this run, by canonical name, and how many of each a replica
         # has asked for.
         self._created: dict[str, list[Any]] = {}
@@ -107,9 +105,7 @@ class ThreadedRun:
             self._abort()
             raise self._failure
         results = [replica.result for replica in self._others] + [last]
-        if self._moved:
-            results = [map_structure(self._original, result) for result in results]
-        return regroup(results, self._layout)
+        return self._regrouped(results)
 
     def _thread_body(self, i: int, replica: _Replica, caller_settings: Any) -> None:
         try:
@@ -126,15 +122,8 @@ class ThreadedRun:
             args, kwargs = map_structure(
                 lambda leaf: self._localize(i, leaf), select(i, (self._args, self._kwargs))
             )
-            try:
+            with explained_devices():
                 return self._fn(*args, **kwargs)
-            except ValueError as error:
-                if "incompatible devices" in str(error):
-                    error.add_note(
-                        "replicax: an array of another device was captured from outside. Pass "
-                        "it to `strategy.run(fn, args=(array,))`, which copies it to each replica."
-                    )
-                raise
 
     @contextlib.contextmanager
     def _replica_frame(self, i: int, reads: EagerReads) -> Iterator[None]:
@@ -153,18 +142,17 @@ class ThreadedRun:
             yield
 
     def _localize(self, i: int, leaf: Any) -> Any:
-        """Copies an array that is bound to another device to this replica's device."""
-        if not isinstance(leaf, jax.Array) or not leaf.committed:
-            return leaf
-        device = self._layout.devices[i]
-        if device in leaf.sharding.device_set:
-            return leaf
-        copy = jax.device_put(leaf, device)
-        self._moved[id(copy)] = (copy, leaf)
-        return copy
+        """Makes an array that is bound to devices usable on this replica's device."""
+        return self._given.localize(leaf, self._layout.devices[i])
 
-    def _original(self, leaf: Any) -> Any:
-        return self._moved.get(id(leaf), (leaf, leaf))[1]
+    def _regrouped(self, values: list[Any]) -> Any:
+        """Merges one structure per replica; what all were given and hand back stays one."""
+        values = [self._given.originals(value) for value in values]
+        return regroup(values, self._layout, own=self._own)
+
+    def _own(self, i: int, leaf: Any) -> Any:
+        """Brings what one replica computed on another device to its own."""
+        return localized(leaf, self._layout.devices[i])
 
     # The part that replica code talks to.
 
@@ -266,8 +254,7 @@ class ThreadedRun:
                         "Choose the function outside of replica code.",
                     )
                 )
-        merged_args = regroup([call[1] for call in calls], self._layout)
-        merged_kwargs = regroup([call[2] for call in calls], self._layout)
+        merged_args, merged_kwargs = self._regrouped([(call[1], call[2]) for call in calls])
         with self._merge_frame():
             result = calls[0][0](self._strategy, *merged_args, **merged_kwargs)
         for i, replica in enumerate(self._others):

@@ -122,6 +122,10 @@ class UnrolledRun(ThreadedRun):
         return leaf
 
     @override
+    def _own(self, i: int, leaf: Any) -> Any:
+        return leaf
+
+    @override
     def _require_meeting(self, frame: Frame) -> None:
         overlay = frame.overlay
         if overlay not in self._overlays or not overlay.is_current_trace():

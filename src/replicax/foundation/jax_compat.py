@@ -254,6 +254,16 @@ def settings(values: tuple[Any, ...]) -> Iterator[None]:
         yield
 
 
+def uncommitted_view(array: Any) -> Any:
+    """Returns a single-device array over the same buffer that is not committed to its device.
+
+    See Note [Uncommitted arrays] in foundation/placement.py. JAX makes such arrays itself, as
+    results of computations on a default device, but offers no function for it.
+    """
+    make: Callable[..., Any] = type(array)
+    return make(array.aval, array.sharding, [array], committed=False, _skip_checks=True)
+
+
 def any_dtype(dtype: Any) -> contextlib.AbstractContextManager[Any]:
     """Lets arrays of 64-bit types be made even where the user did not enable them."""
     is_wide = dtype.itemsize >= 8 and dtype.kind in "iufc"

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.foundation import errors
+from replicax.foundation import errors, placement
 from replicax.input import sources
 from replicax.input.rebatching import Rows, Share, steps_of_batch
 from replicax.values.distributed_values import PerReplica
@@ -77,6 +77,7 @@ class Splitter:
             return {}
         dense = [i for i, leaf in enumerate(leaves) if _is_dense(leaf)]
         put = jax.device_put(self._owned([leaves[i] for i in dense]), where)
+        put = [placement.uncommitted(array) for array in put]
         return dict(zip(dense, put, strict=True))
 
     def _owned(self, arrays: list[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from replicax.collectives import in_replica
 from replicax.collectives.arguments import checked_axis, gather_of_slices
 from replicax.collectives.cross_device_ops import CrossDeviceOps
 from replicax.collectives.destinations import place
-from replicax.foundation import devices, errors, jax_compat
+from replicax.foundation import devices, errors, jax_compat, placement
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp
 from replicax.values.array_surface import ArraySurface
@@ -110,7 +110,7 @@ def map_components(fn: Callable[[Any], Any], value: PerReplica) -> PerReplica:
         assert value.layout is not None
         return TracedPerReplica(fn(value.local), value.layout)
     if jax_compat.is_eager() or value.layout is None:
-        return PerReplica([fn(require_number(v)) for v in value.values], value.layout)
+        return PerReplica([_on_own_device(fn, v) for v in value.values], value.layout)
     layout = value.layout
     stored = value.stored(layout)
     if stored is None:
@@ -122,6 +122,14 @@ def map_components(fn: Callable[[Any], Any], value: PerReplica) -> PerReplica:
     ]
     scalars = [jax.eval_shape(fn, x).shape == () for x in local]
     return PerReplica.from_stored(outs, scalars, value.treedef, layout)
+
+
+def _on_own_device(fn: Callable[[Any], Any], component: Any) -> Any:
+    component = require_number(component)
+    if not isinstance(component, jax.Array) or jax_compat.is_traced(component):
+        return fn(component)
+    with devices.device(next(iter(component.devices()))):
+        return fn(component)
 
 
 def component_shapes(value: Any) -> list[tuple[int, ...]]:
@@ -214,7 +222,8 @@ def gather_values(value: Any, axis: Any, target: Device, count: int) -> Any:
             )
         )
     if jax_compat.is_eager():
-        return jnp.concatenate(jax.device_put([jnp.asarray(p) for p in parts], target), axis)
+        moved = jax.device_put([jnp.asarray(p) for p in parts], target)
+        return placement.uncommitted(jnp.concatenate(moved, axis))
     return _gather_in_trace(value, axis)
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from replicax.contexts import frames
 from replicax.contexts.overlay import View
-from replicax.foundation import errors, gate, jax_compat
+from replicax.foundation import errors, gate, jax_compat, placement
 from replicax.tracing import capture as capturing
-from replicax.tracing import exchange, feeds, signature
+from replicax.tracing import exchange, feeds, program_devices, signature
 from replicax.tracing.consumption import Consumption
 from replicax.tracing.reach import Reach
 from replicax.tracing.rebinding import Bindings
@@ -55,7 +56,11 @@ def note_layout(overlay: Any, layout: ReplicaLayout) -> None:
         overlay = overlay.parent
     if not isinstance(overlay, ProgramOverlay):
         return
-    if overlay.layout is not None and overlay.layout != layout:
+    if overlay.layout is not None and not overlay.layout.is_mesh:
+        # A program of several devices computes what one device would as well.
+        overlay.layout = layout if layout.is_mesh else overlay.layout
+        return
+    if overlay.layout is not None and layout.is_mesh and overlay.layout != layout:
         raise errors.ContextError(
             errors.message(
                 "A compiled function can run replicas of one set of devices",
@@ -63,7 +68,7 @@ def note_layout(overlay: Any, layout: ReplicaLayout) -> None:
                 "Call the two strategies from two functions.",
             )
         )
-    overlay.layout = layout
+    overlay.layout = overlay.layout or layout
 
 
 class Program:
@@ -126,7 +131,10 @@ class Program:
         is_mesh = self._layout is not None and self._layout.is_mesh
         self._mesh = self._layout if is_mesh else None
         self._takes_turns = self._mesh is not None and gate.needs_turns(self._mesh.devices)
+        self._home = program_devices.home_of(self._layout, captured)
         self._constants = self._on_devices(captured.constants)
+        if self._home is None:
+            self._constants = [placement.uncommitted(c) for c in self._constants]
         outputs = captured.jaxpr.outvars[captured.num_states :]
         self._result_shapes = [(out.aval.shape, out.aval.dtype) for out in outputs]
         self._written: list[Any] = captured.written
@@ -146,8 +154,8 @@ class Program:
         self._build(captured if self._exchange is None else self._exchange.program)
         if captured.created:
             self._initialize(captured, arrays)
-        # Variables that live on other devices than the program, and of those that it writes
-        # their place in the list, the nearest shard, and where that has to be moved, if it has.
+        # Variables of other devices than the program's, and of those that it writes their
+        # index in the list, the nearest shard, and where that has to be moved, if it has to be.
         used = dict.fromkeys((*self._donated, *self._kept))
         self._near = dict.fromkeys(v for v in used if self._is_foreign(v))
         self._homes = [
@@ -175,16 +183,22 @@ class Program:
             results = outs[captured.num_states :]
             return outs[:num_written], results, changed, jnp.zeros((), jnp.int8)
 
-        shardings = None
-        layout = self._layout
-        if layout is not None:
-            state = [
-                layout.per_replica if v.is_per_replica else layout.replicated for v in self._written
-            ]
-            changed = [layout.replicated] * captured.num_changed
-            shardings = state, self._results.shardings(layout), changed, layout.replicated
         donate = () if jax_compat.has_callbacks(captured.jaxpr) else (0,)
-        self._run = jax.jit(program, donate_argnums=donate, out_shardings=shardings)
+        self._run = jax.jit(program, donate_argnums=donate, out_shardings=self._shardings(captured))
+
+    def _shardings(self, captured: Any) -> Any:
+        """Returns where the outputs of the program have to be; None to leave it to JAX."""
+        if self._home is None:
+            return None
+        here, layout = self._home.sharding, self._layout
+        state = [
+            layout.per_replica
+            if layout is not None and v.is_per_replica and not self._is_foreign(v)
+            else here
+            for v in self._written
+        ]
+        changed = [here] * captured.num_changed
+        return state, self._results.shardings(layout, here), changed, here
 
     def _run_captured(
         self,
@@ -248,13 +262,12 @@ class Program:
                 waiting.pop(i).initialize(value.addressable_shards[0].data)
 
     def __call__(self, arrays: list[Any]) -> Any:
-        if self._layout is not None:
-            arrays = self._on_devices(arrays)
+        arrays = self._on_devices(arrays)
         if self._fixed is not None:
             outs, changed = self._fixed
             if self._exchange is not None:
                 self._exchange.push(changed)
-            return self._results.rebuild(outs, self._mesh)
+            return self._results.rebuild(outs, self._layout)
         pulled: Any = ((), (), ())
         if self._exchange is not None:
             local = [v.stored for v in self._local] if self._local else []
@@ -269,7 +282,7 @@ class Program:
             self._fixed = outs, changed
         if self._exchange is not None:
             self._exchange.push(changed)
-        return self._results.rebuild(outs, self._mesh)
+        return self._results.rebuild(outs, self._layout)
 
     def _warm_up(self, local: list[Any], arrays: list[Any]) -> None:
         """Compiles before values are pulled: others would change them meanwhile."""
@@ -312,8 +325,8 @@ class Program:
         A copy serves until the variable changes. The last program that changed it has left
         one behind.
         """
-        assert self._layout is not None
-        here = self._layout.replicated
+        assert self._home is not None
+        here = self._home.sharding
         stale = [v for v in self._near if not _is_copy_of(v.mesh_copy, v.stored, here)]
         if stale:
             moved = self._on_devices([variable.stored for variable in stale])
@@ -340,35 +353,20 @@ class Program:
             variable.mesh_copy = variable.stored, value
 
     def _is_foreign(self, variable: Any) -> bool:
-        if self._layout is None or variable.layout == self._layout:
-            return False
-        return variable.stored.sharding.device_set != self._layout.replicated.device_set
+        return self._home is not None and not self._home.holds(variable)
 
     def _way_home(self, home: Any) -> tuple[int, Any]:
         """Returns which shard of a result is nearest to a variable, and where to move it."""
-        assert self._layout is not None
-        if len(home.device_set) > 1 or not home.device_set <= set(self._layout.devices):
+        assert self._home is not None
+        if len(home.device_set) > 1 or not home.device_set <= set(self._home.devices):
             return 0, home
-        return self._layout.devices.index(next(iter(home.device_set))), None
+        return self._home.devices.index(next(iter(home.device_set))), None
 
     def _on_devices(self, arrays: list[Any]) -> list[Any]:
-        """Copies arrays that live elsewhere onto the devices of the program."""
-        if self._layout is None:
-            return arrays
-        here = self._layout.replicated
-        devices = here.device_set
-        moving = [
-            i
-            for i, a in enumerate(arrays)
-            if isinstance(a, jax.Array) and a.sharding.device_set != devices
-        ]
-        if not moving:
-            return arrays
-        arrays = list(arrays)
-        moved = jax.device_put([arrays[i] for i in moving], here)
-        for i, array in zip(moving, moved, strict=True):
-            arrays[i] = array
-        return arrays
+        """Copies arrays of other devices to the devices of the program."""
+        if self._home is None:
+            return program_devices.reconciled(arrays)
+        return self._home.take(arrays)
 
 
 def _is_copy_of(copy: tuple[Any, Any] | None, stored: Any, sharding: Any) -> bool:
@@ -376,18 +374,13 @@ def _is_copy_of(copy: tuple[Any, Any] | None, stored: Any, sharding: Any) -> boo
 
 
 def _layout_of(captured: Any, layouts: list[Any]) -> ReplicaLayout | None:
-    """Returns the replicas of a function that runs none, by its variables and arguments."""
-    found = {v.layout for v in (*captured.variables, *captured.written) if v.layout is not None}
-    found |= set(layouts)
-    if len(found) > 1:
-        raise errors.InvalidArgumentError(
-            errors.message(
-                "A compiled function can use the variables and values of one strategy",
-                f"this one uses those of {len(found)}: {sorted(map(repr, found))}",
-                "Split the function.",
-            )
-        )
-    return next(iter(found), None)
+    """Returns the replicas of a function that runs none, by its variables and arguments.
+
+    If there are several, those of most variables, which then need not move.
+    """
+    variables = dict.fromkeys((*captured.variables, *captured.written))
+    found = [v.layout for v in variables if v.layout is not None] + layouts
+    return max(found, key=found.count, default=None)
 
 
 class _Results:
@@ -396,7 +389,8 @@ class _Results:
     def __init__(self, structure: Any) -> None:
         self._arrays: list[Any] = []
         self.layout: ReplicaLayout | None = None
-        self._is_per_replica: list[bool] = []
+        # For each array of all replicas, the replicas; None for any other array.
+        self._layouts: list[ReplicaLayout | None] = []
         self._skeleton = map_structure(self._record, structure)
 
     def _record(self, leaf: Any) -> Any:
@@ -404,7 +398,7 @@ class _Results:
         if isinstance(leaf, PerReplica) and not isinstance(leaf, TracedPerReplica):
             return self._record_per_replica(leaf)
         if isinstance(leaf, Mirrored):
-            self._add([leaf.values[0]], False)
+            self._add([leaf.values[0]])
             return signature.Slot(start, "mirrored", len(leaf.values))
         if isinstance(leaf, ArraySurface) or leaf is None:
             return leaf
@@ -412,7 +406,7 @@ class _Results:
         if is_python or isinstance(leaf, np.ndarray) or signature.is_numpy_number(leaf):
             leaf = jnp.asarray(leaf)
         if isinstance(leaf, jax.Array):
-            self._add([leaf], False)
+            self._add([leaf])
             return signature.Slot(start, "array")
         return leaf.map_arrays(self._record) if isinstance(leaf, IndexedSlices) else leaf
 
@@ -423,7 +417,7 @@ class _Results:
             # Components of different shapes: results of their own, joined again afterwards.
             return PerReplica([self._record(v) for v in leaf.values], leaf.layout)
         self.layout = leaf.layout
-        self._add(stored, True)
+        self._add(stored, leaf.layout)
         return signature.Slot(
             start, "per_replica", len(stored), leaf.layout, leaf.treedef, leaf.scalars
         )
@@ -433,9 +427,9 @@ class _Results:
         arrays, self._arrays = self._arrays, []
         return arrays
 
-    def _add(self, arrays: Any, is_per_replica: bool) -> None:
+    def _add(self, arrays: Any, layout: ReplicaLayout | None = None) -> None:
         self._arrays += arrays
-        self._is_per_replica += [is_per_replica] * len(arrays)
+        self._layouts += [layout] * len(arrays)
 
     def specs(self, shapes: list[tuple[tuple[int, ...], Any]]) -> Any:
         """Returns the structure of the results, with a spec for each array."""
@@ -462,12 +456,14 @@ class _Results:
 
         return map_structure(visit, self._skeleton)
 
-    def shardings(self, layout: ReplicaLayout) -> list[Any]:
-        """Returns where each result array has to be."""
-        return [layout.per_replica if p else layout.replicated for p in self._is_per_replica]
+    def shardings(self, layout: ReplicaLayout | None, here: Sharding) -> list[Any]:
+        """Returns where the program has to leave each result array."""
+        is_own = [layout is not None and own == layout for own in self._layouts]
+        return [layout.per_replica if own and layout else here for own in is_own]
 
     def rebuild(self, arrays: list[Any], layout: ReplicaLayout | None) -> Any:
         """Returns the structure of the results with other arrays in it."""
+        mesh = layout if layout is not None and layout.is_mesh else None
 
         def visit(leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):
@@ -477,16 +473,17 @@ class _Results:
             if not isinstance(leaf, signature.Slot):
                 return leaf
             if leaf.kind == "per_replica":
-                return PerReplica.from_stored(
-                    arrays[leaf.index : leaf.index + leaf.count],
-                    leaf.scalars,
-                    leaf.treedef,
-                    leaf.layout,
-                )
+                stored = arrays[leaf.index : leaf.index + leaf.count]
+                if leaf.layout != layout:
+                    # Replicas of another strategy than the one whose devices ran the program.
+                    stored = jax.device_put(stored, leaf.layout.per_replica)
+                return PerReplica.from_stored(stored, leaf.scalars, leaf.treedef, leaf.layout)
             array = arrays[leaf.index]
             if leaf.kind == "mirrored":
-                copies = (array,) if layout is None else layout.copies(array)
+                copies = (array,) if mesh is None else mesh.copies(array)
+                copies = tuple(map(placement.uncommitted, copies))
                 return Mirrored(copies if len(copies) == leaf.count else copies[:1] * leaf.count)
-            return array if layout is None else array.addressable_shards[0].data
+            first = array if mesh is None else array.addressable_shards[0].data
+            return placement.uncommitted(first)
 
         return map_structure(visit, self._skeleton)

@@ -169,7 +169,7 @@ class Arguments:
     def _add_mirrored(self, leaf: Mirrored, key: list[Any]) -> Any:
         copies = [jnp.asarray(copy) for copy in leaf.values]
         places = [next(iter(copy.devices())) for copy in copies]
-        layout = ReplicaLayout(places) if len(set(places)) == len(places) > 1 else None
+        layout = _layout_on(places)
         key.append(("mirrored", copies[0].shape, copies[0].dtype, len(copies), layout))
         self.arrays.append(copies[0] if layout is None else layout.from_copies(copies))
         return Slot(len(self.arrays) - 1, "mirrored", len(copies), layout)
@@ -231,6 +231,14 @@ def is_python_number(value: Any) -> bool:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray) or is_numpy_number(leaf)
+
+
+def _layout_on(places: Sequence[Any]) -> ReplicaLayout | None:
+    """Returns the replicas whose copies are on these devices: one each, or all on one."""
+    num_devices = len(set(places))
+    if num_devices == len(places):
+        return ReplicaLayout(places)
+    return ReplicaLayout(places[:1], len(places)) if num_devices == 1 else None
 
 
 def fill(skeleton: Any, arrays: Sequence[Any]) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from replicax.foundation import jax_compat
+from replicax.foundation import jax_compat, placement
 from replicax.foundation.jax_compat import Device
 
 AXIS = "replica"
@@ -34,6 +34,27 @@ def _join(xnp: Any, components: Sequence[Any]) -> Any:
     """Joins values along axis 0, with the functions of `numpy` or `jax.numpy`."""
     join = xnp.concatenate if components[0].shape else xnp.stack
     return join(list(components))
+
+
+def _on_each(arrays: Sequence[Any], devices: Sequence[Device]) -> list[Any]:
+    """Puts one array on each device; all that are elsewhere move in one call."""
+    placed = list(arrays)
+    moving = [
+        i
+        for i, (array, device) in enumerate(zip(arrays, devices, strict=True))
+        if not isinstance(array, jax.Array) or array.sharding.device_set != {device}
+    ]
+    if moving:
+        moved = jax.device_put([placed[i] for i in moving], [devices[i] for i in moving])
+        for i, array in zip(moving, moved, strict=True):
+            placed[i] = array
+    return placed
+
+
+def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    """Reshapes an array on its device, which need not be the default one."""
+    with jax.default_device(next(iter(array.devices()))):
+        return array.reshape(shape)
 
 
 class ReplicaLayout:
@@ -91,19 +112,20 @@ class ReplicaLayout:
     def assemble(self, components: Sequence[Any]) -> Any:
         """Joins one array per replica, all of one shape and dtype, into the stored array."""
         first = components[0]
+        if any(map(jax_compat.is_traced, components)):
+            return first if self.num_replicas == 1 else _join(jnp, components)
         is_on_host = isinstance(first, np.ndarray | np.generic)
         if self.num_replicas == 1:
-            return jax.device_put(first, self.devices[0]) if is_on_host else first
-        if any(map(jax_compat.is_traced, components)):
-            return _join(jnp, components)
+            return jax.device_put(first, self.devices[0])
         if not self.is_mesh:
             if is_on_host:
                 return jax.device_put(_join(np, components), self.devices[0])
             return _join(jnp, jax.device_put(list(components), self.devices[0]))
-        if first.shape:
-            parts = jax.device_put(list(components), list(self.devices))
-        else:
-            parts = jax.device_put([c.reshape((1,)) for c in components], list(self.devices))
+        if is_on_host and not first.shape:
+            components = [c.reshape((1,)) for c in components]
+        parts = _on_each(components, self.devices)
+        if not first.shape and not is_on_host:
+            parts = [_reshaped(part, (1,)) for part in parts]
         shape = self.global_shape(first.shape)
         return jax.make_array_from_single_device_arrays(shape, self.per_replica, parts)
 
@@ -111,7 +133,7 @@ class ReplicaLayout:
         """Takes the stored array of all replicas apart; undoes `assemble`."""
         count = self.num_replicas
         if count == 1:
-            return (array,)
+            return (placement.uncommitted(array),)
         if array.size == 0:
             # XLA does not shard what is empty.
             return (jnp.zeros(self.local_shape(array.shape, is_scalar), array.dtype),) * count
@@ -122,10 +144,13 @@ class ReplicaLayout:
             return tuple(rows[i] for i in range(count))
         if self.is_mesh:
             parts = [shard.data for shard in array.addressable_shards]
-            return tuple(p.reshape(()) for p in parts) if is_scalar else tuple(parts)
+            if is_scalar:
+                parts = [p.reshape(()) for p in parts]
+            return tuple(map(placement.uncommitted, parts))
         rows = np.asarray(array).reshape((count, *self.local_shape(array.shape, is_scalar)))
         with jax_compat.any_dtype(array.dtype):
-            return tuple(jax.device_put(list(rows), self.devices[0]))
+            parts = jax.device_put(list(rows), self.devices[0])
+        return tuple(map(placement.uncommitted, parts))
 
     def component(self, array: Any, replica_id: int, is_scalar: bool) -> Any:
         """Returns one replica's part of a stored array."""
@@ -142,13 +167,13 @@ class ReplicaLayout:
     def with_component(self, array: Any, replica_id: int, is_scalar: bool, part: Any) -> Any:
         """Returns a stored array with one replica's part replaced."""
         if self.num_replicas == 1:
-            return part
+            return part if jax_compat.is_traced(part) else jax.device_put(part, self.devices[0])
         if array.size == 0:
             return array
         if self.is_mesh and not jax_compat.is_traced(array):
             parts = [shard.data for shard in array.addressable_shards]
-            part = jax.device_put(part, self.devices[replica_id])
-            parts[replica_id] = part.reshape((1,)) if is_scalar else part
+            part = _on_each([part], [self.devices[replica_id]])[0]
+            parts[replica_id] = _reshaped(part, (1,)) if is_scalar else part
             return jax.make_array_from_single_device_arrays(array.shape, self.per_replica, parts)
         local = self.local_shape(array.shape, is_scalar)
         rows = array.reshape((self.num_replicas, *local))
@@ -174,7 +199,7 @@ class ReplicaLayout:
         """Joins one equal array per replica into a replicated array, without a copy."""
         if not self.is_mesh:
             return jax.device_put(copies[0], self.replicated)
-        parts = jax.device_put(list(copies), list(self.devices))
+        parts = _on_each(copies, self.devices)
         return jax.make_array_from_single_device_arrays(copies[0].shape, self.replicated, parts)
 
     def map_replicas(

@@ -71,8 +71,16 @@ def regroup(
     values: Sequence[Any],
     layout: ReplicaLayout | None = None,
     wrap: type[PerReplica] | type[Mirrored] = PerReplica,
+    own: Callable[[int, Any], Any] | None = None,
 ) -> Any:
-    """Merges one structure per replica into a structure of merged leaves."""
+    """Merges one structure per replica into a structure of merged leaves.
+
+    Args:
+      values: One structure per replica.
+      layout: The replicas.
+      wrap: What leaves that differ become.
+      own: If given, turns a leaf that differs from the others into its replica's component.
+    """
     if len(values) == 1:
         return values[0]
 
@@ -80,6 +88,8 @@ def regroup(
         merged = _merge_leaf(leaves)
         if merged is not _DIFFERENT:
             return merged
+        if own is not None:
+            leaves = tuple(own(i, leaf) for i, leaf in enumerate(leaves))
         result = Mirrored(leaves) if wrap is Mirrored else PerReplica(leaves, layout)
         register_components(result, leaves)
         return result

@@ -69,14 +69,15 @@ def _apply_to_copies(variable: Any, frame: Frame, kind: str, payload: Any) -> No
     layout = variable.layout
     if frame.overlay is not None or layout is None or not layout.is_mesh:
         own = payload_for(payload, 0)
-        if frame.overlay is None and layout is None:
-            own = jax.device_put(own, variable.placement[0])
-        old = variable.read_copy(0) if frame.overlay is None else frame.overlay.read(variable)
-        variable.store_everywhere(frame, updates.apply(kind, old, own))
+        if frame.overlay is None:
+            new = updates.apply_beside(kind, variable.read_copy(0), own)
+        else:
+            new = updates.apply(kind, frame.overlay.read(variable), own)
+        variable.store_everywhere(frame, new)
         return
     new = [
-        updates.apply(kind, variable.read_copy(i), jax.device_put(payload_for(payload, i), device))
-        for i, device in enumerate(layout.devices)
+        updates.apply_beside(kind, variable.read_copy(i), payload_for(payload, i))
+        for i in range(layout.num_replicas)
     ]
     variable.store_copies(new)
 

@@ -45,11 +45,14 @@ def create_plain(
     device = device or devices.explicit()
     if jax_compat.is_traced(initial):
         variable = cls(attributes, None, owner=owner)
+        variable.intended_device = device
         adopt(variable, initial)
         return variable
     with jax_compat.eagerly():
         if device is not None:
             initial = jnp.copy(jax.device_put(initial, device))
+        elif not initial.committed:
+            initial = jax.device_put(initial, initial.sharding)
     return cls(attributes, initial, owner=owner)
 
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import Change
-from replicax.foundation import devices, jax_compat
+from replicax.foundation import devices, jax_compat, placement
 from replicax.foundation.jax_compat import Device
 from replicax.variables import aggregation, creators, read_cache, row_numbers, updates
 from replicax.variables.row_selection import select_rows
@@ -162,7 +162,7 @@ class RemoteVariable(ElsewhereVariable):
         with jax_compat.eagerly(), jax_compat.any_dtype(self.dtype):
             value = jnp.asarray(read_cache.pull(self.home, [Read(self, ids)])[0])
             if frame.replica_id is not None and frame.layout is not None:
-                return jax.device_put(value, frame.layout.devices[frame.replica_id])
+                return placement.put(value, frame.layout.devices[frame.replica_id])
             return value
 
     @override

@@ -13,7 +13,7 @@ from typing_extensions import override
 from replicax.collectives import eager, in_replica
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import View
-from replicax.foundation import devices, errors, gate, jax_compat
+from replicax.foundation import devices, errors, gate, jax_compat, placement
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp, VariableAggregation
 from replicax.values import printing
@@ -75,9 +75,10 @@ class MirroredVariable(ReplicatedVariable):
         if frame.overlay is not None:
             return frame.overlay.read(self)
         require_readable(self, frame)
-        if frame.replica_id is None:
-            return self.read_copy(self._replica_on(devices.explicit()))
-        return self.read_copy(frame.replica_id)
+        replica_id = frame.replica_id
+        if replica_id is None:
+            replica_id = self._replica_on(devices.explicit())
+        return placement.uncommitted(self.read_copy(replica_id))
 
     def _replica_on(self, device: Device | None) -> int:
         """Returns the replica whose copy is nearest to a device."""
@@ -150,7 +151,7 @@ class SyncOnReadVariable(ReplicatedVariable):
             return self._combine_local(value)
         require_readable(self, frame)
         if frame.replica_id is not None:
-            return self.read_copy(frame.replica_id)
+            return placement.uncommitted(self.read_copy(frame.replica_id))
         with gate.state():
             if self.stored.nbytes <= _HOST_BYTES:
                 return self._combine_on_host(self.stored)
@@ -172,14 +173,15 @@ class SyncOnReadVariable(ReplicatedVariable):
         if self.aggregation is VariableAggregation.MEAN:
             value = (value / self.layout.num_replicas).astype(self.dtype)
         with jax_compat.any_dtype(self.dtype):
-            return jax.device_put(value, devices.current())
+            return placement.uncommitted(jax.device_put(value, devices.current()))
 
     def _combine_copies(self, copies: tuple[Any, ...]) -> Any:
         self._require_aggregation("Reading")
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return copies[0]
         op = ReduceOp.from_variable_aggregation(self.aggregation)
-        return eager.reduce_to_device(op, [copies], devices.current())[0].astype(self.dtype)
+        total = eager.reduce_to_device(op, [copies], devices.current())[0]
+        return placement.uncommitted(total.astype(self.dtype))
 
     def _combine_stored(self, stored: Any) -> Any:
         self._require_aggregation("Reading")
@@ -319,7 +321,7 @@ class VariableComponent(Variable):
         overlay = frame.overlay
         if overlay is None:
             require_readable(self.container, frame)
-            return self.container.read_copy(self.replica_id)
+            return placement.uncommitted(self.container.read_copy(self.replica_id))
         value = overlay.read(self.container)
         if self.container.is_per_replica and overlay.view is View.STORED:
             return self.container.layout.component(value, self.replica_id, not self.shape)
@@ -330,7 +332,8 @@ class VariableComponent(Variable):
         overlay = frame.overlay
         if overlay is None:
             with gate.state():
-                new = updates.apply(kind, self.read_in(frame), self._here(payload))
+                old = self.container.read_copy(self.replica_id)
+                new = updates.apply_beside(kind, old, payload)
                 self.container.store_copy(self.replica_id, new)
             return
         new = updates.apply(kind, self.read_in(frame), payload)
@@ -351,9 +354,6 @@ class VariableComponent(Variable):
                     "Write to the variable itself.",
                 )
             )
-
-    def _here(self, payload: Any) -> Any:
-        return jax.device_put(payload, self.placement[0])
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:

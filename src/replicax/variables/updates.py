@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.foundation import errors, jax_compat
+from replicax.foundation import errors, jax_compat, placement
 from replicax.values.array_surface import as_operand
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.variables import row_numbers, slicing
@@ -71,6 +71,11 @@ def apply(kind: str, old: Any, payload: Any) -> Any:
     if jax_compat.is_eager():
         return _apply_compiled(kind, old, payload)
     return _RULES[kind](old, payload).astype(old.dtype)
+
+
+def apply_beside(kind: str, old: jax.Array, payload: Any) -> Any:
+    """Returns the value after one update, computed where the old value is."""
+    return apply(kind, old, placement.usable_on(payload, next(iter(old.devices()))))
 
 
 def checked_payload(variable: Any, kind: str, value: Any) -> Any:

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
-from replicax.foundation import devices, errors, gate, jax_compat
+from replicax.foundation import devices, errors, gate, jax_compat, placement
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
 from replicax.values import printing
@@ -70,6 +70,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         "aggregation",
         "constraint",
         "dtype",
+        "intended_device",
         "is_lent",
         "layout",
         "mesh_copy",
@@ -139,6 +140,8 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         # The array behind the variable; None until a compiled function that creates the
         # variable has run. Read and replaced by compiled functions, under `gate.state`.
         self.stored: Any = stored
+        # Where a variable with one copy belongs, if a compiled function creates it.
+        self.intended_device: Device | None = None
         # Whether somebody else may hold (a part of) `stored`: then it must not be donated.
         self.is_lent = True
         # What compiled functions of other devices keep of a value that has not changed: the
@@ -153,7 +156,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         if self.layout is not None:
             return self.layout.devices
         if self.stored is None or jax_compat.is_traced(self.stored):
-            return (devices.current(),)
+            return (self.intended_device or devices.current(),)
         return tuple(self.stored.devices())
 
     @property
@@ -203,8 +206,8 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
             self.is_lent = True
             array = self.stored
         if frame.replica_id is not None and frame.layout is not None:
-            return jax.device_put(array, frame.layout.devices[frame.replica_id])
-        return array
+            return placement.put(array, frame.layout.devices[frame.replica_id])
+        return placement.uncommitted(array)
 
     def sparse_read(self, indices: Any) -> Any:
         """Returns the rows with the given indices.
@@ -370,8 +373,12 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
 
     def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
         """Applies an update to what code in `frame` sees, as one step."""
-        with gate.state():
+        if frame.overlay is not None:
             self.store(frame, updates.apply(kind, self.read_in(frame), payload))
+            return
+        with gate.state():
+            old = self.read_copy(frame.replica_id or 0)
+            self.store(frame, updates.apply_beside(kind, old, payload))
 
     def read_copy(self, replica_id: int) -> Any:
         """Returns one copy, whatever code is running."""
@@ -412,7 +419,8 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
 
     def initialize(self, value: Any) -> None:
         """Gives a variable that a compiled function created its first value."""
-        self.stored = jnp.array(value, dtype=self.dtype, copy=True)
+        array = jnp.array(value, dtype=self.dtype, copy=True)
+        self.stored = jax.device_put(array, self.intended_device or array.sharding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         clone = copy.copy(self)

@@ -1,0 +1,271 @@
+"""Arrays of different devices can be used together, in eager and in compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import replicax as rx
+
+# None of these computes on the default device only.
+_PLACES: dict[str, Callable[[], Any]] = {
+    "mirrored_2": lambda: rx.MirroredStrategy(["CPU:1", "CPU:3"]),
+    "mirrored_4": lambda: rx.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2", "CPU:3"]),
+    "virtual_2": lambda: rx.MirroredStrategy(["CPU:2"], virtual_replicas=2),
+    "one_device": lambda: rx.OneDeviceStrategy("CPU:2"),
+    "central_2": lambda: rx.CentralStorageStrategy(["CPU:0", "CPU:1"], parameter_device="CPU:2"),
+}
+
+
+@pytest.fixture(params=list(_PLACES))
+def placed(request: pytest.FixtureRequest) -> Any:
+    return _PLACES[request.param]()
+
+
+@pytest.fixture(params=["eager", "compiled"])
+def called(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Calls a function as it is, or as an rx.function."""
+    return (lambda fn, *args: fn(*args)) if request.param == "eager" else _compiled
+
+
+def _compiled(fn: Any, *args: Any) -> Any:
+    return rx.function(fn)(*args)
+
+
+def _everywhere(placed: Any) -> list[Any]:
+    """Returns ones of shape (2,): of all devices, committed or not, of a mesh and of NumPy."""
+    devices = jax.devices("cpu")
+    mesh = jax.sharding.Mesh(np.array(devices[4:6]), "x")
+    sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    ones = np.ones(2, np.float32)
+    return [
+        ones,
+        jnp.ones(2),
+        jax.device_put(ones, devices[3]),
+        jax.device_put(ones, sharded),
+        placed.reduce("mean", placed.run(lambda: jnp.ones(2)), axis=None),
+        rx.OneDeviceStrategy("CPU:6").run(rx.function(lambda: jnp.ones(2))),
+    ]
+
+
+def _ids(placed: Any) -> Any:
+    """Returns [0., 0.] of the first replica, [1., 1.] of the second, ..."""
+
+    def fn() -> Any:
+        return jnp.ones(2) * rx.get_replica_context().replica_id_in_sync_group
+
+    return placed.run(fn)
+
+
+def test_components_of_all_replicas_in_one_expression(placed: Any) -> None:
+    count = placed.num_replicas_in_sync
+    expected = [float(i) for i in range(count) for _ in range(2)]
+    compiled = placed.run(rx.function(lambda x: x * 1.0), args=(_ids(placed),))
+    batches = rx.data.Dataset.from_tensor_slices(np.asarray(expected, np.float32)).batch(2 * count)
+    element = next(iter(placed.experimental_distribute_dataset(batches)))
+    returned = placed.run(lambda x: x, args=(_ids(placed),))
+    for value in (_ids(placed), compiled, element, returned):
+        parts = placed.experimental_local_results(value)
+        layout = placed.extended.layout
+        assert [p.devices() for p in parts] == [{d} for d in layout.devices]
+        assert jnp.concatenate(parts).tolist() == expected
+        assert jnp.stack(parts).shape == (count, 2)
+        assert sum(parts).tolist() == [sum(range(count))] * 2
+        assert (parts[0] + parts[-1]).tolist() == [count - 1.0] * 2
+        assert jax.jit(lambda *p: sum(p))(*parts).tolist() == [sum(range(count))] * 2
+        assert rx.function(lambda *p: sum(p))(*parts).tolist() == [sum(range(count))] * 2
+
+
+def test_captured_arrays_of_any_device_in_replica_code(placed: Any, called: Any) -> None:
+    with placed.scope():
+        v = rx.Variable(jnp.ones(2) * 3, aggregation=rx.VariableAggregation.MEAN)
+    v.assign_add(jnp.zeros(2))
+    for t in _everywhere(placed):
+
+        def fn(x: Any, t: Any = t) -> Any:
+            v.assign(v * t)
+            return v * t + t, t * v, x + t, jnp.add(t, v), v.read_value() + x
+
+        result = called(lambda x, fn=fn: placed.run(fn, args=(x,)), _ids(placed))
+        for leaf, base in zip(result, (4, 3, 1, 4, 3), strict=True):
+            parts = placed.experimental_local_results(leaf)
+            moving = 1 if base in (1, 3) and leaf is not result[1] else 0
+            expected = [[base + moving * float(i)] * 2 for i in range(len(parts))]
+            assert np.stack(parts).tolist() == expected, t
+            assert [p.devices() for p in parts] == [{d} for d in placed.extended.layout.devices]
+
+
+def test_arguments_of_run_of_any_device(placed: Any, called: Any) -> None:
+    with placed.scope():
+        v = rx.Variable(jnp.ones(2) * 3)
+    for t in _everywhere(placed):
+        result = called(lambda t: placed.run(lambda t: v * t + t, args=(t,)), t)
+        assert placed.reduce("mean", result, axis=None).tolist() == [4.0, 4.0]
+        result = placed.run(rx.function(lambda t: v * t + t), args=(t,))
+        assert placed.reduce("mean", result, axis=None).tolist() == [4.0, 4.0]
+        assert placed.run(lambda t: t, args=(t,)) is t
+
+
+def test_updates_with_arrays_of_any_device(placed: Any, called: Any) -> None:
+    with placed.scope():
+        v, w = (rx.Variable(jnp.ones(2)) for _ in range(2))
+    plain = rx.Variable(jnp.ones(2))
+    plain.assign_add(jnp.zeros(2))
+    arrays = [*_everywhere(placed), v.read_value(), w.read_value(), plain.read_value(), w, plain]
+
+    def update(t: Any) -> Any:
+        def fn(copy: Any, t: Any) -> Any:
+            copy.assign(jnp.ones(2))
+            copy.assign_add(t)
+            copy.assign(copy + t * copy.read_value())
+            return copy.read_value() + t
+
+        return placed.extended.update(v, fn, args=(t,))
+
+    def merged(t: Any) -> Any:
+        return placed.run(
+            lambda: rx.get_replica_context().merge_call(lambda strategy: (update(t), None)[1])
+        )
+
+    for t in arrays:
+        for fn in (update, lambda t: placed.run(lambda: None) or merged(t)):
+            v.assign(jnp.zeros(2))
+            called(lambda fn=fn, t=t: (fn(t), None)[1])
+            assert v.read_value().tolist() == [4.0, 4.0]
+    with placed.scope():
+        v.assign(jnp.ones(2))
+        result = called(lambda: placed.extended.update(v, lambda c: c.read_value() * 2))
+    parts = placed.experimental_local_results(result)
+    assert sum(parts).tolist() == [2.0 * len(parts)] * 2
+
+
+def test_variables_of_different_devices_in_one_expression(called: Any) -> None:
+    with rx.OneDeviceStrategy("CPU:1").scope():
+        one = rx.Variable(jnp.ones(2))
+    with rx.CentralStorageStrategy(["CPU:0", "CPU:1"], parameter_device="CPU:2").scope():
+        central = rx.Variable(jnp.ones(2))
+    mirrored, total = [], 4.0
+    for placed in (_PLACES["mirrored_2"](), _PLACES["mirrored_4"](), _PLACES["virtual_2"]()):
+        with placed.scope():
+            mirrored.append(rx.Variable(jnp.ones(2)))
+            on_read = rx.Variable(
+                jnp.ones(2),
+                synchronization=rx.VariableSynchronization.ON_READ,
+                aggregation=rx.VariableAggregation.MEAN,
+            )
+            mirrored.append(on_read)
+        total += 2
+    plain = rx.Variable(jnp.ones(2))
+    with rx.device("CPU:5"):
+        elsewhere = rx.Variable(jnp.ones(2))
+    variables = [one, central, plain, elsewhere, *mirrored]
+
+    def add() -> Any:
+        return sum(variables[1:], variables[0] + 0.0), jnp.concatenate(variables).sum()
+
+    for _ in range(2):
+        whole, summed = called(add)
+        assert whole.tolist() == [total, total]
+        assert summed == 2 * total
+    one.assign_add(mirrored[0])
+    mirrored[0].assign_add(one.read_value())
+    plain.assign(mirrored[0] * central)
+    elsewhere.assign_sub(plain)
+    places = [v.placement for v in variables]
+
+    def write() -> Any:
+        for v in variables:
+            v.assign(plain + v * 0.0 + elsewhere * 0.0)
+        return [v.read_value() for v in variables]
+
+    for _ in range(2):
+        assert [v.tolist() for v in called(write)] == [[3.0, 3.0]] * len(variables)
+    assert [v.read_value().tolist() for v in variables] == [[3.0, 3.0]] * len(variables)
+    assert [v.placement for v in variables] == places
+    kept = [v for v in variables if not v.is_per_replica]
+    assert all(v.read_value().devices() <= set(v.placement) for v in kept)
+
+
+def test_arrays_of_different_devices_in_a_function(placed: Any) -> None:
+    with placed.scope():
+        v = rx.Variable(jnp.ones(2))
+    arrays = _everywhere(placed)
+    total = float(len(arrays))
+
+    @rx.function
+    def with_variable(*arrays: Any) -> Any:
+        return v + sum(arrays)
+
+    @rx.function
+    def without(*arrays: Any) -> Any:
+        return sum(arrays)
+
+    @rx.function
+    def captures() -> Any:
+        return sum(arrays) + v
+
+    for _ in range(2):
+        first = with_variable(*arrays)
+        assert first.tolist() == [total + 1, total + 1]
+        assert without(*arrays).tolist() == [total, total]
+        assert without(*reversed(arrays)).tolist() == [total, total]
+        assert captures().tolist() == [total + 1, total + 1]
+    for t in arrays:
+        assert (v + t).tolist() == (t + v).tolist() == [2.0, 2.0]
+        assert rx.function(lambda x: v + x)(t).tolist() == [2.0, 2.0]
+        assert (first + without(t) + v).tolist() == [total + 3] * 2
+        v.assign(t)
+        v.assign_add(t)
+        v.assign_sub(t)
+        assert v.read_value().tolist() == [1.0, 1.0]
+
+
+def test_results_of_two_strategies_in_one_program(placed: Any) -> None:
+    other = rx.OneDeviceStrategy("CPU:7")
+    with placed.scope():
+        accuracy, loss = rx.metrics.Mean(), rx.metrics.Sum()
+        v = rx.Variable(jnp.ones(2))
+        optimizer = rx.optimizers.Optimizer(optax.sgd(0.5), [v])
+
+    def step(x: Any) -> Any:
+        accuracy.update_state(x)
+        loss.update_state(x)
+        optimizer.apply_gradients([(jnp.ones(2), v)])
+        return x
+
+    with placed.scope():
+        for fn in (step, rx.function(step)):
+            placed.run(fn, args=(jnp.ones(2),))
+    there = other.run(lambda: jnp.ones(2)) + other.run(rx.function(lambda: jnp.ones(2)))
+    gathered = placed.gather(_ids(placed), axis=0)
+    count = placed.num_replicas_in_sync
+    assert gathered.shape == (2 * count,)
+    results = accuracy.result() + loss.result() + optimizer.iterations
+    assert (results + there + gathered[:2]).shape == (2,)
+    assert other.run(lambda a, b: a + b, args=(there, gathered[:2])).shape == (2,)
+    assert other.run(rx.function(lambda a, b: a + b), args=(there, gathered[:2])).shape == (2,)
+    doubled = other.run(lambda: there * results)
+    assert placed.reduce("mean", placed.run(lambda: doubled * v), axis=None).shape == (2,)
+
+
+def test_what_each_replica_reads_is_its_own_value(placed: Any, called: Any) -> None:
+    count = placed.num_replicas_in_sync
+    with placed.scope():
+        mirrored = rx.Variable(jnp.ones(3))
+        own = rx.Variable(jnp.ones(3), synchronization=rx.VariableSynchronization.ON_READ)
+    plain = rx.Variable(jnp.ones(3))
+    for variable in (mirrored, own, plain):
+        for read in (variable.read_value, variable.value, lambda v=variable: v * 1.0):
+            result = called(lambda read=read: placed.run(read))
+            assert isinstance(result, rx.PerReplica) == (count > 1)
+            assert placed.gather(result, axis=0).shape == (3 * count,)
+            assert placed.reduce("sum", result, axis=None).tolist() == [count] * 3
+    shared = jnp.ones(3)
+    assert placed.run(lambda: shared) is shared
+    assert placed.run(lambda: mirrored) is mirrored
