@@ -254,6 +254,48 @@ def test_results_of_two_strategies_in_one_program(placed: Any) -> None:
     assert placed.reduce("mean", placed.run(lambda: doubled * v), axis=None).shape == (2,)
 
 
+@pytest.mark.parametrize("called", ["eager", "compiled"], indirect=True)
+def test_an_entered_replica_context_is_the_replica_that_it_names(placed: Any, called: Any) -> None:
+    layout, count = placed.extended.layout, placed.num_replicas_in_sync
+    with placed.scope():
+        own = rx.Variable(
+            jnp.zeros(2),
+            synchronization=rx.VariableSynchronization.ON_READ,
+            aggregation=rx.VariableAggregation.SUM,
+        )
+        v = rx.Variable(jnp.ones(2), aggregation=rx.VariableAggregation.MEAN)
+    read = rx.function(lambda: own.read_value() + v)
+    for i in range(count):
+
+        def visit(i: int = i) -> Any:
+            with rx.ReplicaContext(placed, i) as context:
+                assert context.replica_id_in_sync_group == i
+                assert context.devices == (placed.extended.worker_devices[i],)
+                own.assign(jnp.ones(2) * i)
+                own.assign_add(jnp.ones(2))
+                seen = own.read_value(), v.read_value(), read(), jnp.ones(2) * own
+                v.assign(v + 1.0)
+                merged = context.merge_call(lambda strategy: own.read_value())
+            return seen, merged
+
+        seen, merged = called(visit)
+        expected = [i + 1.0, i + 1.0, 2.0 * i + 2, i + 1.0]
+        assert [x.tolist() for x in seen] == [[e, e] for e in expected]
+        assert merged.tolist() == [(i + 1) * (i + 2) / 2] * 2
+        if called.__name__ != "_compiled":
+            assert [x.devices() for x in seen] == [{layout.devices[i]}] * 4
+    assert own.read_value().tolist() == [count * (count + 1) / 2] * 2
+    parts = placed.experimental_local_results(placed.run(own.read_value))
+    assert np.stack(parts).tolist() == [[i + 1.0] * 2 for i in range(count)]
+    assert v.read_value().tolist() == [count + 1.0] * 2
+
+
+def test_an_entered_replica_context_needs_a_replica_of_its_strategy(placed: Any) -> None:
+    for wrong in (-1, placed.num_replicas_in_sync):
+        with pytest.raises(ValueError, match=r"replicas.*has|has.*replicas"):
+            rx.ReplicaContext(placed, wrong).__enter__()
+
+
 def test_what_each_replica_reads_is_its_own_value(placed: Any, called: Any) -> None:
     count = placed.num_replicas_in_sync
     with placed.scope():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.collectives.cross_device_ops import CollectiveAllReduce, CrossDeviceOps
@@ -13,7 +13,8 @@ from replicax.contexts import frames, guards
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.replica_context import ReplicaContext, ValueContext
 from replicax.execution import spmd
-from replicax.execution.single import SingleExecutor, run_single
+from replicax.execution.entered_replica import entered_replica
+from replicax.execution.single import run_single
 from replicax.execution.threaded import ThreadedRun
 from replicax.foundation import devices, errors
 from replicax.foundation.jax_compat import Device
@@ -143,20 +144,11 @@ class StrategyExtended:
             return spmd.run_replicas(strategy, layout, fn, args, kwargs)
         return ThreadedRun(strategy, layout, fn, args, kwargs).run()
 
-    @contextlib.contextmanager
-    def enter_replica_context(self, context: ReplicaContext) -> Iterator[None]:
-        """Makes a hand-made replica context the current one."""
-        executor = SingleExecutor(self.container_strategy, self.layout)
-        frame = Frame(
-            Mode.REPLICA,
-            self.container_strategy,
-            self.layout,
-            replica_id=0,
-            replica_context=context,
-            executor=executor,
-        )
-        with frames.pushed(frame):
-            yield
+    def enter_replica_context(
+        self, context: ReplicaContext
+    ) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager that makes a hand-made replica context the current one."""
+        return entered_replica(self.container_strategy, self.layout, context)
 
     # Values.
 
