@@ -439,3 +439,16 @@ def test_remote_variables_are_read_in_loops_and_their_writes_refused(desk: Any) 
     with pytest.raises(rx.errors.UnsupportedError, match="kept by parameter servers"):
         coordinator.join()
     assert float(v) == 3.0
+
+
+def test_random_keys_are_carried() -> None:
+    def draw(key: Any) -> Any:
+        def body(i: Any, carry: Any) -> Any:
+            key, total = carry
+            key, own = jax.random.split(key)
+            return key, total + jax.random.uniform(own)
+
+        return rx.fori_loop(0, 3, body, (key, 0.0))[1]
+
+    key = jax.random.key(0)
+    assert float(draw(key)) == float(rx.function(draw)(key))

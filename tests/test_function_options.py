@@ -314,3 +314,20 @@ def test_a_concrete_function_of_a_distributed_iterator_takes_nothing(strategy: A
         spec = total.get_concrete_function(data_spec := iterator.element_spec)
         assert isinstance(data_spec, rx.PerReplicaSpec)
         assert float(spec(next(iterator))) == 22.0
+
+
+def test_a_concrete_function_is_a_signature_of_a_saved_model(tmp_path: Any) -> None:
+    class Model(rx.Module):
+        def __init__(self) -> None:
+            self.v = rx.Variable(2.0)
+
+        @rx.function
+        def call(self, x: Any, factor: int) -> Any:
+            return {"y": x * self.v * factor}
+
+    model = Model()
+    concrete = model.call.get_concrete_function(rx.TensorSpec((None, 2)), 3)
+    rx.saved_model.save(model, tmp_path / "model", signatures=concrete)
+    loaded = rx.saved_model.load(tmp_path / "model")
+    result = loaded.signatures["serving_default"](jnp.ones((4, 2)))
+    np.testing.assert_array_equal(result["y"], np.full((4, 2), 6.0))

@@ -279,7 +279,12 @@ def jaxprs_of(jaxpr: Any) -> Iterator[Any]:
 
 def shape_of(value: Any) -> jax.ShapeDtypeStruct:
     """Returns shape, type and weakness of an array, a tracer or what stands for one."""
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=is_weak(value))
+
+
+def is_weak(value: Any) -> bool:
+    """Tells whether the type of an array gives way to others; keys have no such type."""
+    return getattr(value, "weak_type", False)
 
 
 def has_collectives(jaxpr: Any, axis: str) -> bool:

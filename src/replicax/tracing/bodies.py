@@ -296,4 +296,4 @@ class Carried:
 
 def strong(array: Any) -> Any:
     """Returns an array whose type does not give way to others."""
-    return jax.lax.convert_element_type(array, array.dtype) if array.weak_type else array
+    return jax.lax.convert_element_type(array, array.dtype) if jax_compat.is_weak(array) else array

@@ -63,9 +63,9 @@ def _kept(what: str, array: Any, returned: Any) -> Any:
     """Returns an array of the carry, of the type that the body returns in its place."""
     if array.shape == returned.shape:
         if array.dtype == returned.dtype:
-            is_giving_way = array.weak_type and not returned.weak_type
+            is_giving_way = jax_compat.is_weak(array) and not jax_compat.is_weak(returned)
             return bodies.strong(array) if is_giving_way else array
-        if array.weak_type:
+        if jax_compat.is_weak(array):
             return jnp.asarray(array, returned.dtype)
     raise errors.InvalidArgumentError(
         errors.message(
@@ -79,7 +79,7 @@ def _kept(what: str, array: Any, returned: Any) -> Any:
 def like(arrays: Sequence[Any], old: Sequence[Any]) -> list[Any]:
     """Makes the arrays of the next carry as weak as those of the last one."""
     pairs = zip(arrays, old, strict=True)
-    return [new if was.weak_type else bodies.strong(new) for new, was in pairs]
+    return [new if jax_compat.is_weak(was) else bodies.strong(new) for new, was in pairs]
 
 
 def next_carry(what: str, old: Any, new: Any) -> Any:

@@ -49,6 +49,17 @@ class ConcreteFunction:
         self._kwargs = {key: map_structure(_spec_of, kwargs[key]) for key in kwargs}
         self._names = _parameter_names(python_function, len(args))
         self._programs = list(programs)
+        taken = [n for n, a in zip(self._names, self._args, strict=True) if _has_arrays(a)]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.__name__ = name
+        self.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in taken])
+
+    @property
+    def input_signature(self) -> tuple[Any, ...] | None:
+        """The specs of the arrays it takes, by position; None if some are taken by name only."""
+        if any(map(_has_arrays, self._kwargs.values())):
+            return None
+        return tuple(spec for spec in self._args if _has_arrays(spec))
 
     @property
     def structured_input_signature(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax.contexts.overlay import Overlay
-from replicax.foundation import errors
+from replicax.foundation import errors, jax_compat
 from replicax.tracing import iterators
 from replicax.tracing.bodies import Body, Carried, Structure
 from replicax.tracing.carries import changed_structure, like, settled
@@ -46,7 +46,8 @@ class Rows:
         if self.first is not None:
             return [jax.ShapeDtypeStruct((), self.first.dtype)]
         return [
-            jax.ShapeDtypeStruct(a.shape[1:], a.dtype, weak_type=a.weak_type) for a in self.columns
+            jax.ShapeDtypeStruct(a.shape[1:], a.dtype, weak_type=jax_compat.is_weak(a))
+            for a in self.columns
         ]
 
 
