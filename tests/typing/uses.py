@@ -82,6 +82,23 @@ assert_type(rx.get_strategy(), rx.Strategy)
 rx.MirroredStrategy(devices=0)  # error
 rx.MirroredStrategy(virtual_replica=2)  # error
 
+
+# Compiled functions keep the signature of what they compile.
+@rx.function
+def train_step(x: jax.Array, scale: float = 1.0) -> jax.Array:
+    return x * scale
+
+
+@rx.function(input_signature=[rx.TensorSpec([None, 2], jnp.float32)])
+def serve(x: jax.Array) -> jax.Array:
+    return x
+
+
+assert_type(train_step(x, scale=2.0), jax.Array)
+assert_type(serve(x), jax.Array)
+train_step(x, scal=2.0)  # error
+serve()  # error
+
 # Training.
 optimizer = rx.optimizers.Optimizer(optax.sgd(0.1), [v])
 optimizer.apply_gradients([(jnp.ones(()), v)])

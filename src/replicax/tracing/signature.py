@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from replicax.foundation import errors
 from replicax.tracing.iterators import Feed, PythonIterator, is_iterator
@@ -33,6 +34,15 @@ class TensorSpec:
     shape: tuple[int | None, ...] | None = None
     dtype: Any = jnp.float32
     name: str | None = None
+
+    if TYPE_CHECKING:
+        # A list, or a name of a type, is converted.
+        def __init__(
+            self,
+            shape: Sequence[int | str | None] | None = None,
+            dtype: DTypeLike = jnp.float32,
+            name: str | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if self.shape is not None:
