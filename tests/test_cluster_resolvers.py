@@ -350,6 +350,22 @@ def test_slurm_jobs_share_nodes_at_consecutive_ports(slurm: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "count"),
+    [("0,1,2,3", 4), ("GPU-a,GPU-b", 2), ("0", 1), ("", 0), ("-1", 0), ("0,-1,2", 1)],
+)
+def test_slurm_counts_the_visible_gpus(
+    slurm: Any, monkeypatch: pytest.MonkeyPatch, given: str, count: int
+) -> None:
+    slurm(0, "n1,n2", "1(x2)")
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    resolver = resolvers.SlurmClusterResolver(auto_set_gpu=False)
+    assert resolver.num_accelerators("", 0) == ({"GPU": count} if count else {})
+    assert resolver.num_accelerators()["GPU"] == count
+    assert resolver.master("", 1) == resolver.master("worker", 1)
+
+
+@pytest.mark.parametrize(
     ("given", "expected"), [(None, "2,3"), ("4,5,6,7", "6,7"), ("1,3", "1,3"), ("", "")]
 )
 def test_slurm_narrows_the_visible_gpus(

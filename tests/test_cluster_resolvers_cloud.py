@@ -205,6 +205,15 @@ def test_gce_machines_become_tasks_in_the_order_of_their_names() -> None:
         resolver.task_type = "ps"
 
 
+def test_gce_with_an_empty_task_type_is_the_job_of_workers() -> None:
+    resolver = gce(task_type="", task_id=1)
+    assert resolver.task_type == ""
+    assert resolver.cluster_spec().as_dict() == {"worker": ["10.1.0.9:8470", "10.1.0.2:8470"]}
+    assert resolver.master() == resolver.master("", 1) == gce(task_id=1).master()
+    assert gce(task_id=1).master("", 0) == gce(task_id=0).master()
+    assert resolver.num_accelerators("", 1) == {}
+
+
 def test_gce_of_an_empty_group_is_a_job_without_tasks() -> None:
     resolver = gce([{"kind": "compute#instanceGroupsListInstances"}], task_type="ps")
     assert resolver.cluster_spec().num_tasks("ps") == 0

@@ -66,6 +66,41 @@ def test_a_variable_that_only_a_function_knows_is_kept(tmp_path: Path) -> None:
     np.testing.assert_array_equal(model.signatures["f"](jnp.ones(2)), [5.0, 5.0])
 
 
+def test_the_only_signed_function_is_the_default_signature(tmp_path: Path) -> None:
+    class Scale(rx.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = rx.Variable(3.0)
+
+        @rx.function(input_signature=[ROW])
+        def scaled(self, x: Any) -> Any:
+            return x * self.w
+
+        @rx.function
+        def unsigned(self, x: Any) -> Any:
+            return x
+
+    class Two(Scale):
+        @rx.function(input_signature=[ROW])
+        def halved(self, x: Any) -> Any:
+            return x / 2.0
+
+    rx.saved_model.save(Scale(), tmp_path / "one")
+    one = rx.saved_model.load(tmp_path / "one")
+    assert list(one.signatures) == ["serving_default"]
+    assert one.signatures["serving_default"] is one.scaled
+    assert one.scaled(jnp.ones(2)).tolist() == [3.0, 3.0]
+    model = Scale()
+    for name, obj, signatures, wanted in (
+        ("two", Two(), None, []),
+        ("dict", {"f": model.scaled, "again": model.scaled}, None, ["serving_default"]),
+        ("named", model, {"serve": model.scaled}, ["serve"]),
+        ("none", model, {}, []),
+    ):
+        rx.saved_model.save(obj, tmp_path / name, signatures=signatures)
+        assert list(rx.saved_model.load(tmp_path / name).signatures) == wanted
+
+
 def test_one_function_under_two_signatures(tmp_path: Path) -> None:
     def double(x: Any) -> Any:
         return x * 2

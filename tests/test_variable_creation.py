@@ -386,3 +386,24 @@ def test_creation_after_a_failed_creation(strategy: Any, run: Any) -> None:
     with pytest.raises(OSError, match="no file"):
         run(strategy, lambda: rx.Variable(initial))
     assert float(run(strategy, lambda: rx.Variable(1.0))) == 1.0
+
+
+@pytest.mark.strategies("default", *KINDS)
+def test_none_is_the_default_of_aggregation_and_synchronization(strategy: Any) -> None:
+    def passing_none(next_creator: Any, **kwargs: Any) -> Any:
+        return next_creator(**{**kwargs, "aggregation": None, "synchronization": None})
+
+    with strategy.scope():
+        v = rx.Variable(1.0, aggregation=None, synchronization=None)
+        with rx.variable_creator_scope(passing_none):
+            w = rx.Variable(1.0)
+    for made in (v, w):
+        assert made.aggregation is rx.VariableAggregation.NONE
+        assert made.synchronization is rx.VariableSynchronization.AUTO
+        assert made.trainable
+
+
+@pytest.mark.strategies("default", *KINDS)
+def test_a_name_that_is_no_text_is_refused(strategy: Any) -> None:
+    with strategy.scope(), pytest.raises(TypeError, match="`name` of a variable must be a str"):
+        rx.Variable(1.0, name=5)

@@ -52,9 +52,9 @@ class ClusterResolver(abc.ABC):
         Empty if it is not known which task is meant. With an `rpc_layer`, that comes
         before the address: `layer://host:port`.
         """
-        job = task_type if task_type is not None else self.task_type
+        job = task_type or self.task_type
         index = task_id if task_id is not None else self.task_id
-        if job is None or index is None:
+        if not job or index is None:
             return ""
         found = self.cluster_spec().task_address(job, index)
         return address.with_layer(found, rpc_layer or self.rpc_layer)
@@ -75,8 +75,8 @@ class ClusterResolver(abc.ABC):
           config_proto: Accepted for portability.
         """
         del config_proto
-        if task_type not in (None, self.task_type) or task_id not in (None, self.task_id):
-            job = task_type if task_type is not None else self.task_type
+        if task_type not in (None, "", self.task_type) or task_id not in (None, self.task_id):
+            job = task_type or self.task_type
             index = task_id if task_id is not None else self.task_id
             raise errors.UnsupportedError(
                 errors.message(

@@ -17,6 +17,9 @@ _SERVICE = "the Compute Engine API"
 # 500 machines a page; no group is larger than a few thousand.
 _MAX_PAGES = 100
 
+# The job of the machines, also where `task_type` is empty.
+_DEFAULT_JOB = "worker"
+
 
 class GCEClusterResolver(ClusterResolver):
     """Makes a job of the running machines of an instance group.
@@ -28,7 +31,7 @@ class GCEClusterResolver(ClusterResolver):
       zone: The zone of the group.
       instance_group: The name of the group.
       port: The port at which the servers on the machines listen.
-      task_type: The name of the job; it cannot be changed later.
+      task_type: The name of the job, "worker" if it is empty; it cannot be changed later.
       task_id: The index of this task.
       rpc_layer: What `master` puts before `://`.
       credentials: The credentials, or "default" for those of the environment.
@@ -42,7 +45,7 @@ class GCEClusterResolver(ClusterResolver):
         zone: str,
         instance_group: str,
         port: int,
-        task_type: str = "worker",
+        task_type: str = _DEFAULT_JOB,
         task_id: int = 0,
         rpc_layer: str | None = "grpc",
         credentials: Any = "default",
@@ -64,7 +67,7 @@ class GCEClusterResolver(ClusterResolver):
         """Asks Compute Engine for the machines that run now."""
         return ClusterSpec(
             {
-                self._job: [
+                self._job or _DEFAULT_JOB: [
                     address.join(self._host(name), self._port) for name in sorted(self._names())
                 ]
             }
@@ -77,7 +80,7 @@ class GCEClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        return super().master(task_type, task_id, rpc_layer)
+        return super().master(task_type or self._job or _DEFAULT_JOB, task_id, rpc_layer)
 
     @property
     @override

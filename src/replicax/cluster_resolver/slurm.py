@@ -215,7 +215,17 @@ def _number(name: str) -> int:
 def _gpus_here() -> int:
     if "SLURM_GPUS_ON_NODE" in os.environ:
         return _number("SLURM_GPUS_ON_NODE")
+    visible = os.environ.get(_GPU_VARIABLE)
+    if visible is not None:
+        return _num_visible(visible)
     return sum(1 for name in os.listdir("/dev") if _GPU_FILE.fullmatch(name))
+
+
+def _num_visible(given: str) -> int:
+    """Counts the entries up to the first that names no device, as CUDA does."""
+    names = [name.strip() for name in given.split(",")]
+    is_named = [bool(name) and not name.startswith("-") for name in names]
+    return is_named.index(False) if False in is_named else len(names)
 
 
 def _narrow_gpus(local_rank: int, gpus_per_task: int, gpus_per_node: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from replicax.contexts.frames import Frame
 from replicax.exporting import files
 from replicax.exporting.loaded_program import LoadedProgram
-from replicax.exporting.object_graph import LoadedModule, ObjectGraph
+from replicax.exporting.object_graph import LoadedModule, ObjectGraph, attributes_of
 from replicax.exporting.portable import PortableProgram, portable
 from replicax.foundation import errors
 from replicax.tracing.function import Function
@@ -29,6 +29,8 @@ def save(obj: Any, export_dir: str | os.PathLike[str], signatures: Any, frame: F
     files.require_target(Path(export_dir))
     if signatures is None and isinstance(obj, LoadedModule):
         signatures = obj.signatures
+    elif signatures is None:
+        signatures = _only_function(obj)
     asked = {name: _resolve(name, given) for name, given in _by_name(signatures).items()}
     specs = {id(fn): own for fn, own in reversed(asked.values())}
 
@@ -57,6 +59,19 @@ def save(obj: Any, export_dir: str | os.PathLike[str], signatures: Any, frame: F
     manifest["variables"] = entries
     values = _values(graph.variables, entries, frame)
     files.write(export_dir, manifest, values, [program.blob for program in programs])
+
+
+def _only_function(obj: Any) -> Function | None:
+    """Returns the function of an object that has exactly one with an input_signature."""
+    if not isinstance(obj, Mapping) and not hasattr(obj, "__dict__"):
+        return None
+    attributes = obj if isinstance(obj, Mapping) else attributes_of(obj)
+    signed = {
+        id(value): value
+        for value in attributes.values()
+        if isinstance(value, Function) and value.input_signature is not None
+    }
+    return next(iter(signed.values())) if len(signed) == 1 else None
 
 
 def _by_name(signatures: Any) -> Mapping[str, Any]:

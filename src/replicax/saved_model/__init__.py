@@ -36,7 +36,9 @@ def save(obj: Any, export_dir: str | os.PathLike[str], signatures: Any = None) -
       export_dir: A new or empty directory, or one that holds a saved model.
       signatures: Functions to export by name, or one function: each an `rx.function` with
         an `input_signature`, or a pair of any function and its list of TensorSpecs. A
-        TensorSpec in such a list may name sizes: equal names mean equal sizes.
+        TensorSpec in such a list may name sizes: equal names mean equal sizes. One function,
+        also if it is the only one of `obj` with an `input_signature` and none is given here,
+        gets the name "serving_default".
 
     Raises:
       InvalidArgumentError: If a function in `signatures` has no specs, or cannot be the

@@ -77,8 +77,8 @@ def create(
     name: str | None = None,
     dtype: Any = None,
     shape: Any = None,
-    synchronization: VariableSynchronization = VariableSynchronization.AUTO,
-    aggregation: VariableAggregation = VariableAggregation.NONE,
+    synchronization: VariableSynchronization | None = VariableSynchronization.AUTO,
+    aggregation: VariableAggregation | None = VariableAggregation.NONE,
     constraint: Any = None,
     per_worker_variable: bool = False,
     **others: Any,
@@ -87,11 +87,11 @@ def create(
     kwargs = {
         "initial_value": initial_value,
         "trainable": trainable,
-        "name": name,
+        "name": _checked_name(name),
         "dtype": dtype,
         "shape": shape,
-        "synchronization": synchronization,
-        "aggregation": aggregation,
+        "synchronization": synchronization or VariableSynchronization.AUTO,
+        "aggregation": aggregation or VariableAggregation.NONE,
         "constraint": constraint,
     }
     if per_worker_variable:
@@ -126,6 +126,18 @@ def made_by(maker: Creator) -> Iterator[None]:
         yield
     finally:
         _maker.reset(token)
+
+
+def _checked_name(name: Any) -> str | None:
+    if name is None or isinstance(name, str):
+        return name
+    raise errors.ArgumentTypeError(
+        errors.message(
+            "`name` of a variable must be a str",
+            f"it is {name!r}, a {type(name).__name__}",
+            f"Pass name={str(name)!r}, or leave it out.",
+        )
+    )
 
 
 def _require_known(unknown: Set[str], known: Iterable[str]) -> None:
@@ -221,7 +233,7 @@ def resolve_attributes(kwargs: dict[str, Any], initial: Any) -> VariableAttribut
     on_read = synchronization is VariableSynchronization.ON_READ
     trainable = kwargs.get("trainable")
     return VariableAttributes(
-        name=kwargs.get("name") or "Variable",
+        name=_checked_name(kwargs.get("name")) or "Variable",
         shape=tuple(initial.shape),
         dtype=initial.dtype,
         trainable=not on_read if trainable is None else bool(trainable),
@@ -287,6 +299,8 @@ def require_shape(wanted: Any, found: tuple[int, ...]) -> None:
 
 def _member(enum_type: Any, argument: str, kwargs: dict[str, Any]) -> Any:
     value = kwargs.get(argument)
+    if value is None:
+        return enum_type.AUTO if enum_type is VariableSynchronization else enum_type.NONE
     if isinstance(value, enum_type):
         return value
     raise errors.InvalidArgumentError(
