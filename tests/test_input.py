@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import threading
 import time
 from typing import Any
@@ -482,6 +483,28 @@ def test_a_loader_may_reuse_its_buffer(strategy: Any) -> None:
     distributed = strategy.experimental_distribute_dataset(Reusing())
     means = [float(total(strategy, jnp.sum, e)) / 1024 for e in distributed]
     assert means == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "method", "is_named"),
+    [(0, None, False), (2, "fork", True), (2, "forkserver", False), (2, "spawn", False)],
+)
+def test_torch_loaders_that_fork_are_named_in_the_log(
+    num_workers: int, method: Any, is_named: bool, caplog: Any
+) -> None:
+    class DataLoader:
+        collate_fn = None
+        multiprocessing_context = method and multiprocessing.get_context(method)
+
+        def __iter__(self) -> Any:
+            return iter([np.arange(4.0)])
+
+    DataLoader.__module__ = "torch.utils.data.dataloader"
+    loader = DataLoader()
+    loader.num_workers = num_workers  # type: ignore[attr-defined]
+    strategy = rx.OneDeviceStrategy("CPU:0")
+    assert len(list(strategy.experimental_distribute_dataset(loader))) == 1
+    assert ("multiprocessing_context='forkserver'" in caplog.text) == is_named
 
 
 @pytest.mark.strategies("mirrored_2", "one_device")

@@ -7,6 +7,8 @@ and whoever made it has imported its library.
 from __future__ import annotations
 
 import abc
+import logging
+import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -18,6 +20,8 @@ from replicax.input import foreign_arrays
 from replicax.input.builder import Dataset
 from replicax.input.options import AutoShardPolicy
 from replicax.tracing.signature import TensorSpec
+
+_log = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
@@ -204,9 +208,7 @@ def source_of(dataset: Any) -> Source:
     if _is_from(dataset, "tensorflow") and hasattr(dataset, "as_numpy_iterator"):
         return _tf_data_source(dataset)
     if _is_from(dataset, "torch") and hasattr(dataset, "collate_fn"):
-        source = IterableSource(lambda: dataset, is_fresh=True)
-        source.drops_remainder = bool(getattr(dataset, "drop_last", False))
-        return source
+        return _torch_source(dataset)
     if any(c.__name__ == "PyDataset" and _comes_from(c, "keras") for c in type(dataset).__mro__):
         return IterableSource(lambda: _py_dataset_batches(dataset))
     return _plain_source(dataset)
@@ -276,6 +278,26 @@ def _tf_data_source(dataset: Any) -> Source:
     policy = dataset.options().experimental_distribute.auto_shard_policy
     source.policy = AutoShardPolicy[policy.name]
     return source
+
+
+def _torch_source(loader: Any) -> Source:
+    num_workers = getattr(loader, "num_workers", 0)
+    context = getattr(loader, "multiprocessing_context", None) or multiprocessing.get_context()
+    if num_workers and _start_method(context) == "fork":
+        _log.warning(
+            "A torch DataLoader with %d worker processes forks this process, in which JAX runs "
+            "threads: a worker may hang. Give it multiprocessing_context='forkserver'; see "
+            "'Worker processes of torch' in docs/guides/datasets.md.",
+            num_workers,
+        )
+    source = IterableSource(lambda: loader, is_fresh=True)
+    source.drops_remainder = bool(getattr(loader, "drop_last", False))
+    return source
+
+
+def _start_method(context: Any) -> str:
+    """Returns how a context of multiprocessing starts processes, without deciding it."""
+    return context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def _py_dataset_batches(dataset: Any) -> Iterator[Any]:

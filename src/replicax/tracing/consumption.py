@@ -70,8 +70,9 @@ class Consumption:
                     "numbers that it draws in Python would be constants",
                     f"the trace draws from {label}",
                     "Draw with `jax.random` and a key from `rx.random.Generator` or "
-                    "`rx.random.replica_key`, or pass the numbers as arguments. For the initial "
-                    "value of a variable, pass a function: rx.Variable(lambda: ...).",
+                    "`rx.random.replica_key`, or pass the numbers, or the iterator that draws, as "
+                    "arguments. For the initial value of a variable, pass a function: "
+                    "rx.Variable(lambda: ...).",
                 )
             )
 
