@@ -45,11 +45,13 @@ class Change(NamedTuple):
       target: A remote variable, or an optimizer whose state is remote.
       kind: How it changes.
       payload: By what: a structure of arrays.
+      condition: Whether it is made at all, if that is not known before the program has run.
     """
 
     target: Any
     kind: str
     payload: Any
+    condition: Any = None
 
 
 class Overlay:

@@ -1,8 +1,9 @@
 """Optimizers: any optax transformation, applied to variables."""
 
 from replicax.training.optimizer import Optimizer as Optimizer
+from replicax.training.step_guard import DynamicLossScale as DynamicLossScale
 
-__all__ = ["Optimizer"]
+__all__ = ["DynamicLossScale", "Optimizer"]
 
 
 def __dir__() -> list[str]:

@@ -63,7 +63,9 @@ class Outgoing:
 
 def pieces_of(change: Change, call: int, plan: Planner) -> Iterator[Piece]:
     """Cuts a change into pieces for servers."""
-    target, kind, payload = change
+    target, kind, payload, condition = change
+    if condition is not None and not np.asarray(condition):
+        return
     if kind == "apply":
         yield from _applied(target, call, payload, plan)
     elif isinstance(payload, IndexedSlices):

@@ -46,7 +46,7 @@ class ChangeForm:
 
     def filled(self, arrays: list[Any]) -> Change:
         """Returns the change around its arrays."""
-        return Change(self.target, self.kind, jax.tree.unflatten(self.treedef, arrays))
+        return Change(self.target, self.kind, *jax.tree.unflatten(self.treedef, arrays))
 
 
 def filled(forms: Sequence[ChangeForm], arrays: Sequence[Any]) -> list[Change]:
@@ -284,7 +284,7 @@ def capture(
             initial = list(overlay.created.values())
             changed: list[Any] = []
             for change in overlay.changes:
-                arrays, treedef = jax.tree.flatten(change.payload)
+                arrays, treedef = jax.tree.flatten((change.payload, change.condition))
                 changed += arrays
                 forms.append(ChangeForm(change.target, change.kind, treedef))
             ids = [read.ids for read in overlay.row_reads if read.is_traced]

@@ -13,7 +13,7 @@ import numpy as np
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
-from replicax.contexts.overlay import Overlay, View
+from replicax.contexts.overlay import Change, Overlay, View
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import VariableAggregation
 from replicax.tracing.row_gradients import RowTaps
@@ -187,7 +187,10 @@ def value_and_grad(
             written[:] = list(overlay.written)
             kept = [jax.lax.stop_gradient(overlay.values[v]) for v in written]
             targets[:] = [(change.target, change.kind) for change in overlay.changes]
-            changed = [jax.lax.stop_gradient(change.payload) for change in overlay.changes]
+            changed = [
+                (jax.lax.stop_gradient(change.payload), change.condition)
+                for change in overlay.changes
+            ]
             return _scalar(loss), (aux, kept, changed)
 
         (loss, (aux, kept, changed)), (dense, _) = jax.value_and_grad(pure, (0, 1), has_aux=True)(
@@ -197,8 +200,8 @@ def value_and_grad(
             variable.store(frame, value)
         # Eager replicas have combined what they change; one of them tells it.
         if overlay.meets_other_replicas or not frame.replica_id:
-            for (target, kind), payload in zip(targets, changed, strict=True):
-                target.change_alone(frame, kind, payload)
+            for (target, kind), (payload, condition) in zip(targets, changed, strict=True):
+                _pass_on(frame, Change(target, kind, payload, condition))
         gradients = {v: overlay.gradient(v, g) for v, g in zip(flat, dense, strict=True)}
         gradients |= {v: overlay.gradient(v, None) for v in remote}
         grads = map_structure(
@@ -207,6 +210,14 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), grads
 
     return differentiated
+
+
+def _pass_on(frame: frames.Frame, change: Change) -> None:
+    """Makes a change that a differentiated function has recorded."""
+    if change.condition is not None and frame.overlay is not None:
+        frame.overlay.record(change)
+    elif change.condition is None or change.condition:
+        change.target.change_alone(frame, change.kind, change.payload)
 
 
 def grad(

@@ -21,6 +21,7 @@ from replicax.training import (
 )
 from replicax.training.optimizer_elsewhere import RemoteOptimizer, StateProgram, make_remote
 from replicax.training.optimizer_state import StateVariables, local_maker, make_variable, split
+from replicax.training.step_guard import DynamicLossScale, StepGuard, are_finite
 from replicax.values import printing
 from replicax.values.array_surface import as_operand
 from replicax.values.distributed_values import DistributedValues, Mirrored
@@ -55,6 +56,10 @@ class Optimizer:
         gradient if a trial shows that this is exact for the transformation, and makes the
         gradient dense otherwise. "rows" touches only these rows always, which makes e.g.
         Adam "lazy". "dense" makes the gradient dense always.
+      skip_nonfinite: Whether a step is skipped, on all replicas, if a gradient is infinite or not
+        a number after the sum over replicas: no variable, no slot and no count changes.
+      loss_scale: A `DynamicLossScale`, or a number, for `get_scaled_loss` and
+        `get_unscaled_gradients`; steps are then skipped as with `skip_nonfinite`.
 
     >>> import optax
     >>> import replicax as rx
@@ -72,8 +77,11 @@ class Optimizer:
         *,
         gradient_accumulation_steps: int | None = None,
         sparse: str = "auto",
+        skip_nonfinite: bool = False,
+        loss_scale: DynamicLossScale | float | None = None,
     ) -> None:
         optimizer_arguments.check_options(transformation, gradient_accumulation_steps, sparse)
+        optimizer_arguments.check_loss_scale(loss_scale)
         self._structure, found = optimizer_arguments.trainable_list(variables)
         whole, self._trained = optimizer_arguments.without_parts(self._structure, found)
         numbers = itertools.count()
@@ -98,6 +106,10 @@ class Optimizer:
             self._iterations = make_variable(
                 jnp.zeros((), jnp.int32), "optimizer/iterations", near, extended
             )
+        # Decides which steps are made; None if all are.
+        self._guard: StepGuard | None = None
+        if skip_nonfinite or loss_scale is not None:
+            self._guard = self._make_guard(loss_scale)
         self._compiled = Function(self._update, name="Optimizer.apply_gradients")
 
     def __repr__(self) -> str:
@@ -119,6 +131,11 @@ class Optimizer:
         row_wise = [self._is_for_rows(i, program) for i in range(len(self._trained))]
         self._state, self._iterations, self._remote = make_remote(program, extended, row_wise)
 
+    def _make_guard(self, loss_scale: DynamicLossScale | float | None) -> StepGuard:
+        extended = self._strategy.extended
+        near = extended.non_slot_devices(self._trained)
+        return StepGuard(lambda value, name: make_variable(value, name, near, extended), loss_scale)
+
     def _is_for_rows(self, number: int, program: StateProgram) -> bool:
         """Decides whether the servers apply sparse gradients of a variable by rows."""
         shape = self._trained[number].shape
@@ -135,7 +152,37 @@ class Optimizer:
     @property
     def variables(self) -> tuple[Variable, ...]:
         """The variables of the optimizer itself: `iterations`, slots, and the other state."""
-        return (self._iterations, *self._state.variables)
+        own = {} if self._guard is None else self._guard.checkpoint_children()
+        return (self._iterations, *self._state.variables, *own.values())
+
+    @property
+    def skipped(self) -> Variable | None:
+        """How many steps were skipped; None if none ever is."""
+        return None if self._guard is None else self._guard.skipped
+
+    @property
+    def loss_scale(self) -> Variable | None:
+        """The present loss scale; None if the optimizer was made without one."""
+        return None if self._guard is None else self._guard.scale
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """Returns the loss times the loss scale: what to take the gradient of.
+
+        Without a loss scale this is the loss itself.
+
+        >>> import optax
+        >>> import replicax as rx
+        >>> w = rx.Variable(3.0)
+        >>> optimizer = rx.optimizers.Optimizer(optax.sgd(0.5), [w], loss_scale=1024.0)
+        >>> scaled = rx.grad(lambda: optimizer.get_scaled_loss(w * w), [w])()
+        >>> optimizer.get_unscaled_gradients(scaled)
+        [Array(6., dtype=float32)]
+        """
+        return loss if self._guard is None else self._guard.scaled(loss)
+
+    def get_unscaled_gradients(self, gradients: Any) -> Any:
+        """Returns gradients of a scaled loss divided by the loss scale: what to apply."""
+        return gradients if self._guard is None else self._guard.unscaled(gradients)
 
     def slots(self, variable: Variable) -> dict[str, Variable]:
         """Returns the slots of a variable, by name.
@@ -196,6 +243,10 @@ class Optimizer:
         children = {"iterations": self._iterations}
         for path, variable in self._state.by_path().items():
             children[f"state/{path}" if path in ("", "iterations") else path] = variable
+        if self._guard is not None:
+            # Under a name that no path of a state has.
+            for name, variable in self._guard.checkpoint_children().items():
+                children[f"guard/{name}"] = variable
         return children
 
     # Applying.
@@ -261,7 +312,17 @@ class Optimizer:
             self._compiled(whole, extra)
         else:
             optimizer_arguments.refuse_extra(extra)
-            self._remote.apply(frames.current(), whole)
+            self._apply_remotely(self._remote, whole)
+
+    def _apply_remotely(self, remote: RemoteOptimizer, gradients: list[Any]) -> None:
+        """Sends a step off: decided here, as each server has some of the gradients only."""
+        frame = frames.current()
+        if self._guard is None:
+            remote.apply(frame, gradients)
+            return
+        is_good = are_finite(gradients)
+        remote.apply(frame, gradients, is_good)
+        self._guard.after(frame, is_good)
 
     # The update itself: one pure function of arrays, compiled unless it is part of a trace.
 
@@ -286,13 +347,15 @@ class Optimizer:
         seen = [b.take(a) if b else a for a, b in zip(arrays, own, strict=True)]
         seen_params = [blocks[i].take(p) if i in blocks else p for i, p in enumerate(params)]
         new_params, new_arrays = self._transformed(inputs, seen, seen_params, extra)
+        is_good = None if self._guard is None else are_finite(gradients)
+        new_params = _chosen(is_good, new_params, seen_params)
+        new_arrays = _chosen(is_good, new_arrays, seen)
         kept = set() if self._accumulates else {i for i, g in enumerate(gradients) if g is None}
         for i, variable in enumerate(self._trained):
             if i not in kept:
                 block = blocks.get(i)
                 value = block.put(params[i], new_params[i]) if block else new_params[i]
-                if variable.constraint is not None:
-                    value = variable.constraint(value)
+                value = _constrained(variable, value, is_good)
                 _store(variable, frame, value)
         places = zip(self._state.origins, self._state.variables, strict=True)
         for i, (origin, variable) in enumerate(places):
@@ -300,7 +363,7 @@ class Optimizer:
                 block = own[i]
                 value = block.put(arrays[i], new_arrays[i]) if block else new_arrays[i]
                 _store(variable, frame, value)
-        self._count(frame)
+        self._count(frame, is_good)
 
     def _transformed(
         self, gradients: list[Any], arrays: list[Any], params: list[Any], extra: dict[str, Any]
@@ -326,12 +389,14 @@ class Optimizer:
         by_number = dict(found)
         return [by_number[i] for i in range(len(params))], self._state.arrays_of(state)
 
-    def _count(self, frame: Frame) -> None:
+    def _count(self, frame: Frame, is_good: Any) -> None:
         if self._accumulates:
             new = self._state.by_path()["gradient_step"].read_in(frame)
         else:
-            new = self._iterations.read_in(frame) + 1
+            new = self._iterations.read_in(frame) + (1 if is_good is None else is_good)
         _store(self._iterations, frame, new)
+        if self._guard is not None:
+            self._guard.after(frame, is_good)
 
     def _touches_rows(self, number: int, extra: dict[str, Any]) -> bool:
         """Decides whether a sparse gradient is applied by rows."""
@@ -370,6 +435,19 @@ class Optimizer:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | DistributedValues | IndexedSlices) or hasattr(leaf, "dtype")
+
+
+def _chosen(is_good: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """Returns new arrays, or the old ones if the step is skipped; None if that cannot be."""
+    if is_good is None:
+        return list(new)
+    return [jnp.where(is_good, jnp.asarray(a, b.dtype), b) for a, b in zip(new, old, strict=True)]
+
+
+def _constrained(variable: Variable, value: Any, is_good: Any) -> Any:
+    if variable.constraint is None:
+        return value
+    return _chosen(is_good, [variable.constraint(value)], [value])[0]
 
 
 def _first_copy(leaf: Any) -> Any:

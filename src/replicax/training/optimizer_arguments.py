@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
 from replicax.foundation import errors, lazy
+from replicax.training.step_guard import DynamicLossScale
 from replicax.values.regroup import leaves_of
 from replicax.variables.replicated import VariableComponent
 from replicax.variables.sharded import ShardedVariable
@@ -23,6 +24,20 @@ else:
     optax = lazy.module("optax")
 
 _SPARSE = ("auto", "rows", "dense")
+
+
+def check_loss_scale(loss_scale: Any) -> None:
+    """Raises if this is no loss scale."""
+    is_number = isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool)
+    if isinstance(loss_scale, DynamicLossScale | None) or (is_number and loss_scale > 0):
+        return
+    raise errors.InvalidArgumentError(
+        errors.message(
+            "`loss_scale` must be an rx.optimizers.DynamicLossScale, a positive number or None",
+            f"it is {loss_scale!r}",
+            "Pass rx.optimizers.DynamicLossScale().",
+        )
+    )
 
 
 def check_options(transformation: Any, steps: Any, sparse: Any) -> None:

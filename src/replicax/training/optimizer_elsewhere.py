@@ -108,15 +108,24 @@ class RemoteOptimizer:
             for part in (changed, *changed.components, *getattr(changed, "copies", ()))
         )
 
-    def apply(self, frame: Frame, gradients: Sequence[Any]) -> None:
-        """Sends a step off, or leaves it to the program that is being traced."""
+    def apply(self, frame: Frame, gradients: Sequence[Any], condition: Any = None) -> None:
+        """Sends a step off, or leaves it to the program that is being traced.
+
+        Args:
+          frame: Where the code runs.
+          gradients: One per variable, or None.
+          condition: Whether to make the step, all of it or nothing, if that has to be decided.
+        """
         found = [_fitting(g, v) for g, v in zip(gradients, self.trained, strict=True)]
         if self._accumulates:
             found = [
                 jnp.zeros(v.shape, v.dtype) if g is None else g
                 for g, v in zip(found, self.trained, strict=True)
             ]
-        self.change_alone(frame, "apply", found)
+        if frame.overlay is not None and condition is not None:
+            frame.overlay.record(Change(self, "apply", found, condition))
+        elif condition is None or condition:
+            self.change_alone(frame, "apply", found)
 
     def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
         """Does as remote variables do with a change."""

@@ -187,7 +187,8 @@ class RemoteVariable(ElsewhereVariable):
     def value_after(self, change: Change, value: Any) -> Any:
         """Returns what a value of this variable becomes by a change."""
         if change.target is self:
-            return updates.apply(change.kind, value, change.payload)
+            new = updates.apply(change.kind, value, change.payload)
+            return new if change.condition is None else jnp.where(change.condition, new, value)
         return self.container.part_after(self, change, value)
 
     @override
