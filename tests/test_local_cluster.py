@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import logging
 import os
 import signal
 import stat
@@ -18,6 +19,7 @@ import psutil
 import pytest
 from vocabulary import refused
 
+import replicax as rx
 from replicax.cluster import parameter_servers
 from replicax.foundation import errors
 from replicax.testing import LocalCluster
@@ -103,6 +105,29 @@ def test_several_threads_may_restart_tasks() -> None:
         assert before.isdisjoint({cluster.pid("worker", 0), cluster.pid("ps", 0)})
         ask(cluster, "worker", 0)
         ask(cluster, "ps", 0)
+
+
+def test_leaving_a_cluster_that_is_in_use_raises_no_alarm(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with LocalCluster(workers=2, ps=1) as cluster:
+        strategy = rx.ParameterServerStrategy(cluster.resolver)
+        coordinator = rx.coordinator.ClusterCoordinator(strategy)
+        coordinator.schedule(lambda: 1)
+        coordinator.join(timeout=60)
+        cluster.terminate("worker", 1)
+        coordinator.schedule(time.sleep, args=(60,))
+
+    def is_missed() -> bool:
+        return coordinator.status().servers[0].state == "lost"
+
+    assert becomes(is_missed)
+    # Whoever goes on all the same is told.
+    with pytest.raises(errors.PSUnavailableError):
+        coordinator.join(timeout=60)
+    coordinator.close()
+    strategy.close()
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 def test_unknown_tasks_are_refused(cluster: LocalCluster) -> None:

@@ -60,6 +60,8 @@ class Dispatcher:
         self._deliveries = Deliveries(self._courier)
         self._resources = self._deliveries.resources
         self._meter = Meter(now)
+        # Tasks that are gone because they were asked to end.
+        self._ended: set[Task] = set()
         self._beat_s = now - timing.beat_s
 
     # What the user wants.
@@ -120,6 +122,7 @@ class Dispatcher:
 
     def connected(self, task: Task, incarnation: int, now: float) -> None:
         """A task was reached."""
+        self._ended.discard(task)
         self._courier.forget_questions(task)
         if task.role == "worker":
             _log.info("%s is there, in its life %x", task, incarnation)
@@ -127,9 +130,20 @@ class Dispatcher:
         else:
             self._perform(self.policy.server_connected(task.index, incarnation, now))
 
-    def lost(self, task: Task, reason: str, now: float) -> None:
-        """A task cannot be reached any more."""
-        _log.warning("%s was lost: %s", task, reason)
+    def lost(self, task: Task, reason: str, now: float, *, is_expected: bool = False) -> None:
+        """A task cannot be reached any more.
+
+        Args:
+          task: The task.
+          reason: Why.
+          now: The time.
+          is_expected: Whether it was asked to end: then this is no reason for a warning.
+        """
+        if is_expected:
+            self._ended.add(task)
+            _log.info("%s has ended, as it was asked to", task)
+        else:
+            _log.warning("%s was lost: %s", task, reason)
         self._courier.forget_questions(task)
         if task.role == "worker":
             self._perform(self.policy.worker_lost(task.index, reason, now))
@@ -378,7 +392,8 @@ class Dispatcher:
 
     def _raise(self, action: act.Raise) -> None:
         # Its text alone: whoever keeps the record must not keep what its traceback refers to.
-        _log.error("%s", str(action.error))
+        # Those who wait or schedule get it; who has ended the tasks knows why.
+        _log.log(logging.INFO if self._ended else logging.ERROR, "%s", str(action.error))
         self._note(self.queue.report(action.error))
         self._perform(self.crew.recall_all())
 

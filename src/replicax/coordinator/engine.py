@@ -29,7 +29,7 @@ from replicax.coordinator.timing import Timing
 from replicax.coordinator.waiters import Waiter, noted
 from replicax.coordinator.workers import WorkerState
 from replicax.foundation import errors, lazy
-from replicax.transport import messages, stacks
+from replicax.transport import expected_ends, messages, stacks
 from replicax.transport.tasks import Task
 
 if TYPE_CHECKING:
@@ -332,7 +332,10 @@ class Engine:
         """A task cannot be reached any more."""
         with self._lock:
             if not self._is_closed:
-                self._dispatcher.lost(task, reason, time.monotonic())
+                cluster = self._cluster
+                places = cluster.servers if task.role == "ps" else cluster.workers
+                is_expected = expected_ends.is_expected(places[task.index])
+                self._dispatcher.lost(task, reason, time.monotonic(), is_expected=is_expected)
                 self._wake()
 
     def on_message(

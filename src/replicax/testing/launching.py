@@ -19,7 +19,7 @@ from replicax.testing.child import Child
 from replicax.testing.duty import DutyCycles
 from replicax.testing.proxy import Proxy
 from replicax.testing.supervisor import Supervisor
-from replicax.transport import keys
+from replicax.transport import expected_ends, keys
 
 # The name of a socket in a directory has to fit into what the kernel keeps for it.
 _LONGEST_DIRECTORY = 80
@@ -103,6 +103,9 @@ class Crew:
         for child in self.children.values():
             self.spawn(child)
         wait_until_ready(self.children.values(), timeout)
+        for key in self.children:
+            # A port may have been that of another cluster before.
+            expected_ends.forget(self._addresses(key))
         for number, (key, child) in enumerate(self.children.items()):
             if key[0] in plan.proxied:
                 is_tcp = plan.protocol == "tcp"
@@ -133,8 +136,19 @@ class Crew:
         if plan.devices_per_worker == 1:
             env |= _share_of_machine(child.job, plan.counts["worker"])
         env |= {**plan.env, "TF_CONFIG": json.dumps(config)}
+        expected_ends.forget(self._addresses((child.job, child.index)))
         with self.changing:
             self._launcher.submit(child.spawn, options, env).result(timeout=_START_SECONDS)
+
+    def expect_end(self, tasks: Iterable[tuple[str, int]]) -> None:
+        """Says to coordinators in this process that tasks are about to end as asked."""
+        for key in tasks:
+            expected_ends.expect(self._addresses(key))
+
+    def _addresses(self, key: tuple[str, int]) -> list[str]:
+        """Returns where a task is called: where it listens, and where its proxy does."""
+        proxy = self.proxies.get(key)
+        return [self.children[key].address, *([] if proxy is None else [proxy.address])]
 
     def _start_again(self, child: Child, pid: int) -> None:
         with self.changing:
@@ -148,6 +162,7 @@ class Crew:
         if os.getpid() != self._owner:
             # A fork of the owner: the cluster is not its own.
             return
+        self.expect_end(self.children)
         if self._supervisor is not None:
             self._supervisor.end()
         self.duty.end()

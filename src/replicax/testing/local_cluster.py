@@ -205,6 +205,7 @@ class LocalCluster:
         """
         crew, child = self._task(job, index)
         crew.duty.set(child, 1)
+        crew.expect_end([(job, index)])
         with crew.changing:
             child.send(signal.SIGTERM)
             child.send(signal.SIGCONT)
