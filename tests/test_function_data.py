@@ -202,3 +202,24 @@ def test_enumerate_and_zip_of_iterators_given_as_arguments_move_on() -> None:
     assert [float(step(iterator)), float(step(iterator))] == [12.0, 117.0]
     with pytest.raises(rx.errors.OutOfRangeError):
         step(iterator)
+
+
+def test_attributes_of_an_iterator_given_as_an_argument_are_refused() -> None:
+    class Loader:
+        num_classes = 2
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> int:
+            return 1
+
+    assert int(rx.function(lambda it: next(it))(Loader())) == 1
+    with pytest.raises(rx.errors.TracingError, match="num_classes"):
+        rx.function(lambda it: next(it) * it.num_classes)(Loader())
+    assert not rx.function(lambda it: hasattr(it, "shape"))(Loader())
+
+
+def test_an_iterator_in_a_captured_structure_moves_on() -> None:
+    data = {"train": [iter(pairs())]}
+    takes_11_then_15_then_ends(rx.function(lambda: next(data["train"][0]).sum()))

@@ -268,6 +268,13 @@ def test_random_numbers_of_python_are_refused(draws: Any, label: str) -> None:
         rx.function(lambda x: x + draws())(jnp.ones(()))
 
 
+@pytest.mark.parametrize("generator", [np.random.default_rng(0), random.Random(0)])
+def test_generators_of_numbers_as_arguments_are_refused(generator: Any) -> None:
+    step = rx.function(lambda given, x: x + given["rng"].random())
+    with pytest.raises(rx.errors.TracingError, match="draws from argument 0"):
+        step({"rng": generator}, jnp.ones(()))
+
+
 def test_random_numbers_by_imported_names_are_refused() -> None:
     from random import uniform
 

@@ -77,7 +77,17 @@ class PythonIterator(Feed):
         self._iterator = iterator
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
+        if name.startswith("_") or not hasattr(self._iterator, name):
+            kind = type(self.__dict__.get("_iterator")).__name__
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+        raise errors.TracingError(
+            errors.message(
+                "An iterator that is an argument of a compiled function gives elements only: one "
+                "trace serves all iterators",
+                f"its attribute {name!r} is read",
+                "Pass the value as another argument, or take it from the dataset.",
+            )
+        )
 
     @override
     def pull(self) -> Any:
