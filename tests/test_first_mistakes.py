@@ -101,3 +101,16 @@ def test_optimizers_with_arguments_in_another_order() -> None:
         optimizer.apply_gradients(rx.grad(lambda: variable * 2.0, [variable]))
     with refused(ValueError, match="Check that the loss depends on the variables"):
         optimizer.apply_gradients([(None, variable)])
+
+
+def test_names_that_are_misspelt_or_not_offered() -> None:
+    def name_of(wanted: str) -> str:
+        with pytest.raises(AttributeError) as caught:
+            getattr(rx, wanted)
+        return str(caught.value)
+
+    assert "Did you mean `MirroredStrategy`?" in name_of("MiroredStrategy")
+    assert "use rx.MirroredStrategy on one machine" in name_of("MultiWorkerMirroredStrategy")
+    assert not hasattr(rx, "keras")
+    with refused(ValueError, match=r"for several machines use rx\.ParameterServerStrategy"):
+        rx.MirroredStrategy(["/job:worker/task:0/device:CPU:0", "/job:worker/task:1/device:CPU:0"])

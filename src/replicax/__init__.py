@@ -5,6 +5,7 @@ device, on every device of a machine, or on workers and parameter servers, witho
 """
 
 import sys
+from typing import TYPE_CHECKING, NoReturn
 
 from replicax import cluster_resolver as cluster_resolver
 from replicax import coordinator as coordinator
@@ -32,6 +33,7 @@ from replicax.foundation.options import RunOptions as RunOptions
 from replicax.foundation.options import VariableAggregation as VariableAggregation
 from replicax.foundation.options import VariableSynchronization as VariableSynchronization
 from replicax.foundation.public_names import show_as_public
+from replicax.foundation.spelling import suggestion
 from replicax.input.distributed import DistributedDataset as DistributedDataset
 from replicax.input.distributed import DistributedIterator as DistributedIterator
 from replicax.input.input_context import InputContext as InputContext
@@ -156,6 +158,18 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+if not TYPE_CHECKING:  # which would take any name for an attribute
+
+    def __getattr__(name: str) -> NoReturn:
+        todo = suggestion([name], __all__)
+        if name == "MultiWorkerMirroredStrategy":
+            todo = (
+                "Training in sync on several machines is not offered: use rx.MirroredStrategy on "
+                "one machine, or rx.ParameterServerStrategy on several."
+            )
+        raise AttributeError(f"module 'replicax' has no attribute {name!r}. {todo}".rstrip(". "))
 
 
 show_as_public(sys.modules[__name__])

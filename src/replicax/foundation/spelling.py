@@ -6,16 +6,23 @@ import difflib
 from collections.abc import Iterable
 
 
+def suggestion(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """Returns a question with names that are much like the unknown ones; empty if there are none.
+
+    >>> suggestion(["MiroredStrategy"], ["MirroredStrategy", "Variable"])
+    'Did you mean `MirroredStrategy`?'
+    """
+    known = list(known)
+    close = [match for name in unknown for match in difflib.get_close_matches(name, known, 1)]
+    return f"Did you mean {' and '.join(f'`{name}`' for name in close)}?" if close else ""
+
+
 def advice(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Returns what to do about names that are not known.
+    """Returns what to do about arguments that are not known.
 
     >>> advice(["nam"], ["name", "dtype"])
     'Did you mean `name`?'
     >>> advice(["color"], ["name", "dtype"])
     'Leave it out.'
     """
-    known = list(known)
-    close = [match for name in unknown for match in difflib.get_close_matches(name, known, 1)]
-    if not close:
-        return "Leave it out."
-    return f"Did you mean {' and '.join(f'`{name}`' for name in close)}?"
+    return suggestion(unknown, known) or "Leave it out."

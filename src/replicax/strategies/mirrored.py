@@ -199,7 +199,7 @@ def resolve_worker_devices(names: Sequence[str | Device] | None) -> tuple[Device
             errors.message(
                 "MirroredStrategy needs devices of this machine",
                 f"{list(names)} names devices of other tasks",
-                "Name local devices; for several machines use MultiWorkerMirroredStrategy.",
+                "Name local devices; for several machines use rx.ParameterServerStrategy.",
             )
         )
     return devices.resolve_all(names)
