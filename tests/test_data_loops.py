@@ -197,3 +197,22 @@ def test_an_endless_loop_that_is_unrolled_names_the_compiled_ones() -> None:
 
     with pytest.raises(rx.errors.TracingError, match=r"rx\.fori_loop or rx\.scan"):
         fn(iter(rx.data.Dataset.range(2).repeat()))
+
+
+@pytest.mark.strategies("one_device", "mirrored_2")
+def test_reduce_of_a_long_dataset_is_one_compiled_loop(strategy: Any) -> None:
+    data = rx.data.Dataset.from_tensor_slices(np.arange(3001, dtype=np.float32)).batch(2)
+    distributed = strategy.experimental_distribute_dataset(data)
+    steps = []
+
+    @rx.function
+    def total() -> Any:
+        def add(state: Any, batch: Any) -> Any:
+            steps.append(1)
+            return state + strategy.reduce("SUM", batch, axis=0)
+
+        return distributed.reduce(jnp.zeros(()), add)
+
+    assert float(total()) == np.arange(3001.0).sum() == float(total())
+    # The last batch is a partial one.
+    assert len(steps) == 2

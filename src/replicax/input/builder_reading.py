@@ -12,6 +12,7 @@ from replicax.input import builder_elements
 from replicax.input.builder_iterator import DatasetIterator
 from replicax.input.builder_plan import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Plan
 from replicax.input.options import AutoShardPolicy
+from replicax.tracing.control_flow import reduce_elements
 from replicax.tracing.iterators import open_loop
 from replicax.values import printing
 
@@ -48,7 +49,8 @@ class ReadableDataset:
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Returns `reduce_func(state, element)` after the last element."""
-        return functools.reduce(reduce_func, self, builder_elements.as_element(initial_state))
+        state = builder_elements.as_element(initial_state)
+        return reduce_elements(self, state, reduce_func)
 
     def get_single_element(self, name: str | None = None) -> Any:
         """Returns the element of a dataset of exactly one.

@@ -16,6 +16,7 @@ from replicax.input.input_context import InputOptions
 from replicax.input.iterators import DataIterator
 from replicax.input.rebatching import Share
 from replicax.input.sources import Source, unbatched
+from replicax.tracing.control_flow import reduce_elements
 from replicax.tracing.iterators import open_loop
 from replicax.tracing.signature import PerReplicaSpec, TensorSpec
 from replicax.values import printing
@@ -102,10 +103,7 @@ class DistributedDataset:
         >>> int(data.reduce(0, lambda total, batch: total + batch.sum()))
         6
         """
-        state = initial_state
-        for element in self:
-            state = reduce_func(state, element)
-        return state
+        return reduce_elements(self, initial_state, reduce_func)
 
     def make_one_shot_iterator(self) -> DistributedIterator:
         """Returns an iterator (the spelling of TensorFlow 1)."""

@@ -141,6 +141,16 @@ def scan(
     return loop.run(outer, init)
 
 
+def reduce_elements(data: Any, initial_state: C, fn: Callable[[C, Any], C]) -> C:
+    """Returns `fn(state, element)` after the last element: one compiled loop, or Python's."""
+    if _compiled_around() is not None:
+        return scan(lambda state, element: (fn(state, element), None), initial_state, data)[0]
+    state = initial_state
+    for element in data:
+        state = fn(state, element)
+    return state
+
+
 def _scan_data(
     outer: Overlay | None, f: Any, init: Any, data: Any, reverse: bool, unroll: int | bool
 ) -> Any:
