@@ -131,6 +131,9 @@ def run_replicas(
         return outputs[0].take_arrays()
 
     captured = capturing.capture(body, inputs.local_shapes(), overlay, layout.num_replicas)
+    if layout.is_mesh and layout.devices[0].platform == "cpu":
+        jaxpr = jax_compat.transposes_after_sums(captured.jaxpr)
+        captured = dataclasses.replace(captured, jaxpr=jaxpr)
     results = iter(run_captured(captured, layout, outer, inputs))
     for variable in captured.written:
         outer.write(variable, next(results))

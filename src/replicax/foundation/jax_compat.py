@@ -207,6 +207,28 @@ def part_of_jaxpr(
     )
 
 
+def transposes_after_sums(jaxpr: Any) -> Any:
+    """Returns a program that sums over replicas first, and transposes what comes out.
+
+    JAX writes the gradient of a weight as a transposed product. If the sum comes after the
+    transpose, XLA's CPU backend makes both one product in an order that it has no fast code
+    for; a small transformer takes a tenth longer.
+    """
+    transposes = {e.outvars[0]: e for e in jaxpr.eqns if e.primitive.name == "transpose"}
+    equations: list[Any] = []
+    for equation in jaxpr.eqns:
+        operand = equation.invars[0] if len(equation.invars) == 1 else None
+        is_sum = equation.primitive.name == "psum" and isinstance(operand, jex_core.Var)
+        transpose = transposes.get(operand) if is_sum else None
+        if transpose is None:
+            equations.append(equation)
+            continue
+        total = jex_core.Var(transpose.invars[0].aval)
+        equations.append(equation.replace(invars=transpose.invars, outvars=[total]))
+        equations.append(transpose.replace(invars=[total], outvars=equation.outvars))
+    return jaxpr.replace(eqns=equations)
+
+
 def shard_map(
     fn: Callable[..., Any],
     mesh: Mesh,
