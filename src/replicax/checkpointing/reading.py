@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +16,11 @@ from replicax.checkpointing import storage
 from replicax.checkpointing.directory import steps_in
 from replicax.checkpointing.manifest import ArrayEntry
 from replicax.foundation import errors
+
+_log = logging.getLogger(__name__)
+# How often a directory is looked at, and how often a long wait is reported.
+_POLL_S = 0.5
+_REPORT_S = 60.0
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
@@ -24,6 +33,61 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     True
     """
     return next((str(path) for path in reversed(steps_in(Path(directory)).values())), None)
+
+
+def checkpoints_iterator(
+    checkpoint_dir: str | os.PathLike[str],
+    min_interval_secs: float = 0,
+    timeout: float | None = None,
+    timeout_fn: Callable[[], bool] | None = None,
+) -> Iterator[str]:
+    """Yields the newest checkpoint of a directory, whenever there is a new one.
+
+    For a program that evaluates what another one trains. Checkpoints that appear while the
+    caller is busy are passed over, except for the newest. Needs no lock.
+
+    Args:
+      checkpoint_dir: The directory of a CheckpointManager; it need not exist yet.
+      min_interval_secs: The least time between two checkpoints.
+      timeout: How many seconds to wait for a new checkpoint; without end if None.
+      timeout_fn: Called when that time is over: ends the iteration if it returns True, else
+        it waits on. Without it, the iteration ends.
+
+    >>> import tempfile
+    >>> import replicax as rx
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> path = rx.train.Checkpoint(v=rx.Variable(1.0)).save(folder.name + "/ckpt")
+    >>> list(checkpoints_iterator(folder.name, timeout=0)) == [path]
+    True
+    >>> folder.cleanup()
+    """
+    last: str | None = None
+    while True:
+        found = _wait_for_new(Path(checkpoint_dir), last, timeout)
+        if found is None:
+            if timeout_fn is None or timeout_fn():
+                return
+            continue
+        last, start = found, time.monotonic()
+        yield found
+        time.sleep(max(start + min_interval_secs - time.monotonic(), 0))
+
+
+def _wait_for_new(directory: Path, last: str | None, timeout: float | None) -> str | None:
+    """Returns the newest checkpoint if it is another one than `last`; None after the timeout."""
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    reported = time.monotonic()
+    while True:
+        found = latest_checkpoint(directory)
+        if found is not None and found != last:
+            return found
+        now = time.monotonic()
+        if now >= end:
+            return None
+        if now - reported >= _REPORT_S:
+            reported = now
+            _log.info("Waiting for a new checkpoint in %s (last: %s)", directory, last)
+        time.sleep(min(_POLL_S, end - now))
 
 
 def list_variables(path: str | os.PathLike[str]) -> list[tuple[str, tuple[int, ...], str]]:

@@ -1,0 +1,146 @@
+"""Starting a program with some values of another program's checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from replicax.checkpointing import manifest as manifests
+from replicax.checkpointing import storage
+from replicax.checkpointing.graph import Graph, child_name
+from replicax.checkpointing.manifest import ArrayEntry, Manifest
+from replicax.checkpointing.reading import latest_checkpoint
+from replicax.checkpointing.slots import VariableSlot
+from replicax.contexts import guards
+from replicax.foundation import errors
+from replicax.variables.variable import Variable
+
+
+def warm_start(
+    ckpt_to_initialize_from: str | os.PathLike[str],
+    vars_to_warm_start: str | Sequence[str] | Sequence[Variable] | None = ".*",
+    var_name_to_prev_var_name: Mapping[str, str] | None = None,
+    *,
+    objects: Mapping[str, Any] | None = None,
+) -> None:
+    """Gives variables the values that a checkpoint of another program has for them.
+
+    Unlike `Checkpoint.restore` it takes a part of a checkpoint under other names, and insists
+    on it: every chosen variable must have a value of its shape and type there. Everything is
+    checked before anything changes.
+
+    Args:
+      ckpt_to_initialize_from: A checkpoint, or a directory of them, of which the newest is taken.
+      vars_to_warm_start: A list of variables, which go by their `name`; or regular
+        expressions, one or a list, that match from the start of the names of variables in
+        `objects`. None for no variable.
+      var_name_to_prev_var_name: The name in the checkpoint, by the name here, where they differ.
+      objects: Objects by name, as `rx.train.Checkpoint` takes them: a variable in them is named
+        by its path, such as "model/dense/kernel".
+
+    >>> import tempfile
+    >>> import replicax as rx
+    >>> old = rx.Variable([1.0, 2.0], name="kernel")
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> path = rx.train.Checkpoint(encoder=old).write(folder.name + "/a")
+    >>> new = rx.Variable([0.0, 0.0], name="kernel")
+    >>> rx.train.warm_start(path, [new], {"kernel": "encoder"})
+    >>> new.numpy().tolist()
+    [1.0, 2.0]
+    >>> folder.cleanup()
+    """
+    guards.require_cross_replica("rx.train.warm_start")
+    slots = _chosen(vars_to_warm_start, objects)
+    renamed = dict(var_name_to_prev_var_name or {})
+    unused = sorted(set(renamed) - set(slots))
+    if unused:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "`var_name_to_prev_var_name` must name variables that are warm-started: "
+                f"{', '.join(slots) or 'there are none'}",
+                f"{', '.join(unused)} are not among them",
+                "Correct the names, or the choice of variables.",
+            )
+        )
+    path = _checkpoint_at(Path(ckpt_to_initialize_from))
+    content = manifests.read(path)
+    entries = {
+        name: _entry(content, path, renamed.get(name, name), slot) for name, slot in slots.items()
+    }
+    stream = storage.read(path, content)
+    for name, slot in slots.items():
+        # A small part must not keep all of the checkpoint in memory.
+        slot.write(storage.array_in(stream, entries[name]).copy())
+
+
+def _chosen(chosen: Any, objects: Mapping[str, Any] | None) -> dict[str, VariableSlot]:
+    if chosen is None:
+        return {}
+    patterns: list[Any] = [chosen] if isinstance(chosen, str) else list(chosen)
+    variables = [item for item in patterns if isinstance(item, Variable)]
+    if variables and len(variables) == len(patterns):
+        return {v.name: VariableSlot(v.name, v, lambda new: None) for v in variables}
+    if not all(isinstance(item, str) for item in patterns):
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "`vars_to_warm_start` must be variables, or regular expressions",
+                f"there are {sorted({type(item).__name__ for item in patterns})}",
+                "Pass one kind.",
+            )
+        )
+    if objects is None:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "Regular expressions choose among the variables of `objects`",
+                "`objects` is None",
+                "Pass objects={'model': model}, or a list of variables.",
+            )
+        )
+    graph = Graph()
+    for name, value in objects.items():
+        graph.add(child_name("", name), value, lambda new: None)
+    known = {name: s for name, s in graph.slots.items() if isinstance(s, VariableSlot)}
+    found = {n: s for n, s in known.items() if any(re.match(p, n) for p in patterns)}
+    if not found:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"{chosen!r} must match the name of a variable",
+                f"the names are {', '.join(list(known)[:10]) or 'none'}",
+                "Correct the expression.",
+            )
+        )
+    return found
+
+
+def _checkpoint_at(path: Path) -> Path:
+    if (path / manifests.FILE_NAME).is_file():
+        return path
+    latest = latest_checkpoint(path)
+    if latest is None:
+        raise errors.NotFoundError(
+            errors.message(
+                f"{path} must be a checkpoint, or a directory of checkpoints",
+                "there is none",
+                "Correct the path.",
+            )
+        )
+    return Path(latest)
+
+
+def _entry(content: Manifest, path: Path, name: str, slot: VariableSlot) -> ArrayEntry:
+    entry = content.find(name)
+    if not isinstance(entry, ArrayEntry):
+        names = [e.name for e in content.entries.values() if isinstance(e, ArrayEntry)]
+        raise errors.NotFoundError(
+            errors.message(
+                f"{name!r} must be an array in the checkpoint {path}",
+                f"it holds {', '.join(names[:10]) or 'no array'}",
+                "Say with `var_name_to_prev_var_name` what it is called there; "
+                "`rx.train.list_variables` lists all.",
+            )
+        )
+    slot.check(entry, str(path))
+    return entry

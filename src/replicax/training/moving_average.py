@@ -1,0 +1,158 @@
+"""`ExponentialMovingAverage`: variables that follow others slowly."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from replicax.contexts import frames
+from replicax.foundation import errors
+from replicax.foundation.options import VariableAggregation, VariableSynchronization
+from replicax.values.array_surface import as_operand
+from replicax.variables.variable import Variable
+
+
+class ExponentialMovingAverage:
+    """Keeps averages of variables in which older values count less and less.
+
+    Each variable gets a shadow variable, which starts with its value and lives where it lives:
+    mirrored beside a mirrored one. `apply` moves the shadows: `shadow -= (1 - decay) * (shadow -
+    value)`. It can be called anywhere: outside of `strategy.run`, inside of it, where the values
+    of all replicas are averaged first, and in compiled code. A checkpoint keeps the shadows.
+
+    Args:
+      decay: How much of the average stays; close to 1.
+      num_updates: If given, a number or a variable that counts steps: the decay is at most
+        `(1 + num_updates) / (10 + num_updates)`, so that averages move faster at the start.
+      zero_debias: Accepted for portability: it corrects averages that start with zero, and
+        those of variables start with their value.
+      name: Part of the names of shadow variables.
+
+    >>> import replicax as rx
+    >>> w = rx.Variable(0.0, name="w")
+    >>> ema = rx.train.ExponentialMovingAverage(decay=0.9)
+    >>> ema.apply([w])
+    >>> _ = w.assign(1.0)
+    >>> ema.apply([w])
+    >>> round(float(ema.average(w)), 6)
+    0.1
+    """
+
+    def __init__(
+        self,
+        decay: Any,
+        num_updates: Any = None,
+        zero_debias: bool = False,
+        name: str = "ExponentialMovingAverage",
+    ) -> None:
+        del zero_debias
+        self._decay, self._num_updates, self._name = decay, num_updates, name
+        # By identity: variables compare like arrays.
+        self._shadows: dict[int, tuple[Variable, Variable]] = {}
+
+    @property
+    def name(self) -> str:
+        """Part of the names of shadow variables."""
+        return self._name
+
+    def apply(self, var_list: Sequence[Variable] | None = None) -> None:
+        """Makes shadow variables where there are none yet, and moves all of them.
+
+        Args:
+          var_list: Floating-point variables; those of the calls before if None.
+        """
+        variables = self._checked(var_list)
+        decay = self._current_decay()
+        for variable in variables:
+            shadow = self._shadow_of(variable)
+            value = variable.read_value()
+            old = shadow.read_value()
+            factor = (1 - jnp.asarray(decay, jnp.float32)).astype(old.dtype)
+            shadow.assign_sub(factor * (old - value))
+
+    def average(self, var: Variable) -> Variable | None:
+        """Returns the shadow variable of a variable; None if `apply` has not met it."""
+        found = self._shadows.get(id(var))
+        return None if found is None else found[1]
+
+    def average_name(self, var: Variable) -> str:
+        """Returns the name of the shadow variable that a variable has, or would have."""
+        return f"{var.name}/{self._name}"
+
+    def variables_to_restore(
+        self, moving_avg_variables: Iterable[Variable] | None = None
+    ) -> dict[str, Variable]:
+        """Returns variables by the name of what should be restored into them: their averages.
+
+        Args:
+          moving_avg_variables: Those that have averages; all that `apply` has met if None.
+        """
+        met = [variable for variable, _ in self._shadows.values()]
+        given = met if moving_avg_variables is None else list(moving_avg_variables)
+        return {self.average_name(variable): variable for variable in given}
+
+    def checkpoint_children(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps: the shadow variables, by the names of the others."""
+        return {variable.name: shadow for variable, shadow in self._shadows.values()}
+
+    def __repr__(self) -> str:
+        return f"<ExponentialMovingAverage of {len(self._shadows)} variables, decay {self._decay}>"
+
+    def _checked(self, var_list: Sequence[Variable] | None) -> list[Variable]:
+        if var_list is None:
+            var_list = [variable for variable, _ in self._shadows.values()]
+            if not var_list:
+                raise errors.InvalidArgumentError(
+                    errors.message(
+                        "`apply` needs variables in its first call",
+                        "`var_list` is None",
+                        "Pass a list, such as model.trainable_variables.",
+                    )
+                )
+        for variable in var_list:
+            if not isinstance(variable, Variable):
+                raise errors.ArgumentTypeError(
+                    errors.message(
+                        "`apply` averages variables",
+                        f"{type(variable).__name__} was given",
+                        "Make an rx.Variable of it.",
+                    )
+                )
+            if not jnp.issubdtype(variable.dtype, jnp.floating):
+                raise errors.ArgumentTypeError(
+                    errors.message(
+                        "`apply` averages variables of floating-point types",
+                        f"variable {variable.name!r} has type {variable.dtype}",
+                        "Leave it out of `var_list`.",
+                    )
+                )
+        return list(var_list)
+
+    def _current_decay(self) -> Any:
+        if self._num_updates is None:
+            return as_operand(self._decay)
+        count = jnp.asarray(as_operand(self._num_updates), jnp.float32)
+        return jnp.minimum(as_operand(self._decay), (1 + count) / (10 + count))
+
+    def _shadow_of(self, variable: Variable) -> Variable:
+        found = self._shadows.get(id(variable))
+        if found is not None:
+            return found[1]
+        owner, frame = variable.owner, frames.current()
+        place: Any = contextlib.nullcontext()
+        if owner is not None and frame.is_default:
+            # Outside of its strategy's scope, the shadow is still made where the variable was.
+            place = owner.container_strategy.scope()
+        with place:
+            shadow = Variable(
+                lambda: variable.read_value(),
+                name=self.average_name(variable),
+                trainable=False,
+                synchronization=VariableSynchronization.AUTO,
+                aggregation=VariableAggregation.MEAN,
+            )
+        self._shadows[id(variable)] = variable, shadow
+        return shadow
