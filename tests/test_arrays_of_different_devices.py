@@ -311,3 +311,95 @@ def test_what_each_replica_reads_is_its_own_value(placed: Any, called: Any) -> N
     shared = jnp.ones(3)
     assert placed.run(lambda: shared) is shared
     assert placed.run(lambda: mirrored) is mirrored
+
+
+_KINDS = ["assign", "assign_add", "assign_sub", "scatter_add", "scatter_update"]
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+def test_replica_code_that_captures_a_per_replica_value_writes_its_own(
+    placed: Any, called: Any, aggregation: str
+) -> None:
+    how = rx.VariableAggregation[aggregation]
+    count = placed.num_replicas_in_sync
+    with placed.scope():
+        v = rx.Variable(jnp.ones(2), aggregation=how)
+        own = rx.Variable(
+            jnp.ones(2), synchronization=rx.VariableSynchronization.ON_READ, aggregation=how
+        )
+    captured = _ids(placed)
+    rows = placed.run(lambda x: rx.IndexedSlices(x, jnp.array([0, 1])), args=(captured,))
+    summed = sum(range(count))
+    total = {"SUM": summed, "MEAN": summed / count, "ONLY_FIRST_REPLICA": 0.0}[aggregation]
+    if count == 1:
+        total = 0.0
+    expected = {"assign_sub": 1 - total, "assign_add": 1 + total, "scatter_add": 1 + total}
+    for kind in _KINDS:
+        if kind == "scatter_update" and aggregation != "ONLY_FIRST_REPLICA":
+            continue
+        payload = rows if kind.startswith("scatter") else captured
+        v.assign(jnp.ones(2))
+        called(lambda k=kind, p=payload: (placed.run(lambda: getattr(v, k)(p)), None)[1])
+        assert v.read_value().tolist() == [expected.get(kind, total)] * 2, kind
+        if kind.startswith("assign"):
+            placed.run(lambda: own.assign(jnp.zeros(2)))
+            called(lambda k=kind, p=payload: (placed.run(lambda: getattr(own, k)(p)), None)[1])
+            found = placed.experimental_local_results(placed.run(own.read_value))
+            sign = -1.0 if kind == "assign_sub" else 1.0
+            assert np.stack(found).tolist() == [[sign * i] * 2 for i in range(count)]
+
+
+def test_replica_code_that_captures_a_per_replica_value_computes_with_its_own(
+    placed: Any, called: Any
+) -> None:
+    count = placed.num_replicas_in_sync
+    if count == 1:
+        return  # what one replica returns is an array
+    with placed.scope():
+        v = rx.Variable(jnp.ones(2))
+    x = _ids(placed)
+    scalar = placed.run(lambda: rx.get_replica_context().replica_id_in_sync_group)
+    jitted = jax.jit(lambda y: x * y + x[0])
+
+    def again() -> Any:
+        made = placed.run(lambda: x + 0.0)
+        return placed.run(lambda: (made * 2.0 + made, jnp.add(made, x) + made)), made
+
+    def fn() -> Any:
+        context = rx.get_replica_context()
+        return (
+            x * 2.0 + x,
+            3.0 * (1.0 * x + v * x - x),
+            jnp.add(x, x) + x,
+            jnp.where(x > 0, x, 0.0) * 3.0,
+            jnp.stack([x, x]).sum(0) + x,
+            jitted(2.0),
+            jnp.ones(2) * scalar * 3,
+            jax.tree.map(lambda leaf: leaf * 3.0, {"x": x})["x"],
+            -x * -3,
+            rx.value_and_grad(lambda: (v * x).sum() * 3.0, [v])()[1][0],
+            context.all_gather(x, axis=0)[: 2 * count : 2] * 0 + jnp.asarray(3.0) * x[0],
+            context.merge_call(lambda strategy, merged: merged, args=(x,)) * 3,
+        )
+
+    def combined() -> Any:
+        return rx.get_replica_context().all_reduce("sum", x)
+
+    for _ in range(2):
+        for leaf in called(lambda: placed.run(fn)):
+            found = placed.experimental_local_results(leaf)
+            assert [set(part.tolist()) for part in found] == [{3.0 * i} for i in range(count)]
+        (first, second), made = called(again)
+        for leaf in (first, second):
+            found = placed.experimental_local_results(leaf)
+            assert [set(part.tolist()) for part in found] == [{3.0 * i} for i in range(count)]
+        assert placed.reduce("sum", made, axis=None).tolist() == [sum(range(count))] * 2
+        total = placed.experimental_local_results(called(lambda: placed.run(combined)))
+        assert [part.tolist() for part in total] == [[sum(range(count))] * 2] * count
+    assert placed.run(lambda: x) is x
+    with pytest.raises(TypeError, match="replica context"):
+        x + 1
+    with pytest.raises(ValueError, match="single value"):
+        jnp.asarray(x)
+    assert not hasattr(x, "shape")
+    assert len(jax.tree.leaves(x)) == count

@@ -9,17 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.foundation import errors, jax_compat
-from replicax.values.array_surface import ArraySurface
+from replicax.values.array_surface import as_operand
 from replicax.values.distributed_values import is_array_like
 from replicax.values.indexed_slices import IndexedSlices
 
 
 def require_array(api: str, leaf: Any) -> Any:
     """Returns a leaf as an array (or IndexedSlices), or raises."""
+    leaf = as_operand(leaf)
     if isinstance(leaf, IndexedSlices | jax.Array):
         return leaf
-    if isinstance(leaf, ArraySurface):
-        leaf = leaf.__jax_array__()
     if not is_array_like(leaf):
         raise errors.ArgumentTypeError(
             errors.message(

@@ -16,6 +16,7 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import View
 from replicax.contexts.replica_context import ReplicaContext
+from replicax.contexts.running_replica import own_component_of
 from replicax.execution.replica_program import run_captured
 from replicax.execution.unrolled import UnrolledRun
 from replicax.foundation import errors, jax_compat
@@ -57,6 +58,8 @@ class SpmdExecutor:
         return map_structure(_select, result)
 
     def _merge(self, leaf: Any) -> Any:
+        if isinstance(leaf, PerReplica):
+            leaf = own_component_of(leaf)
         return TracedPerReplica(leaf, self._layout) if isinstance(leaf, _ARRAYS) else leaf
 
     def all_reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:

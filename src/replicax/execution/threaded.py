@@ -161,6 +161,9 @@ class ThreadedRun:
         self._require_meeting(frame)
         replica_id = frame.replica_id
         assert replica_id is not None
+        if frame.eager_reads is not None:
+            # What this replica traced for itself is not for the replicas that run meanwhile.
+            frame.eager_reads.renew()
         if replica_id < self._count - 1:
             answer = self._park(self._others[replica_id], (merge_fn, args, kwargs))
         else:

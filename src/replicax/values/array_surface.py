@@ -25,8 +25,8 @@ else:
     _Array = object
 
 
-class ArraySurface(_Array):
-    """Gives operators, slicing and array methods to a class with `_as_array()`."""
+class ArrayOperators(_Array):
+    """Gives operators, slicing and conversions to a class with `_as_array()`."""
 
     __slots__ = ()
     __array_priority__ = 200
@@ -80,6 +80,12 @@ class ArraySurface(_Array):
     def __rdivmod__(self, other: Any) -> Any:
         return divmod(jnp.asarray(as_operand(other)), self._as_array())
 
+
+class ArraySurface(ArrayOperators):
+    """Gives array methods and attributes too."""
+
+    __slots__ = ()
+
     def _attribute_of_array(self, name: str) -> Any:
         if name.startswith("_") or not (hasattr(jax.Array, name) or name in _CONCRETE_ONLY):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -96,7 +102,7 @@ class ArraySurface(_Array):
 
 def as_operand(value: Any) -> Any:
     """Returns the array behind an object that stands for one, and anything else as it is."""
-    if isinstance(value, ArraySurface):
+    if isinstance(value, ArrayOperators):
         return value._as_array()
     if isinstance(value, tuple):
         return tuple(as_operand(v) for v in value)
@@ -107,18 +113,18 @@ def _install() -> None:
     def binary(name: str) -> None:
         op = getattr(operator, f"{name}_" if name in ("and", "or") else name)
 
-        def forward(self: ArraySurface, other: Any) -> Any:
+        def forward(self: ArrayOperators, other: Any) -> Any:
             return op(self._as_array(), as_operand(other))
 
-        def reverse(self: ArraySurface, other: Any) -> Any:
+        def reverse(self: ArrayOperators, other: Any) -> Any:
             return op(as_operand(other), self._as_array())
 
-        setattr(ArraySurface, f"__{name}__", forward)
+        setattr(ArrayOperators, f"__{name}__", forward)
         if name not in _COMPARE:
-            setattr(ArraySurface, f"__r{name}__", reverse)
+            setattr(ArrayOperators, f"__r{name}__", reverse)
 
     def unary(name: str, op: Any) -> None:
-        setattr(ArraySurface, f"__{name}__", lambda self: op(self._as_array()))
+        setattr(ArrayOperators, f"__{name}__", lambda self: op(self._as_array()))
 
     for name in _BINARY + ["lt", "le", "gt", "ge"]:
         binary(name)

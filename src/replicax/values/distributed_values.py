@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from replicax.foundation import devices, errors, jax_compat
-from replicax.values import printing
-from replicax.values.array_surface import ArraySurface, elementwise_equal
+from replicax.values import own_component, printing
+from replicax.values.array_surface import ArrayOperators, ArraySurface, elementwise_equal
 from replicax.values.containers import register_components
 from replicax.values.layout import AXIS, ReplicaLayout
 
@@ -37,8 +37,8 @@ class DistributedValues:
         return printing.braces(type(self).__name__, [printing.describe(v) for v in self.values])
 
 
-class PerReplica(DistributedValues):
-    """A different value on each replica; only usable where replicas run, or by reductions."""
+class PerReplica(DistributedValues, ArrayOperators):
+    """A different value on each replica; replica code that captures one computes with its own."""
 
     # Either `_components` (one object per replica, of any kind) or `_stored` (per leaf of
     # the components' structure `_treedef`, the stored array of all replicas) is set first;
@@ -125,34 +125,39 @@ class PerReplica(DistributedValues):
         self.layout = layout
         return self._stored
 
-    def _refuse(self, *_: Any) -> Any:
-        raise errors.ArgumentTypeError(
-            errors.message(
-                "Arithmetic on a PerReplica value needs a replica context",
-                "this is the value of all replicas at once",
-                "Pass it to `strategy.run(fn, args=(value,))`, or combine it first with "
-                "`strategy.reduce(...)`.",
+    def _as_array(self) -> Any:
+        own = own_component.find(self)
+        if own is own_component.NOT_HERE:
+            raise errors.ArgumentTypeError(
+                errors.message(
+                    "Arithmetic on a PerReplica value needs a replica context",
+                    "this is the value of all replicas at once",
+                    "Pass it to `strategy.run(fn, args=(value,))`, or combine it first with "
+                    "`strategy.reduce(...)`.",
+                )
             )
-        )
+        return own
+
+    def own_value(self) -> Any:
+        """Returns the running replica's component; raises outside of replica code."""
+        own = own_component.find(self)
+        if own is own_component.NOT_HERE:
+            raise errors.InvalidArgumentError(
+                errors.message(
+                    "Only a single value can become an array",
+                    "this is a PerReplica value outside of a replica context",
+                    "Use `strategy.reduce`, `strategy.gather` or "
+                    "`strategy.experimental_local_results`.",
+                )
+            )
+        return own
 
     def __jax_array__(self) -> Any:
-        raise errors.InvalidArgumentError(
-            errors.message(
-                "Only a single value can become an array",
-                "this is a PerReplica value outside of a replica context",
-                "Use `strategy.reduce`, `strategy.gather` or "
-                "`strategy.experimental_local_results`.",
-            )
-        )
+        return jax.numpy.asarray(self.own_value())
 
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        return self.__jax_array__()
-
-
-for _name in "add radd sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul mod".split():
-    setattr(PerReplica, f"__{_name}__", PerReplica._refuse)
-for _name in "floordiv neg abs lt le gt ge getitem float int index bool".split():
-    setattr(PerReplica, f"__{_name}__", PerReplica._refuse)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        return np.array(self.__jax_array__(), dtype=dtype, copy=True)
 
 
 class TracedPerReplica(PerReplica):
@@ -230,8 +235,16 @@ def dtype_of(value: Any) -> Any:
     return value.dtype if hasattr(value, "dtype") else jax.numpy.asarray(value).dtype
 
 
+def _flatten(value: PerReplica) -> tuple[Sequence[Any], bool]:
+    own = own_component.find(value)
+    return (value.values, False) if own is own_component.NOT_HERE else ((own,), True)
+
+
+# To JAX a per-replica value that replica code captured is the replica's own component.
 jax.tree_util.register_pytree_node(
-    PerReplica, lambda value: (value.values, None), lambda _, values: PerReplica(values)
+    PerReplica,
+    _flatten,
+    lambda is_own, values: values[0] if is_own else PerReplica(values),
 )
 # To JAX a mirrored value is any of its copies, as an argument of `jnp` functions and jit.
 jax.tree_util.register_pytree_node(

@@ -12,6 +12,7 @@ import numpy as np
 
 from replicax.foundation import errors, jax_compat, placement
 from replicax.values.array_surface import as_operand
+from replicax.values.distributed_values import PerReplica
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.variables import row_numbers, slicing
 
@@ -80,6 +81,8 @@ def apply_beside(kind: str, old: jax.Array, payload: Any) -> Any:
 
 def checked_payload(variable: Any, kind: str, value: Any) -> Any:
     """Returns the payload of an update as arrays, or raises if it cannot fit the variable."""
+    if isinstance(value, PerReplica):
+        value = value.own_value()
     if kind.startswith("scatter"):
         return _checked_slices(variable, kind, value)
     if kind.startswith("slice"):

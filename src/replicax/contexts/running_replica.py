@@ -1,0 +1,64 @@
+"""The component of a per-replica value that replica code means when it captures the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax.contexts import frames
+from replicax.contexts.frames import Frame, Mode
+from replicax.foundation import errors, jax_compat
+from replicax.values import own_component
+from replicax.values.distributed_values import PerReplica, TracedPerReplica
+from replicax.values.layout import AXIS, ReplicaLayout
+
+
+def own_component_of(value: PerReplica) -> Any:
+    """Returns the running replica's component, or NOT_HERE outside of replica code."""
+    frame = frames.current()
+    if frame.mode is not Mode.REPLICA or frame.is_default or frame.layout is None:
+        return own_component.NOT_HERE
+    if isinstance(value, TracedPerReplica):
+        return value.local
+    value.require_components(frame.layout.num_replicas)
+    if frame.replica_id is not None or frame.layout.num_replicas == 1:
+        _note_read(frame)
+        return value.values[frame.replica_id or 0]
+    return _in_trace(value, frame.layout)
+
+
+def _note_read(frame: Frame) -> None:
+    """Keeps traces that replica code makes for itself from being used by other replicas."""
+    if frame.eager_reads is not None and jax_compat.is_staging():
+        frame.eager_reads.note()
+
+
+def _in_trace(value: PerReplica, layout: ReplicaLayout) -> Any:
+    """Picks the component by the replica id, which only the compiler knows."""
+    stored = value.stored(layout)
+    if stored is None:
+        raise errors.InvalidArgumentError(
+            errors.message(
+                "Compiled replica code can capture per-replica values of one shape and type",
+                f"it captured {value}",
+                "Pass the value in `args=`, or call `strategy.run` outside of `rx.function`.",
+            )
+        )
+    replica_id = jax.lax.axis_index(AXIS)
+    parts = []
+    for array, is_scalar in zip(stored, value.scalars, strict=True):
+        if jax_compat.is_traced(array):
+            rows = (layout.num_replicas, *layout.local_shape(array.shape, is_scalar))
+            joined = jnp.reshape(array, rows)
+        else:
+            with jax_compat.eagerly():
+                components = layout.split(array, is_scalar)
+            # Of one device each: an array of a mesh would bring its mesh into the program.
+            joined = jnp.stack(components)
+        parts.append(joined[replica_id])
+    return jax.tree.unflatten(value.treedef, parts)
+
+
+own_component.set_finder(own_component_of)
