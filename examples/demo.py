@@ -164,13 +164,13 @@ def draw(results: dict[str, Result]) -> None:
         gaps.plot(so_far, linewidth=width, color=f"C{i}")
     curves.set(title="Loss, one line on top of the other", xlabel="step", ylabel="loss")
     curves.legend()
-    gaps.set(title="Largest difference to OneDevice so far", xlabel="step", ylabel="difference")
+    gaps.set(title="Largest difference from OneDevice so far", xlabel="step", ylabel="difference")
     gaps.set_yscale("symlog", linthresh=1e-8)
     gaps.set_ylim(0, 1e-4)
     _, (pixels, labels) = digits()
     answers = np.argmax(np.asarray(first.network(pixels)), axis=1)
     wrong = np.flatnonzero(answers != labels)
-    right.suptitle(f"{len(labels)} unseen digits, {len(wrong)} read wrong: read as (is)")
+    right.suptitle(f"{len(wrong)} of {len(labels)} unseen digits misread: answer (truth)")
     for axes, i in zip(right.subplots(2, 5).flat, [*wrong, *[None] * 10], strict=False):
         axes.set_axis_off()
         if i is not None:

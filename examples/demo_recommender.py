@@ -1,4 +1,4 @@
-"""The demo's second act: a recommender on parameter servers loses a worker, and no step.
+"""The demo's second act: a recommender on parameter servers loses a worker but no step.
 
 Ratings of a made-up film club are learnt by two tables of vectors, one for members and one for
 films, each cut over two parameter servers. Three workers train; one of them is killed on the
@@ -9,6 +9,7 @@ scheduled is in the model exactly once. Run it alone, or with `make demo`.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,17 @@ class Record:
         return float(np.sqrt(total / count)) if count else float("nan")
 
 
+class ProgressLines(logging.Handler):
+    """Shows what the library logs as lines of the demo: the worker is lost on purpose."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(logging.WARNING)
+        self._training = training
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._training.say(f"the coordinator notices: {record.getMessage()}")
+
+
 class Training:
     """Keeps the workers busy, harms one of them, and writes down what it sees."""
 
@@ -107,6 +119,17 @@ class Training:
 
     def run(self, step: Any, iterator: Any, losses: rx.Variable) -> Record:
         """Trains until the time is over and the lost worker has come back."""
+        logger, lines = logging.getLogger("replicax"), ProgressLines(self)
+        logger.addHandler(lines)
+        logger.propagate = False
+        try:
+            self._run(step, iterator, losses)
+        finally:
+            logger.propagate = True
+            logger.removeHandler(lines)
+        return self.record
+
+    def _run(self, step: Any, iterator: Any, losses: rx.Variable) -> None:
         record, begun_s = self.record, 0.0
         with Progress(console=self._console, disable=not self._console.is_terminal) as bars:
             bar = bars.add_task("compiling", total=END_S)
@@ -127,7 +150,6 @@ class Training:
                 bars.update(bar, completed=record.seconds[-1], description=description)
                 self._show(description)
             self._coordinator.join()
-        return record
 
     def _is_over(self) -> bool:
         now = self.record.seconds[-1] if self.record.seconds else 0.0
@@ -139,21 +161,25 @@ class Training:
         events, now = self.record.events, self.record.seconds[-1]
         if "killed" not in events:
             if now > KILL_S and victim.num_closures:
+                text = f"killing worker {VICTIM}, which has {victim.num_closures} steps"
+                self._note("killed", text)
                 self._cluster.kill("worker", VICTIM)
-                self._say(
-                    "killed", f"killed worker {VICTIM}, which had {victim.num_closures} steps"
-                )
         elif "restarted" not in events:
             if now > RESTART_S:
                 self._done_before = victim.num_done
                 self._cluster.restart("worker", VICTIM, wait=False)
-                self._say("restarted", f"started worker {VICTIM} again")
+                self._note("restarted", f"started worker {VICTIM} again")
         elif "back" not in events and victim.num_done > self._done_before:
-            self._say("back", f"worker {VICTIM} is back")
+            self._note("back", f"worker {VICTIM} is back")
 
-    def _say(self, event: str, text: str) -> None:
-        self.record.events[event] = now = self.record.seconds[-1]
-        self._console.print(f"{now:4.0f} s: {text}")
+    def _note(self, event: str, text: str) -> None:
+        self.record.events[event] = self.record.seconds[-1]
+        self.say(text)
+
+    def say(self, text: str) -> None:
+        """Prints a line behind the time."""
+        now = self.record.seconds[-1] if self.record.seconds else 0.0
+        self._console.print(f"{now:4.0f} s: {text}", highlight=False, soft_wrap=True)
 
     def _show(self, text: str) -> None:
         now = self.record.seconds[-1]

@@ -94,6 +94,9 @@ def check_demo(output: str) -> None:
     ((scheduled, counted),) = re.findall(r"(\d+) steps scheduled, (\d+) counted", output)
     assert scheduled == counted
     assert "worker 1 is back" in output
+    # The worker is lost on purpose: that is a line of the demo, and not a warning.
+    assert "the coordinator notices: /job:worker/task:1 was lost" in output
+    assert "WARNING" not in output
     assert (ROOT / "out" / "demo_parameter_servers.png").stat().st_size > 10_000
 
 
