@@ -447,3 +447,16 @@ def test_a_checkpoint_holds_the_position_of_new_steps(strategy: rx.Strategy, tmp
     other = iter(distributed())
     rx.train.Checkpoint(iterator=other).restore(path)
     assert [[x.tolist() for x in strategy.experimental_local_results(b)] for b in other] == rest
+
+
+def test_steps_take_the_arguments_of_tf_data() -> None:
+    ten, named = Dataset.range(10, name="a"), {"name": "b"}
+    options = {"num_parallel_calls": 2, "deterministic": False, **named}
+    steps = ten.map(lambda x: x + 1, **options).filter(lambda x: x > 1, **named)
+    steps = steps.take(8, **named).skip(1, **named).repeat(2, **named).shuffle(1, **named)
+    steps = steps.batch(2, **options).unbatch(**named).enumerate(**named).prefetch(1, **named)
+    steps = steps.interleave(lambda i, x: Dataset.from_tensors(x, **named), **options)
+    steps = steps.flat_map(Dataset.from_tensors, **named).cache(**named).shard(2, 0, **named)
+    steps = steps.concatenate(Dataset.from_tensor_slices([7], **named), **named)
+    steps = Dataset.zip(steps, **named).padded_batch(9, **named)
+    assert listed(steps) == [[3, 5, 7, 9, 4, 6, 8, 7]]

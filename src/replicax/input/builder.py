@@ -58,7 +58,7 @@ class Dataset(GroupingSteps, StoringSteps):
     # Sources.
 
     @staticmethod
-    def range(*args: int, output_type: Any = np.int64) -> Dataset:
+    def range(*args: int, output_type: Any = np.int64, name: str | None = None) -> Dataset:
         """Returns the numbers of a Python `range`, as int64."""
         numbers = range(*args)
         facts = numbers.start, numbers.step, len(numbers), output_type
@@ -66,7 +66,7 @@ class Dataset(GroupingSteps, StoringSteps):
         return Dataset(builder_steps.in_memory("range", make, len(numbers), details=facts))
 
     @staticmethod
-    def from_tensors(tensors: Any) -> Dataset:
+    def from_tensors(tensors: Any, name: str | None = None) -> Dataset:
         """Returns a dataset of one element."""
         element = builder_elements.copied(builder_elements.as_element(tensors))
         make = functools.partial(_make_listed, [element])
@@ -76,7 +76,7 @@ class Dataset(GroupingSteps, StoringSteps):
         )
 
     @staticmethod
-    def from_tensor_slices(tensors: Any) -> Dataset:
+    def from_tensor_slices(tensors: Any, name: str | None = None) -> Dataset:
         """Returns one element per row of a structure of arrays; the arrays are not copied."""
         arrays = builder_checks.sliceable(tensors)
         length = len(jax.tree.leaves(arrays)[0])
@@ -114,7 +114,10 @@ class Dataset(GroupingSteps, StoringSteps):
 
     @staticmethod
     def list_files(
-        file_pattern: str | Sequence[str], shuffle: bool | None = None, seed: int | None = None
+        file_pattern: str | Sequence[str],
+        shuffle: bool | None = None,
+        seed: int | None = None,
+        name: str | None = None,
     ) -> Dataset:
         """Returns the names of the files that match, in random order unless told otherwise."""
         patterns = [file_pattern] if isinstance(file_pattern, str) else list(file_pattern)
@@ -133,7 +136,7 @@ class Dataset(GroupingSteps, StoringSteps):
         return dataset
 
     @staticmethod
-    def zip(*datasets: Any) -> Dataset:
+    def zip(*datasets: Any, name: str | None = None) -> Dataset:
         """Returns elements side by side, in the structure in which the datasets are given."""
         given = datasets[0] if len(datasets) == 1 else datasets
         found, structure = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, Dataset))
@@ -168,7 +171,6 @@ class Dataset(GroupingSteps, StoringSteps):
         >>> [int(x) for x in Dataset.counter(2, 5).take(3)]
         [2, 7, 12]
         """
-        del name
         facts = start, step, sys.maxsize, dtype
         make = functools.partial(_make_counting, *facts)
         return Dataset(
@@ -189,7 +191,6 @@ class Dataset(GroupingSteps, StoringSteps):
             numbers of its own; otherwise all have the same.
           name: Accepted for portability.
         """
-        del name
         own = Seed() if seed is None else whole_number("seed", seed, 0)
         return Dataset(builder_steps.random_numbers(own, bool(rerandomize_each_iteration)))
 
@@ -268,26 +269,33 @@ class Dataset(GroupingSteps, StoringSteps):
         """
         return require_dataset("apply", transformation_func(self))
 
-    def map(self, map_func: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
+    def map(
+        self,
+        map_func: Callable[..., Any],
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+        name: str | None = None,
+    ) -> Dataset:
         """Applies a function to each element; the parts of a tuple are its arguments.
 
         Args:
           map_func: Returns the new element.
           num_parallel_calls: How many threads call it, where elements can be reached in any
             order; `AUTOTUNE` for a few. Without it, the reader calls it.
+          deterministic: Accepted for portability; the order of elements is always kept.
+          name: Accepted for portability.
         """
         threads = 0 if num_parallel_calls is None else num_parallel_calls
         if threads != AUTOTUNE:
             threads = whole_number("num_parallel_calls", threads, 0)
         return self._then(lambda plan: builder_steps.map_elements(plan, map_func, threads))
 
-    def filter(self, predicate: Callable[..., Any]) -> Dataset:
+    def filter(self, predicate: Callable[..., Any], name: str | None = None) -> Dataset:
         """Keeps the elements of which `predicate` is true."""
         return self._then(lambda plan: builder_steps.filter_elements(plan, predicate))
 
     def take_while(self, predicate: Callable[..., Any], name: str | None = None) -> Dataset:
         """Keeps the elements before the first of which `predicate` is false."""
-        del name
         return self._then(lambda plan: builder_steps.take_while(plan, predicate))
 
     def unique(self, name: str | None = None) -> Dataset:
@@ -296,7 +304,6 @@ class Dataset(GroupingSteps, StoringSteps):
         >>> [int(x) for x in Dataset.from_tensor_slices([1, 37, 2, 37, 2, 1]).unique()]
         [1, 37, 2]
         """
-        del name
         return self._then(builder_steps.unique)
 
     def scan(
@@ -314,7 +321,6 @@ class Dataset(GroupingSteps, StoringSteps):
         >>> [int(x) for x in sums]
         [0, 1, 3, 6, 10]
         """
-        del name
         return self._then(lambda plan: builder_steps.scan(plan, initial_state, scan_func))
 
     def shuffle(
@@ -322,6 +328,7 @@ class Dataset(GroupingSteps, StoringSteps):
         buffer_size: int,
         seed: int | None = None,
         reshuffle_each_iteration: bool | None = True,
+        name: str | None = None,
     ) -> Dataset:
         """Changes the order.
 
@@ -333,6 +340,7 @@ class Dataset(GroupingSteps, StoringSteps):
           seed: Decides the order; without it, a number of the operating system does.
           reshuffle_each_iteration: Whether each iteration and each pass of `repeat` has an
             order of its own.
+          name: Accepted for portability.
         """
         size = whole_number("buffer_size", buffer_size, 1)
         own = Seed() if seed is None else whole_number("seed", seed, 0)
@@ -341,27 +349,34 @@ class Dataset(GroupingSteps, StoringSteps):
         is_new = reshuffle_each_iteration is not False
         return self._then(lambda plan: builder_steps.shuffle(plan, size, own, is_new))
 
-    def repeat(self, count: int | None = None) -> Dataset:
+    def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:
         """Goes through the elements `count` times; without end for None or -1."""
         times = -1 if count is None else whole_number("count", count, -1)
         return self._then(lambda plan: builder_steps.repeat(plan, times))
 
-    def take(self, count: int) -> Dataset:
+    def take(self, count: int, name: str | None = None) -> Dataset:
         """Keeps the first `count` elements; all of them for -1."""
         number = whole_number("count", count, -1)
         return self._then(lambda plan: builder_steps.take(plan, number))
 
-    def skip(self, count: int) -> Dataset:
+    def skip(self, count: int, name: str | None = None) -> Dataset:
         """Leaves out the first `count` elements; all of them for -1."""
         number = whole_number("count", count, -1)
         return self._then(lambda plan: builder_steps.skip(plan, number))
 
-    def shard(self, num_shards: int, index: int) -> Dataset:
+    def shard(self, num_shards: int, index: int, name: str | None = None) -> Dataset:
         """Keeps the elements `index`, `index + num_shards`, and so on."""
         num, own = _shard_arguments(num_shards, index)
         return self._then(lambda plan: builder_steps.shard(plan, num, own))
 
-    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
+    def batch(
+        self,
+        batch_size: int,
+        drop_remainder: bool = False,
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+        name: str | None = None,
+    ) -> Dataset:
         """Stacks `batch_size` elements; the last batch may be smaller, or is dropped."""
         size = whole_number("batch_size", batch_size, 1)
         return self._then(lambda plan: builder_steps.batch(plan, size, bool(drop_remainder)))
@@ -372,6 +387,7 @@ class Dataset(GroupingSteps, StoringSteps):
         padded_shapes: Any = None,
         padding_values: Any = None,
         drop_remainder: bool = False,
+        name: str | None = None,
     ) -> Dataset:
         """Stacks elements of different sizes, filled up at the end of each dimension.
 
@@ -381,12 +397,13 @@ class Dataset(GroupingSteps, StoringSteps):
             for the largest size in the batch.
           padding_values: What to fill up with, one number or a structure of them; 0 if None.
           drop_remainder: Whether a smaller last batch is left out.
+          name: Accepted for portability.
         """
         size = whole_number("batch_size", batch_size, 1)
         join = builder_elements.padded_stack(padded_shapes, padding_values)
         return self._then(lambda plan: builder_steps.batch(plan, size, bool(drop_remainder), join))
 
-    def unbatch(self) -> Dataset:
+    def unbatch(self, name: str | None = None) -> Dataset:
         """Makes an element of each row of each element."""
         return self._then(builder_steps.unbatch)
 
@@ -409,10 +426,9 @@ class Dataset(GroupingSteps, StoringSteps):
           seed: Decides what is left out; without it, a number of the operating system does.
           name: Accepted for portability.
         """
-        del name
         return resampling.resample(self, class_func, target_dist, initial_dist, seed)
 
-    def flat_map(self, map_func: Callable[..., Dataset]) -> Dataset:
+    def flat_map(self, map_func: Callable[..., Dataset], name: str | None = None) -> Dataset:
         """Makes a dataset of each element, and goes through them one after the other."""
         return self._interleaved("flat_map", map_func, 1, 1)
 
@@ -422,6 +438,8 @@ class Dataset(GroupingSteps, StoringSteps):
         cycle_length: int | None = None,
         block_length: int = 1,
         num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+        name: str | None = None,
     ) -> Dataset:
         """Makes a dataset of each element, and takes turns between `cycle_length` of them.
 
@@ -430,8 +448,9 @@ class Dataset(GroupingSteps, StoringSteps):
           cycle_length: How many datasets are open at a time; 4 without it.
           block_length: How many elements each gives in its turn.
           num_parallel_calls: Accepted for portability; datasets are read in turn.
+          deterministic: Accepted for portability; so is the order.
+          name: Accepted for portability.
         """
-        del num_parallel_calls
         cycle = 4 if cycle_length in (None, AUTOTUNE) else cycle_length
         cycle = whole_number("cycle_length", cycle, 1)
         block = whole_number("block_length", block_length, 1)
@@ -459,27 +478,27 @@ class Dataset(GroupingSteps, StoringSteps):
 
         return self._then(step)
 
-    def concatenate(self, dataset: Dataset) -> Dataset:
+    def concatenate(self, dataset: Dataset, name: str | None = None) -> Dataset:
         """Appends the elements of another dataset."""
         other = require_dataset("concatenate", dataset)
         return Dataset(builder_steps.concatenate([self._plan, other._plan]))
 
-    def enumerate(self, start: int = 0) -> Dataset:
+    def enumerate(self, start: int = 0, name: str | None = None) -> Dataset:
         """Makes each element a pair of its number and itself."""
         return self._then(lambda plan: builder_steps.number(plan, start))
 
-    def cache(self, filename: str | os.PathLike[str] = "") -> Dataset:
+    def cache(self, filename: str | os.PathLike[str] = "", name: str | None = None) -> Dataset:
         """Keeps the elements once a pass has reached the end: in memory, or in a directory."""
         if filename:
             return self.snapshot(filename, compression=None)
         return self._then(builder_steps.cache)
 
-    def prefetch(self, buffer_size: int = AUTOTUNE) -> Dataset:
+    def prefetch(self, buffer_size: int = AUTOTUNE, name: str | None = None) -> Dataset:
         """Reads ahead in a thread; `AUTOTUNE` is 2 elements. In-memory data needs none."""
         size = whole_number("buffer_size", buffer_size, AUTOTUNE)
         return self._then(lambda plan: builder_steps.prefetch(plan, size))
 
-    def with_options(self, options: Options) -> Dataset:
+    def with_options(self, options: Options, name: str | None = None) -> Dataset:
         """Returns the dataset with options on top of those that it has."""
 
         def step(plan: Plan) -> Plan:
