@@ -15,7 +15,6 @@ from vocabulary import copies, refused
 
 import replicax as rx
 
-KINDS = ["mirrored_2", "virtual_2", "one_device", "central_2"]
 DynamicLossScale = rx.optimizers.DynamicLossScale
 
 
@@ -41,7 +40,7 @@ def state_of(strategy: Any, optimizer: Any, trained: Any) -> list[Any]:
     return [np.asarray(copy) for v in [*trained, *kept] for copy in copies(strategy, v)]
 
 
-@pytest.mark.strategies(*KINDS)
+@pytest.mark.strategies("mirrored_2", "central_2")
 def test_a_step_with_a_bad_gradient_changes_nothing_on_any_replica(strategy: Any, run: Any) -> None:
     trained, optimizer = make(strategy, skip_nonfinite=True)
     twins, reference = make(strategy)
@@ -67,7 +66,7 @@ def test_a_step_with_a_bad_gradient_changes_nothing_on_any_replica(strategy: Any
     assert (int(optimizer.iterations), int(optimizer.skipped)) == (2, 3)
 
 
-@pytest.mark.strategies("mirrored_2", "one_device")
+@pytest.mark.strategies("virtual_2")
 def test_loss_scales_shrink_and_grow(strategy: Any, run: Any) -> None:
     with strategy.scope():
         w = rx.Variable(1.0, name="w")
@@ -141,7 +140,7 @@ def test_loss_scales_are_checked_and_saved(tmp_path: Path) -> None:
     assert float(other.loss_scale) == 2.0**14
 
 
-@pytest.mark.parametrize("parts", [None, 2])
+@pytest.mark.parametrize("parts", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_steps_on_servers_are_skipped_as_a_whole(desk: Desk, parts: Any) -> None:
     strategy = desk.strategy(parts)
     coordinator = desk.coordinator(strategy)
