@@ -17,6 +17,7 @@ from parameter_servers import Desk, becomes, own_cluster
 from parameter_store_client import Caller, exported, open_rows
 
 import replicax as rx
+from replicax.contexts.overlay import Change
 from replicax.coordinator.allotment import Crew
 from replicax.coordinator.closures import Closure
 from replicax.coordinator.pacing import BoundedStaleness, Rounds
@@ -650,10 +651,10 @@ def test_a_push_tells_the_clock_of_the_first_read_of_its_closure(pulls_ahead: bo
         for _ in range(2):
             client.pull([Read(variable)])  # type: ignore[arg-type]
             channel.clock += 1
-        client.push([(variable, "assign_add", np.ones(2, np.float32))])  # type: ignore[list-item]
+        client.push([Change(variable, "assign_add", np.ones(2, np.float32))])
         assert client.end(closure) is False
     client.begin(2)
-    client.push([(variable, "assign_add", np.ones(2, np.float32))])  # type: ignore[list-item]
+    client.push([Change(variable, "assign_add", np.ones(2, np.float32))])
     client.end(2)
     client.drain()
     # What was asked for ahead was asked with the second read of the closure before.
