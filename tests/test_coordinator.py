@@ -32,6 +32,7 @@ from replicax.server.worker import WorkerTask
 from replicax.transport import addresses, messages
 from replicax.transport.service import Service
 from replicax.transport.tasks import Task, new_incarnation
+from replicax.variables.per_worker import PerWorkerVariables
 
 # Nobody is given up because the machine has much else to do. Tests of what is done when a time is
 # over make that one time short.
@@ -200,7 +201,7 @@ class FakeCluster:
 
 class FakeStrategy:
     def __init__(self, cluster: FakeCluster) -> None:
-        self.extended = types.SimpleNamespace(cluster=cluster)
+        self.extended = types.SimpleNamespace(cluster=cluster, per_worker=PerWorkerVariables())
 
 
 class Setting:
