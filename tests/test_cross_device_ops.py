@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategies_under_test import STRATEGIES
 from vocabulary import refused
 
 import replicax as rx
@@ -289,6 +290,31 @@ def test_1_9_destination_variable(ops: Any) -> None:
         result = ops.reduce(SUM, on_devices(jnp.float32), v)
     assert [p.devices() for p in result.values] == [{d} for d in v.placement]
     assert float(result) == 3.0
+
+
+@pytest.mark.parametrize("layout", ["mirrored_2", "virtual_2"])
+def test_1_9_variables_and_mirrored_values_are_reduced_copy_by_copy(
+    library_ops: Any, layout: str
+) -> None:
+    strategy = STRATEGIES[layout]()
+    with strategy.scope():
+        v = rx.Variable([1.0, 3.0])
+        w = rx.Variable([2.0, 2.0], synchronization=rx.VariableSynchronization.ON_READ)
+    w.components[1].assign([4.0, 0.0])
+    mirrored = rx.Mirrored([copy.read_value() for copy in v.components])
+    for op, of_v, of_w in (
+        (rx.ReduceOp.MEAN, [1.0, 3.0], [3.0, 1.0]),
+        (rx.ReduceOp.SUM, [2.0, 6.0], [6.0, 2.0]),
+    ):
+        np.testing.assert_array_equal(library_ops.reduce(op, v, v), of_v)
+        np.testing.assert_array_equal(library_ops.reduce(op, mirrored, "CPU:0"), of_v)
+        found = library_ops.batch_reduce(op, [(v, v), (w, "CPU:0")])
+        np.testing.assert_array_equal(found[0], of_v)
+        np.testing.assert_array_equal(found[1], of_w)
+        with strategy.scope():
+            compiled = rx.function(lambda op=op: library_ops.reduce(op, v, v) + 0.0)()
+        np.testing.assert_array_equal(compiled, of_v)
+    np.testing.assert_array_equal(library_ops.broadcast(v, v), [1.0, 3.0])
 
 
 @pytest.mark.parametrize("ops", ["default", "user"], indirect=True)

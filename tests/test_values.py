@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from strategies_under_test import TWO_REPLICAS
+from strategies_under_test import STRATEGIES, TWO_REPLICAS
 from vocabulary import refused, values
 
 import replicax as rx
 from replicax.values.regroup import leaves_of, map_structure, regroup, select, select_mirrored
 
+ON_READ = rx.VariableSynchronization.ON_READ
 MANY_REPLICAS = ("mirrored_4", *TWO_REPLICAS)
 Point = collections.namedtuple("Point", ["x", "y"])
 
@@ -256,6 +257,49 @@ def test_1_7_jax_takes_a_mirrored_value_for_one_array(strategy: Any) -> None:
     assert len(jax.tree.leaves(m)) == 1
     np.testing.assert_array_equal(jax.tree.map(lambda v: v + 1, m), [2, 4])
     np.testing.assert_array_equal(jax.jit(lambda v: v * 2)(m), [2, 6])
+
+
+def test_1_7_variables_with_copies_are_distributed_values() -> None:
+    strategy = STRATEGIES["mirrored_2"]()
+    with strategy.scope():
+        mirrored, on_read = rx.Variable(1.0), rx.Variable(1.0, synchronization=ON_READ)
+    for v in (mirrored, on_read):
+        assert isinstance(v, rx.DistributedValues)
+        assert [c.device for c in v.values] == [c.device for c in v.components]
+        assert len(v.values) == 2
+        results = strategy.experimental_local_results(v)
+        assert [r.name for r in results] == [c.name for c in v.values]
+        # In replica code a variable is itself, not a copy.
+        same = strategy.run(lambda x, v=v: x is v, args=(v,))
+        assert same is True
+    sharded = rx.ShardedVariable([rx.Variable([1.0])])
+    assert not isinstance(sharded, rx.DistributedValues)
+    assert not isinstance(rx.Variable(1.0), rx.DistributedValues)
+
+
+@pytest.mark.strategies("mirrored_2", "virtual_2")
+def test_1_7_the_truth_of_a_per_replica_value_is_refused(strategy: Any) -> None:
+    value = values(strategy, lambda i: jnp.float32(i))
+    with refused(TypeError, "has 2, one for each replica.*local_results"):
+        bool(value)
+    with refused(TypeError, "one truth value"):
+        assert not rx.PerReplica((1, 2))
+
+
+def test_1_7_of_many_replicas_eight_are_printed() -> None:
+    for value in (rx.PerReplica(range(1024)), rx.Mirrored([jnp.ones(5000)] * 1024)):
+        text = repr(value)
+        assert len(text) < 5000
+        assert "(1,024 in all)" in text
+        assert "  3: " in text and "  1020: " in text and "  4: " not in text
+    assert repr(rx.PerReplica(range(8))).count(": ") == 8
+    assert f"{rx.PerReplica((1, 2))}" == repr(rx.PerReplica((1, 2)))
+    assert f"{rx.Mirrored([jnp.float32(1.5)] * 2)}" == "1.5"
+    strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=20)
+    with strategy.scope():
+        v = rx.Variable(1.0, name="v")
+    assert "v/replica_19" in repr(v) and "replica_9" not in repr(v).replace("replica_19", "")
+    assert "20 replicas on" in repr(strategy.extended.layout)
 
 
 # Merging structures and taking them apart (T16).

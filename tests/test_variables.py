@@ -248,6 +248,66 @@ def test_1_7_facts(make: Any) -> None:
     assert make(lambda: jnp.ones((2, 2))).shape == (2, 2)
 
 
+def test_1_7_facts_that_programs_ask_for(make: Any) -> None:
+    v = make(np.zeros((2, 3), np.float32))
+    shape = v.get_shape()
+    assert shape == (2, 3) == v.shape
+    assert (shape.as_list(), shape.num_elements(), shape.rank, shape[0]) == ([2, 3], 6, 2, 2)
+    assert shape[1:].as_list() == [3] and shape.is_fully_defined()
+    assert v.is_initialized()
+    assert rx.Variable(1.0).distribute_strategy is None
+    strategy = STRATEGIES["mirrored_2"]()
+    with strategy.scope():
+        assert rx.Variable(1.0).distribute_strategy is strategy
+    with pytest.raises(RuntimeError, match="not kept"):
+        v.initial_value  # noqa: B018
+    np.testing.assert_array_equal(v.value(), np.zeros((2, 3)))
+
+
+def test_1_7_scalars_format_as_numbers(make: Any) -> None:
+    v = make(1.23456)
+    assert f"{v:.3f}" == "1.235"
+    assert f"{v}" == "1.23456"
+    assert f"{make(7)}" == "7" and f"{make(7):04d}" == "0007"
+    array = make([1.0, 2.0])
+    assert f"{array}" == str(array)
+    assert "numpy=array" in str(array)
+
+
+def test_1_7_what_cannot_be_read_formats_as_its_description() -> None:
+    with STRATEGIES["mirrored_2"]().scope():
+        v = rx.Variable(1.0, synchronization=rx.VariableSynchronization.ON_READ)
+        assert f"{v}".startswith("SyncOnReadVariable:{")
+
+
+def test_1_7_notebooks_show_a_table(make: Any) -> None:
+    v = make([1.0, 2.0], name="<b>w</b>")
+    text = v._repr_html_()
+    assert text.startswith("<table>")
+    assert "<b>" not in text and "&lt;b&gt;w&lt;/b&gt;" in text
+    assert "(2,)" in text and "float32" in text and "[1., 2.]" in text
+    assert len(make(np.zeros(100_000))._repr_html_()) < 2000
+
+
+def test_1_7_batch_scatter_update_and_nd_extremes(make: Any) -> None:
+    if make.kind == "on_read":
+        return
+    v = make(np.arange(12.0, dtype=np.float32).reshape(2, 3, 2))
+    want = v.numpy()
+    rows = np.array([[[90.0, 91.0]], [[80.0, 81.0]]], np.float32)
+    assert v.batch_scatter_update(rx.IndexedSlices(rows, [[2], [0]])) is v
+    want[0, 2], want[1, 0] = rows[0, 0], rows[1, 0]
+    np.testing.assert_array_equal(v.numpy(), want)
+    v.scatter_nd_max([[0, 0, 0], [0, 2, 0]], [5.0, 5.0])
+    v.scatter_nd_min([[1, 1]], [[-1.0, 100.0]])
+    want[0, 0, 0], want[1, 1, 0] = 5.0, -1.0
+    np.testing.assert_array_equal(v.numpy(), want)
+    with pytest.raises(ValueError, match="begins like"):
+        v.batch_scatter_update(rx.IndexedSlices(rows, [[2], [0], [1]]))
+    with pytest.raises(TypeError, match="IndexedSlices"):
+        v.batch_scatter_update([1.0])
+
+
 def test_s90_s91_printing() -> None:
     assert repr(rx.Variable([1, 2], name="w")) == (
         "<rx.Variable 'w:0' shape=(2,) dtype=int32, numpy=array([1, 2], dtype=int32)>"
@@ -273,6 +333,9 @@ def test_1_7_equality_and_hash(make: Any) -> None:
     assert {v: "v", vector: "vector"}[vector] == "vector"
     assert v.ref() != w.ref()
     assert v.ref() == v.ref()
+    assert {v.ref(): 1, w.ref(): 2}[v.ref()] == 1
+    assert v.ref().deref() is v
+    assert v.ref() != id(v)
     assert len({v, w, vector}) == 3
     assert any(x is vector for x in [v, w, vector])
 

@@ -21,7 +21,13 @@ from replicax.foundation import devices, errors, gate, jax_compat
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import CommunicationOptions, ReduceOp
 from replicax.values import printing
-from replicax.values.distributed_values import PerReplica, TracedPerReplica, is_array_like
+from replicax.values.array_surface import as_operand
+from replicax.values.distributed_values import (
+    DistributedValues,
+    PerReplica,
+    TracedPerReplica,
+    is_array_like,
+)
 from replicax.values.layout import ReplicaLayout
 
 
@@ -45,8 +51,9 @@ class CrossDeviceOps:
         """Combines the components of one value and puts the result on `destinations`."""
         _require_op(reduce_op)
         targets = resolve_destinations(destinations)
+        value = _as_per_replica(per_replica_value)
         return self.reduce_implementation(
-            reduce_op, per_replica_value, targets, options or CommunicationOptions()
+            reduce_op, value, targets, options or CommunicationOptions()
         )
 
     def batch_reduce(
@@ -57,14 +64,15 @@ class CrossDeviceOps:
     ) -> list[Any]:
         """Combines several values together; one result per pair, in order."""
         _require_op(reduce_op)
-        pairs = resolve_pairs(value_destination_pairs)
+        resolved = resolve_pairs(value_destination_pairs)
+        pairs = [(_as_per_replica(value), targets) for value, targets in resolved]
         if not pairs:
             return []
         return self.batch_reduce_implementation(reduce_op, pairs, options or CommunicationOptions())
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copies a value to `destinations`."""
-        return self.broadcast_implementation(tensor, resolve_destinations(destinations))
+        return self.broadcast_implementation(as_operand(tensor), resolve_destinations(destinations))
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: Any
@@ -336,6 +344,14 @@ def select_cross_device_ops(worker_devices: Sequence[Device]) -> CrossDeviceOps:
     if platforms & {"gpu", "cuda", "rocm"}:
         return NcclAllReduce()
     return CollectiveAllReduce(platforms == {"cpu"} and len(worker_devices) > 1)
+
+
+def _as_per_replica(value: Any) -> Any:
+    """Returns the copies of a mirrored value or of a variable as a value per replica."""
+    if isinstance(value, PerReplica) or not isinstance(value, DistributedValues):
+        return value
+    copies = [as_operand(copy) for copy in value.values]
+    return PerReplica(copies, getattr(value, "layout", None))
 
 
 def _traced_layout(values: Sequence[PerReplica]) -> ReplicaLayout | None:

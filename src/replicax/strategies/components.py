@@ -8,7 +8,6 @@ from replicax.values.containers import register_components
 from replicax.values.distributed_values import DistributedValues, PerReplica
 from replicax.values.layout import ReplicaLayout
 from replicax.values.regroup import leaves_of, map_structure
-from replicax.variables.replicated import ReplicatedVariable
 
 
 def local_results(value: Any) -> tuple[Any, ...]:
@@ -39,6 +38,4 @@ def wrapped(values: list[Any], layout: ReplicaLayout | None) -> Any:
 
 
 def _components(leaf: Any) -> tuple[Any, ...] | None:
-    if isinstance(leaf, DistributedValues):
-        return leaf.values
-    return leaf.components if isinstance(leaf, ReplicatedVariable) else None
+    return leaf.values if isinstance(leaf, DistributedValues) else None

@@ -185,9 +185,7 @@ def checked(gradient: Any, variable: Variable) -> Any:
 
     Values of several replicas pass; they are checked when they have become one.
     """
-    if gradient is None or (
-        isinstance(gradient, DistributedValues) and not isinstance(gradient, Mirrored)
-    ):
+    if gradient is None or isinstance(gradient, PerReplica):
         return gradient
     if isinstance(gradient, Mirrored):
         checked(gradient.values[0], variable)

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.foundation import jax_compat
+from replicax.values import printing
+
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 _COMPARE = ["lt", "le", "gt", "ge", "eq", "ne"]
 _UNARY = {"neg": operator.neg, "pos": operator.pos, "abs": abs, "invert": operator.invert}
@@ -72,7 +75,13 @@ class ArrayOperators(_Array):
         return round(array) if ndigits is None else round(array, ndigits)
 
     def __format__(self, spec: str) -> str:
-        return format(self._as_array(), spec) if spec else str(self)
+        # A scalar is a number; of an array, its description says more than its elements.
+        if spec:
+            return format(self._as_array(), spec)
+        if getattr(self, "shape", None) != ():
+            return str(self)
+        array = self._as_array()
+        return str(array) if jax_compat.is_traced(array) else printing.content(array)
 
     def __divmod__(self, other: Any) -> Any:
         return divmod(self._as_array(), as_operand(other))

@@ -34,7 +34,10 @@ class DistributedValues:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return printing.braces(type(self).__name__, [printing.describe(v) for v in self.values])
+        values = self.values
+        return printing.braces(
+            type(self).__name__, len(values), lambda i: printing.describe(values[i])
+        )
 
 
 class PerReplica(DistributedValues, ArrayOperators):
@@ -151,6 +154,21 @@ class PerReplica(DistributedValues, ArrayOperators):
                 )
             )
         return own
+
+    def __bool__(self) -> bool:
+        own = own_component.find(self)
+        if own is not own_component.NOT_HERE:
+            return bool(own)
+        count = self.layout.num_replicas if self._components is None and self.layout else None
+        count = len(self.values) if count is None else count
+        raise errors.ArgumentTypeError(
+            errors.message(
+                "`if`, `and`, `or`, `not` and `bool()` need one truth value",
+                f"a PerReplica value has {count}, one for each replica",
+                "Combine them first with `strategy.reduce(...)`, look at each one with "
+                "`strategy.experimental_local_results(value)`, or test inside `strategy.run`.",
+            )
+        )
 
     def __jax_array__(self) -> Any:
         return jax.numpy.asarray(self.own_value())

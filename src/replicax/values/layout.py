@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from replicax.foundation import jax_compat, placement
 from replicax.foundation.jax_compat import Device
+from replicax.values import printing
 
 AXIS = "replica"
 
@@ -93,9 +94,8 @@ class ReplicaLayout:
         return hash(self.devices)
 
     def __repr__(self) -> str:
-        return (
-            f"ReplicaLayout({self.num_replicas} replicas on {sorted(set(map(str, self.devices)))})"
-        )
+        names = printing.listing([str(device) for device in dict.fromkeys(self.devices)])
+        return f"ReplicaLayout({printing.count(self.num_replicas, 'replica')} on {names})"
 
     def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape in which values of `shape` are stored together."""

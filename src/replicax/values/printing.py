@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,16 @@ def content(value: Any) -> str:
     return repr(array)
 
 
+def preview(description: str, most: int = 300) -> str:
+    """Returns the value at the end of a variable's description, cut to a cell of a table.
+
+    >>> preview("<rx.Variable 'v:0' shape=() dtype=float32, numpy=3.0>")
+    '3.0'
+    """
+    value = description.rpartition("numpy=")[2].removesuffix(">")
+    return value if len(value) <= most else f"{value[:most]} …"
+
+
 def listing(names: Sequence[str], most: int = 8) -> str:
     """Returns names with commas between them, and the number of those that are left out.
 
@@ -56,7 +66,27 @@ def public_name(kind: type) -> str:
     return ".".join(["rx", *below, kind.__name__]) if is_public else kind.__qualname__
 
 
-def braces(kind: str, parts: Sequence[str]) -> str:
-    """Returns `Kind:{ 0: …, 1: … }`, one replica a line."""
-    lines = ",\n".join(f"  {i}: {part}" for i, part in enumerate(parts))
-    return f"{kind}:{{\n{lines}\n}}"
+# Beyond so many replicas only the first and the last ones are printed.
+_MOST_REPLICAS = 8
+
+
+def braces(kind: str, num_replicas: int, describe_one: Callable[[int], str]) -> str:
+    """Returns `Kind:{ 0: …, 1: … }`, one replica a line; of many replicas, eight.
+
+    >>> len(braces("PerReplica", 1024, str).splitlines())
+    11
+    """
+    numbers = list(range(num_replicas))
+    lines = [f"  {i}: {describe_one(i)}" for i in shown(numbers)]
+    if len(lines) < num_replicas:
+        lines.insert(_MOST_REPLICAS // 2, f"  … ({num_replicas:,} in all)")
+    inside = ",\n".join(lines)
+    return f"{kind}:{{\n{inside}\n}}"
+
+
+def shown(replicas: Sequence[Any]) -> list[Any]:
+    """Returns those of a list of replicas that are printed."""
+    if len(replicas) <= _MOST_REPLICAS:
+        return list(replicas)
+    half = _MOST_REPLICAS // 2
+    return [*replicas[:half], *replicas[-half:]]

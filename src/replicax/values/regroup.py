@@ -101,7 +101,8 @@ def select(replica_id: int, structure: Any) -> Any:
     """Replaces each distributed value by its component for one replica."""
 
     def pick(leaf: Any) -> Any:
-        if isinstance(leaf, DistributedValues):
+        # Not the copies of a variable, which knows by itself where it is used.
+        if isinstance(leaf, PerReplica | Mirrored):
             values = leaf.values
             if replica_id >= len(values):
                 raise errors.InvalidArgumentError(

@@ -17,6 +17,7 @@ from replicax.foundation import devices, errors, gate, jax_compat, placement
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp, VariableAggregation
 from replicax.values import printing
+from replicax.values.distributed_values import DistributedValues
 from replicax.values.layout import AXIS
 from replicax.variables import aggregation, updates
 from replicax.variables.creators import VariableAttributes
@@ -30,7 +31,7 @@ from replicax.variables.variable import LocalVariable, Variable
 _HOST_BYTES = 64 << 10
 
 
-class ReplicatedVariable(LocalVariable):
+class ReplicatedVariable(DistributedValues, LocalVariable):
     """What variables with a copy on each replica have in common."""
 
     __slots__ = ()
@@ -53,10 +54,19 @@ class ReplicatedVariable(LocalVariable):
         """Replaces one copy and leaves the others as they are."""
         raise NotImplementedError
 
+    @property
+    @override
+    def values(self) -> tuple[Variable, ...]:
+        """The copies, in replica order."""
+        return self.components
+
     @override
     def __repr__(self) -> str:
-        parts = [component.describe() for component in self.components]
-        return printing.braces(type(self).__name__, parts)
+        return printing.braces(
+            type(self).__name__,
+            self.layout.num_replicas,
+            lambda i: VariableComponent(self, i).describe(),
+        )
 
 
 @final

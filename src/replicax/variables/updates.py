@@ -204,6 +204,32 @@ def _checked_slices(variable: Any, kind: str, value: Any) -> IndexedSlices:
     return IndexedSlices(rows, indices, variable.shape)
 
 
+def batch_slices(variable: Any, api: str, slices: Any) -> IndexedSlices:
+    """Returns indices into parts along the first dimensions as vectors of indices."""
+    if not isinstance(slices, IndexedSlices):
+        raise errors.ArgumentTypeError(
+            errors.message(
+                f"`{api}` needs rx.IndexedSlices",
+                f"{type(slices).__name__} was given",
+                "Pass rx.IndexedSlices(values, indices).",
+            )
+        )
+    indices = jnp.asarray(as_operand(slices.indices))
+    depth = max(indices.ndim, 1)
+    if indices.shape[:-1] != tuple(variable.shape[: depth - 1]):
+        raise errors.InvalidArgumentError(
+            errors.message(
+                f"`{api}` on variable {variable.name!r} of shape {variable.shape} needs indices "
+                "whose shape begins like that of the variable",
+                f"their shape is {indices.shape}",
+                "Give a list of row numbers for each part.",
+            )
+        )
+    prefix = jnp.indices(indices.shape)[: depth - 1]
+    vectors = jnp.stack([*prefix.astype(indices.dtype), indices], -1) if depth > 1 else indices
+    return IndexedSlices(slices.values, vectors)
+
+
 def _refuse_zero_divisors(variable: Any, divisors: Any) -> None:
     """Refuses to divide whole numbers by zero, where that can be seen before."""
     if jax_compat.is_traced(divisors) or not jnp.issubdtype(divisors.dtype, jnp.integer):

@@ -19,11 +19,13 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.foundation import devices, errors, gate, jax_compat, placement
 from replicax.foundation.jax_compat import Device
+from replicax.foundation.notebook import html_table
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
 from replicax.values import printing
 from replicax.values.array_surface import ArraySurface, as_operand, elementwise_equal
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.variables import creators, row_numbers, slicing, updates
+from replicax.variables.facts import Reference, Shape
 from replicax.variables.trace_guards import require_concrete, require_readable
 
 
@@ -179,9 +181,37 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         """The copies of the variable; itself, if there is only one."""
         return (self,)
 
-    def ref(self) -> int:
-        """Returns a key that identifies this variable."""
-        return id(self)
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy in whose scope it was made; None outside of every scope."""
+        return None if self.owner is None else self.owner.container_strategy
+
+    @property
+    def initial_value(self) -> Any:
+        """Not kept, as it may be as large as the variable: raises, as TensorFlow does eagerly."""
+        raise errors.ContextError(
+            errors.message(
+                "The initial value of a variable is not kept after it was made",
+                f"that of variable {self.name!r} was asked for",
+                "Keep the value or the initialiser, or copy `read_value()` before training.",
+            )
+        )
+
+    def get_shape(self) -> Shape:
+        """Returns the shape: a tuple that also has `as_list()` and `num_elements()`.
+
+        >>> Variable([[1.0, 2.0]]).get_shape().as_list()
+        [1, 2]
+        """
+        return Shape(self.shape)
+
+    def is_initialized(self) -> bool:
+        """Tells whether it has a value; False while the function that creates it runs."""
+        return self.stored is not None or self.is_remote
+
+    def ref(self) -> Reference:
+        """Returns a hashable handle of this variable; `deref()` gives the variable back."""
+        return Reference(self)
 
     # Reading.
 
@@ -347,6 +377,29 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         """Replaces elements or rows at vectors of indices."""
         return self._change("scatter_update", IndexedSlices(updates, indices))
 
+    def scatter_nd_max(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        """Takes the larger of old and given elements or rows at vectors of indices."""
+        return self._change("scatter_max", IndexedSlices(updates, indices))
+
+    def scatter_nd_min(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        """Takes the smaller of old and given elements or rows at vectors of indices."""
+        return self._change("scatter_min", IndexedSlices(updates, indices))
+
+    def batch_scatter_update(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Replaces rows of each part along the first dimensions.
+
+        With indices of shape (a, b, n), element (i, j, k) of them names the row `v[i, j, index]`
+        that the value (i, j, k) replaces.
+
+        >>> v = Variable([[1.0, 2.0], [3.0, 4.0]], name="v")
+        >>> v.batch_scatter_update(IndexedSlices([[9.0], [8.0]], [[1], [0]])).numpy().tolist()
+        [[1.0, 9.0], [8.0, 4.0]]
+        """
+        slices = updates.batch_slices(self, "batch_scatter_update", sparse_delta)
+        return self._change("scatter_update", slices)
+
     def _change(self, kind: str, payload: Any, read_value: bool = True) -> Any:
         frame = frames.current()
         self.check_frame(frame, f"`{slicing.api_of(kind)}` of")
@@ -464,6 +517,30 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
 
     def __repr__(self) -> str:
         return self.describe()
+
+    def __format__(self, spec: str) -> str:
+        if not spec and not self.shape:
+            try:
+                return super().__format__(spec)
+            except errors.DistributeError:
+                # No value yet, or copies that nobody said how to combine: describe it.
+                return str(self)
+        return super().__format__(spec)
+
+    def _repr_html_(self) -> str:
+        places = [str(device) for device in dict.fromkeys(self.placement)]
+        rows = [
+            ("name", self.name),
+            ("shape", self.shape),
+            ("dtype", self.dtype),
+            ("trainable", self.trainable),
+            ("aggregation", self.aggregation.name),
+            ("devices", self.device if self.is_remote else printing.listing(places)),
+        ]
+        if not self.is_remote:
+            label = "value of replica 0" if self.is_per_replica else "value"
+            rows.append((label, printing.preview(self.components[0].describe())))
+        return html_table(type(self).__name__, rows)
 
 
 class LocalVariable(Variable):

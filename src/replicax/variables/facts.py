@@ -1,0 +1,81 @@
+"""What `get_shape()` and `ref()` of a variable return."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+class Shape(tuple[int, ...]):
+    """A shape: a tuple of ints that also answers the questions that programs ask a TensorShape.
+
+    >>> shape = Shape((2, 3))
+    >>> shape.as_list(), shape.num_elements(), shape == (2, 3)
+    ([2, 3], 6, True)
+    """
+
+    __slots__ = ()
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions."""
+        return len(self)
+
+    ndims = rank
+
+    @property
+    def dims(self) -> list[int]:
+        """The sizes, as a list."""
+        return list(self)
+
+    def as_list(self) -> list[int]:
+        """Returns the sizes as a list."""
+        return list(self)
+
+    def num_elements(self) -> int:
+        """Returns the number of elements of an array of this shape."""
+        return math.prod(self)
+
+    def is_fully_defined(self) -> bool:
+        """Tells that all sizes are known; those of a variable always are."""
+        return True
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        return Shape(found) if isinstance(key, slice) else found
+
+
+class Reference:
+    """A hashable handle of a variable: equal for the same variable, whatever its value.
+
+    >>> import replicax as rx
+    >>> v = rx.Variable([1.0, 2.0])
+    >>> steps = {v.ref(): 3}
+    >>> steps[v.ref()], v.ref().deref() is v
+    (3, True)
+    """
+
+    __slots__ = ("_variable",)
+
+    def __init__(self, variable: Any) -> None:
+        self._variable = variable
+
+    def deref(self) -> Any:
+        """Returns the variable."""
+        return self._variable
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Reference):
+            return NotImplemented
+        return self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[int, int]:
+        # A copy of a variable is a new object at each question.
+        container = getattr(self._variable, "container", self._variable)
+        return id(container), getattr(self._variable, "replica_id", id(self._variable))
+
+    def __repr__(self) -> str:
+        return f"<Reference to {self._variable!r}>"
