@@ -450,8 +450,9 @@ def test_a_checkpoint_holds_the_position_of_new_steps(strategy: rx.Strategy, tmp
 
 
 def test_steps_take_the_arguments_of_tf_data() -> None:
-    ten, named = Dataset.range(10, name="a"), {"name": "b"}
-    options = {"num_parallel_calls": 2, "deterministic": False, **named}
+    ten = Dataset.range(10, name="a")
+    named: dict[str, Any] = {"name": "b"}
+    options: dict[str, Any] = {"num_parallel_calls": 2, "deterministic": False, **named}
     steps = ten.map(lambda x: x + 1, **options).filter(lambda x: x > 1, **named)
     steps = steps.take(8, **named).skip(1, **named).repeat(2, **named).shuffle(1, **named)
     steps = steps.batch(2, **options).unbatch(**named).enumerate(**named).prefetch(1, **named)

@@ -421,3 +421,18 @@ class Bags(rx.Module):
 def test_sparse_lookups_of_a_table_on_servers_train_the_same(desk: Desk, compiled: bool) -> None:
     expected = trained_alone(Bags, optax.sgd(0.01), 3)
     assert_same(trained_on_cluster(desk, Bags, optax.sgd(0.01), 3, compiled), expected)
+
+
+def test_moving_averages_of_variables_on_servers(desk: Desk) -> None:
+    strategy = desk.strategy(2)
+    coordinator = desk.coordinator(strategy)
+    with strategy.scope():
+        table, bias = rx.Variable(jnp.zeros((4, 2)), name="t"), rx.Variable(1.0, name="b")
+    ema = rx.train.ExponentialMovingAverage(0.5)
+    ema.apply([table, bias])
+    table.assign(jnp.ones((4, 2)))
+    bias.assign(3.0)
+    ema.apply()
+    coordinator.schedule(rx.function(lambda: ema.apply([table, bias]))).fetch(60)
+    found = [ema.average(v) for v in (table, bias)]
+    assert [v is not None and v.numpy().mean() for v in found] == [0.75, 2.5]

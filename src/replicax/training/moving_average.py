@@ -98,6 +98,14 @@ class ExponentialMovingAverage:
         """Returns what a checkpoint keeps: the shadow variables, by the names of the others."""
         return {variable.name: shadow for variable, shadow in self._shadows.values()}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # On its way to a worker: variables are other objects there.
+        return {**vars(self), "_shadows": list(self._shadows.values())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._shadows = {id(variable): (variable, shadow) for variable, shadow in state["_shadows"]}
+
     def __repr__(self) -> str:
         return f"<ExponentialMovingAverage of {len(self._shadows)} variables, decay {self._decay}>"
 
