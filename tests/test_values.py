@@ -278,6 +278,28 @@ def test_1_7_variables_with_copies_are_distributed_values() -> None:
 
 
 @pytest.mark.strategies("mirrored_2", "virtual_2")
+def test_1_7_values_made_by_hand_are_compiled_as_others(
+    strategy: Any, run: Any, caplog: pytest.LogCaptureFixture, devices: Any
+) -> None:
+    components = {
+        "numpy": (np.ones(2, np.float32), np.full(2, 2.0, np.float32)),
+        "jax": (jnp.ones(2), jnp.full(2, 2.0)),
+        "other devices": tuple(
+            jax.device_put(jnp.full(2, i + 1.0), device) for i, device in enumerate(devices[3:5])
+        ),
+        "dicts": ({"x": jnp.ones(2)}, {"x": jnp.full(2, 2.0)}),
+    }
+    for name, parts in components.items():
+        made = rx.PerReplica(parts)
+        for _ in range(2):
+            result = run(strategy, lambda x: jax.tree.map(lambda a: a * 10.0, x), (made,))
+            found = strategy.experimental_local_results(result)
+            values = [np.asarray(jax.tree.leaves(own)[0]).tolist() for own in found]
+            assert values == [[10.0, 10.0], [20.0, 20.0]], name
+    assert "different shapes" not in caplog.text
+
+
+@pytest.mark.strategies("mirrored_2", "virtual_2")
 def test_1_7_the_truth_of_a_per_replica_value_is_refused(strategy: Any) -> None:
     value = values(strategy, lambda i: jnp.float32(i))
     with refused(TypeError, "has 2, one for each replica.*local_results"):

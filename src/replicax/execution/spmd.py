@@ -331,5 +331,8 @@ def _is_ragged(layout: ReplicaLayout, args: Any, kwargs: Any) -> bool:
 
 def _are_one_python_value(values: Any) -> bool:
     first = values[0]
-    is_python = first is None or (not is_array_like(first) or isinstance(first, int | float | bool))
+    # Equal structures of arrays are arrays of each replica, and their `==` has no truth value.
+    is_python = isinstance(first, int | float | bool) or not any(
+        map(is_array_like, jax.tree.leaves(first))
+    )
     return is_python and all(type(v) is type(first) and v == first for v in values)

@@ -193,7 +193,11 @@ class Arguments:
             key.append(("per_replica_python", tuple(map(static_key, leaf.values))))
             return leaf
         if layout is None:
-            raise Ragged
+            # Made by hand: which replicas it is for is told by where it is used, so what is
+            # assumed here is not kept.
+            leaf, layout = PerReplica(leaf.values), _layout_of_components(leaf)
+        if layout is None:
+            return self._add_ragged(leaf, key, None)
         stored = leaf.stored(layout)
         if stored is None:
             return self._add_ragged(leaf, key, layout)
@@ -203,7 +207,7 @@ class Arguments:
         key.append(("per_replica", layout, shapes, leaf.scalars, leaf.treedef))
         return Slot(start, "per_replica", len(stored), layout, leaf.treedef, leaf.scalars)
 
-    def _add_ragged(self, leaf: PerReplica, key: list[Any], layout: ReplicaLayout) -> Any:
+    def _add_ragged(self, leaf: PerReplica, key: list[Any], layout: ReplicaLayout | None) -> Any:
         parts = []
         shapes: list[Any] = []
         for component in leaf.values:
@@ -215,6 +219,14 @@ class Arguments:
             shapes += [(a.shape, a.dtype) for a in found]
         key.append(("ragged", layout, tuple(shapes), tuple(p[2] for p in parts)))
         return RaggedSlot(tuple(parts), layout)
+
+
+def _layout_of_components(leaf: PerReplica) -> ReplicaLayout | None:
+    """Returns the replicas on the devices of a value's components; None if they share one."""
+    arrays = [jax.tree.leaves(component) for component in leaf.values]
+    if not all(found and isinstance(found[0], jax.Array) for found in arrays):
+        return None
+    return _layout_on([next(iter(found[0].devices())) for found in arrays])
 
 
 def _are_python_values(values: tuple[Any, ...]) -> bool:
