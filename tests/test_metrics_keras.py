@@ -170,6 +170,17 @@ def test_checkpoints_keep_metrics_that_are_built_by_their_first_batch(
     np.testing.assert_allclose(second.result(), first.result())
 
 
+def test_values_that_wait_for_the_first_batch_are_counted_on(tmp_path: Any) -> None:
+    first, second = metrics.F1Score(), metrics.F1Score()
+    first.update_state(ONE_HOT, SCORES)
+    path = rx.train.Checkpoint(metric=first).write(tmp_path / "a")
+    first.update_state(SCORES, SCORES)
+    status = rx.train.Checkpoint(metric=second).restore(path)
+    second.update_state(SCORES, SCORES)
+    status.assert_consumed()
+    np.testing.assert_allclose(second.result(), first.result())
+
+
 def test_what_metrics_refuse() -> None:
     invalid = rx.errors.InvalidArgumentError
     for name in (

@@ -99,6 +99,9 @@ class Metric(Module):
             aggregation=VariableAggregation.SUM,
         )
         self._weights[name] = variable
+        if self.on_new_child is not None:
+            # A restored checkpoint may hold a value that waits for this weight.
+            self.on_new_child(name, variable)
         return variable
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
