@@ -403,3 +403,50 @@ def test_replica_code_that_captures_a_per_replica_value_computes_with_its_own(
         jnp.asarray(x)
     assert not hasattr(x, "shape")
     assert len(jax.tree.leaves(x)) == count
+
+
+def test_one_function_runs_the_replicas_of_several_strategies() -> None:
+    strategies = [fn() for fn in _PLACES.values()]
+    variables = []
+    for placed in strategies:
+        with placed.scope():
+            v = rx.Variable(jnp.ones(2), aggregation=rx.VariableAggregation.SUM)
+            own = rx.Variable(jnp.ones(2), synchronization=rx.VariableSynchronization.ON_READ)
+        variables.append((v, own))
+
+    def both(ids: Any) -> Any:
+        results = []
+        for placed, (v, own), x in zip(strategies, variables, ids, strict=True):
+
+            def fn(x: Any, v: Any = v, own: Any = own) -> Any:
+                own.assign(x + v)
+                v.assign_add(x)
+                return x * v, rx.get_replica_context().all_reduce("sum", x)
+
+            results.append(placed.run(fn, args=(x,)))
+            results.append(placed.reduce("sum", x, axis=None) + v)
+        return results
+
+    compiled = rx.function(both)
+    ids = [_ids(placed) for placed in strategies]
+    found: dict[str, Any] = {}
+    for name, fn in {"eager": both, "compiled": compiled, "again": compiled}.items():
+        for v, own in variables:
+            v.assign(jnp.ones(2))
+            own.owner.container_strategy.run(lambda own=own: own.assign(jnp.zeros(2)))
+        results = fn(ids)
+        per_replica, states = [], []
+        for i, placed in enumerate(strategies):
+            for leaf in results[2 * i]:
+                parts = placed.experimental_local_results(leaf)
+                per_replica.append([p.tolist() for p in parts])
+                devices = [{d} for d in placed.extended.layout.devices]
+                assert len(parts) == 1 or [p.devices() for p in parts] == devices
+            parts = placed.experimental_local_results(placed.run(variables[i][1].read_value))
+            states.append([p.tolist() for p in parts])
+        reduced = [r.tolist() for r in results[1::2]]
+        places = [v.placement for v, _ in variables]
+        found[name] = per_replica, states, reduced, places
+    for name in ("compiled", "again"):
+        for expected, got in zip(found["eager"], found[name], strict=True):
+            assert got == expected, name

@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 
 from replicax.contexts import frames
 from replicax.contexts.overlay import View
-from replicax.foundation import errors, gate, jax_compat, placement
+from replicax.foundation import gate, jax_compat, placement
 from replicax.tracing import capture as capturing
 from replicax.tracing import exchange, feeds, program_devices, signature
 from replicax.tracing.consumption import Consumption
@@ -23,7 +23,7 @@ from replicax.tracing.rebinding import Bindings
 from replicax.values.array_surface import ArraySurface
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.indexed_slices import IndexedSlices
-from replicax.values.layout import ReplicaLayout, copier
+from replicax.values.layout import ProgramLayout, ReplicaLayout, copier
 from replicax.values.regroup import leaves_of, map_structure
 
 # References to a variable's array while it is looked at: the variable's own, the local
@@ -38,7 +38,7 @@ class ProgramOverlay(capturing.CapturingOverlay):
         super().__init__(None, View.STORED)
         self._consumption = consumption
         # Set by the first `run` of a strategy with several devices.
-        self.layout: ReplicaLayout | None = None
+        self.program_layout = ProgramLayout()
         self.creations: list[Any] = []
         self.feed_inputs = feeds.FeedInputs(supply)
         self.fed_places = self.feed_inputs.positions
@@ -56,19 +56,10 @@ def note_layout(overlay: Any, layout: ReplicaLayout) -> None:
         overlay = overlay.parent
     if not isinstance(overlay, ProgramOverlay):
         return
-    if overlay.layout is not None and not overlay.layout.is_mesh:
-        # A program of several devices computes what one device would as well.
-        overlay.layout = layout if layout.is_mesh else overlay.layout
-        return
-    if overlay.layout is not None and layout.is_mesh and overlay.layout != layout:
-        raise errors.ContextError(
-            errors.message(
-                "A compiled function can run replicas of one set of devices",
-                f"this one already runs {overlay.layout} and now {layout}",
-                "Call the two strategies from two functions.",
-            )
-        )
-    overlay.layout = overlay.layout or layout
+    found = overlay.program_layout
+    # A program of several devices computes what one device would as well.
+    if found.layout is None or (layout.is_mesh and not found.layout.is_mesh):
+        found.layout = layout
 
 
 class Program:
@@ -92,7 +83,7 @@ class Program:
             results.append(_Results(fn(*args, **kwargs)))
             return results[0].take_arrays()
 
-        with frames.pushed(frame):
+        with frames.pushed(frame), overlay.program_layout.in_force():
             captured = capturing.capture(body, arguments.arrays, overlay)
         consumption.require_none()
         # As the trace has left them: it may have created what it found missing.
@@ -127,7 +118,9 @@ class Program:
     ) -> None:
         self.created: list[Any] = overlay.creations
         self._num_fed = len(overlay.fed_places)
-        self._layout = overlay.layout or self._results.layout or _layout_of(captured, layouts)
+        self._layout = (
+            overlay.program_layout.layout or self._results.layout or _layout_of(captured, layouts)
+        )
         is_mesh = self._layout is not None and self._layout.is_mesh
         self._mesh = self._layout if is_mesh else None
         self._takes_turns = self._mesh is not None and gate.needs_turns(self._mesh.devices)

@@ -6,8 +6,10 @@ stacked if the values are scalars. On a mesh that costs no copy in either direct
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -56,6 +58,30 @@ def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     """Reshapes an array on its device, which need not be the default one."""
     with jax.default_device(next(iter(array.devices()))):
         return array.reshape(shape)
+
+
+class ProgramLayout:
+    """The replicas whose mesh a program that is being traced runs on.
+
+    Replicas of any other mesh become a `vmap` in that program, as virtual replicas do.
+    """
+
+    def __init__(self) -> None:
+        self.layout: ReplicaLayout | None = None
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Lets `map_replicas` know."""
+        token = _program_layout.set(self)
+        try:
+            yield
+        finally:
+            _program_layout.reset(token)
+
+
+_program_layout: contextvars.ContextVar[ProgramLayout | None] = contextvars.ContextVar(
+    "replicax_program_layout", default=None
+)
 
 
 class ReplicaLayout:
@@ -225,7 +251,8 @@ class ReplicaLayout:
         """
         if self.num_replicas == 1:
             return list(fn(*mapped, *shared))
-        if self.is_mesh:
+        claimed = _program_layout.get()
+        if self.is_mesh and (claimed is None or claimed.layout in (None, self)):
             return self._map_shards(fn, mapped, shared, scalars, num_equal)
         count = self.num_replicas
         rows = [
