@@ -161,6 +161,8 @@ def test_a_forked_process_that_stays_holds_no_address_and_no_connection(protocol
             os.kill(desk.cluster.pid("worker", 0), signal.SIGKILL)
             # Far sooner than a worker is given up that only does not answer.
             becomes(lambda: coordinator.status().workers[0].num_restarts == 1, "it is missed", 10)
+            # What is alive is killed with all that it has started.
+            becomes(lambda: not desk.cluster.alive("worker", 0), "it has ended")
             desk.cluster.restart("worker", 0)
             assert coordinator.schedule(lambda: 7).fetch(timeout=60) == 7
             os.kill(pid, 0)
@@ -168,7 +170,7 @@ def test_a_forked_process_that_stays_holds_no_address_and_no_connection(protocol
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("then", ["return", "sleep", "read"])
+@pytest.mark.parametrize("then", ["return", "sleep", pytest.param("read", marks=pytest.mark.slow)])
 def test_a_worker_whose_descriptors_a_closure_closes_ends_at_once(desk: Desk, then: str) -> None:
     strategy = desk.strategy()
     coordinator = desk.coordinator(strategy)
