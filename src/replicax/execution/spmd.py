@@ -137,16 +137,26 @@ def run_replicas(
     if layout.is_mesh and layout.devices[0].platform == "cpu":
         jaxpr = jax_compat.transposes_after_sums(captured.jaxpr)
         captured = dataclasses.replace(captured, jaxpr=jaxpr)
-    results = iter(run_captured(captured, layout, outer, inputs))
+    results = _pass_on(captured, run_captured(captured, layout, outer, inputs), outer)
+    return outputs[0].merge(results, layout)
+
+
+def _pass_on(captured: capturing.Capture, outs: list[Any], outer: Any) -> list[Any]:
+    """Hands what a replica program wrote, created and changed to the trace around it.
+
+    Returns:
+      The other outputs: the results.
+    """
+    found = iter(outs)
     for variable in captured.written:
-        outer.write(variable, next(results))
+        outer.write(variable, next(found))
     for variable in captured.created:
-        outer.adopt(variable, next(results))
+        outer.adopt(variable, next(found))
     for form in captured.last_changes:
-        outer.record(form.filled([next(results) for _ in range(form.treedef.num_leaves)]))
+        outer.record(form.filled([next(found) for _ in range(form.treedef.num_leaves)]))
     for _ in range(captured.num_ids):
-        next(results)
-    return outputs[0].merge(list(results), layout)
+        next(found)
+    return list(found)
 
 
 def _run_in_merge_call(
