@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
+from replicax.foundation import jax_compat
 from replicax.tracing import capture as capturing
 from replicax.tracing.capture import filled
 from replicax.tracing.segments import Segment, segments_of
@@ -32,6 +33,9 @@ def run_captured(
     numbers and results leave as stored arrays. Changes that have to be made before the program
     goes on are handed to the trace around it on the way.
     """
+    if layout.is_mesh and layout.devices[0].platform == "cpu":
+        jaxpr = jax_compat.transposes_after_sums(captured.jaxpr)
+        captured = dataclasses.replace(captured, jaxpr=jaxpr)
     emitter = _Emitter(captured, layout, outer, inputs)
     *before, last = segments_of(captured)
     for number, segment in enumerate(before):

@@ -134,9 +134,6 @@ def run_replicas(
         return outputs[0].take_arrays()
 
     captured = capturing.capture(body, inputs.local_shapes(), overlay, layout.num_replicas)
-    if layout.is_mesh and layout.devices[0].platform == "cpu":
-        jaxpr = jax_compat.transposes_after_sums(captured.jaxpr)
-        captured = dataclasses.replace(captured, jaxpr=jaxpr)
     results = _pass_on(captured, run_captured(captured, layout, outer, inputs), outer)
     return outputs[0].merge(results, layout)
 
