@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -482,21 +481,3 @@ def test_t11_unequal_numbers_of_merge_calls(strategy: Any) -> None:
 def test_merge_fn_must_be_callable(strategy: Any) -> None:
     with refused(TypeError, "callable"):
         strategy.run(lambda: rx.get_replica_context().merge_call(3))
-
-
-def test_two_strategies_in_one_function() -> None:
-    one, other = rx.MirroredStrategy(["CPU:0", "CPU:1"]), rx.MirroredStrategy(["CPU:2", "CPU:3"])
-
-    @rx.function
-    def both() -> Any:
-        return one.run(lambda: jnp.ones(())), other.run(lambda: jnp.ones(()))
-
-    with refused(RuntimeError, "two functions"):
-        both()
-    with one.scope():
-        v = rx.Variable(1.0)
-    with other.scope():
-        w = rx.Variable(1.0)
-    with refused((ValueError, RuntimeError), "Split"):  # type: ignore[arg-type]
-        rx.function(lambda: v + w)()
-    assert float(jax.device_get(v.value()) + jax.device_get(w.value())) == 2.0

@@ -223,3 +223,23 @@ def test_attributes_of_an_iterator_given_as_an_argument_are_refused() -> None:
 def test_an_iterator_in_a_captured_structure_moves_on() -> None:
     data = {"train": [iter(pairs())]}
     takes_11_then_15_then_ends(rx.function(lambda: next(data["train"][0]).sum()))
+
+
+def test_generators_may_be_captured_and_not_advanced() -> None:
+    def endless() -> Any:
+        while True:
+            yield 2.0
+
+    numbers = endless()
+    next(numbers)
+    made: list[Any] = []
+
+    @rx.function
+    def creates() -> Any:
+        if not made:
+            made.append(rx.Variable(lambda: next(numbers)))
+        return made[0] + 1.0
+
+    assert [float(creates()), float(creates())] == [3.0, 3.0]
+    with pytest.raises(rx.errors.TracingError, match="advances 'numbers'"):
+        rx.function(lambda: jnp.asarray(next(numbers)))()

@@ -44,7 +44,11 @@ class Consumption:
     def __init__(self, name: str, reach: Reach) -> None:
         self._name = name
         self._watched: list[tuple[str, str, Callable[[], Any], Any]] = []
+        self._resumptions = _Resumptions()
         for label, iterator in reach.iterators.values():
+            if isinstance(iterator, types.GeneratorType):
+                self._watch("iterator", label, self._resumptions.counter(iterator))
+                continue
             try:
                 self._watch("iterator", label, lambda it=iterator: position_of(it))
             except Unknowable:
@@ -56,6 +60,10 @@ class Consumption:
 
     def _watch(self, kind: str, label: str, look: Callable[[], Any]) -> None:
         self._watched.append((kind, label, look, look()))
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """Returns what the trace has to run in."""
+        return self._resumptions.counted()
 
     def require_none(self) -> None:
         """Raises if something was used up."""
@@ -96,6 +104,46 @@ class Consumption:
                 "rx.data.Dataset, which may also be captured.",
             )
         )
+
+
+class _Resumptions:
+    """Counts how often generators were resumed, which their own state does not tell.
+
+    While there is one to watch, the interpreter reports every call. That makes the trace
+    slower, and functions that can reach a generator are few.
+    """
+
+    def __init__(self) -> None:
+        # By the frame that a generator runs in.
+        self._counts: dict[types.FrameType, int] = {}
+
+    def counter(self, generator: types.GeneratorType[Any, Any, Any]) -> Callable[[], int]:
+        """Returns what tells how often a generator was resumed."""
+        frame = generator.gi_frame
+        if frame is None:
+            return lambda: 0  # It has come to its end.
+        self._counts[frame] = 0
+        return lambda: self._counts[frame]
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts while the code inside runs, in this thread."""
+        if not self._counts:
+            yield
+            return
+        previous = sys.getprofile()
+
+        def note(frame: types.FrameType, event: str, argument: Any) -> None:
+            if event == "call" and frame in self._counts:
+                self._counts[frame] += 1
+            if previous is not None:
+                previous(frame, event, argument)
+
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(previous)
 
 
 def position_of(iterator: Any, level: int = 0) -> Any:
@@ -141,9 +189,7 @@ def _sketch_of_part(part: Any, level: int) -> Any:
 
 
 def _position_of_generator(generator: types.GeneratorType[Any, Any, Any], level: int) -> Any:
-    """Guesses by its local names whether a generator that belongs to an object moved."""
-    if level == 0:
-        raise Unknowable
+    """Guesses by its local names whether a generator inside another iterator moved."""
     frame = generator.gi_frame
     if frame is None:
         return "finished"

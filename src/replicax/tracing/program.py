@@ -83,7 +83,7 @@ class Program:
             results.append(_Results(fn(*args, **kwargs)))
             return results[0].take_arrays()
 
-        with frames.pushed(frame), overlay.program_layout.in_force():
+        with frames.pushed(frame), overlay.program_layout.in_force(), consumption.watched():
             captured = capturing.capture(body, arguments.arrays, overlay)
         consumption.require_none()
         # As the trace has left them: it may have created what it found missing.
