@@ -46,7 +46,7 @@ def test_s36_t25_one_variable_for_all_replicas(strategy: Any, run: Any) -> None:
 
     v = run(strategy, fn)
     assert isinstance(v, rx.Variable)
-    assert not isinstance(v, rx.DistributedValues)
+    assert not isinstance(v, rx.PerReplica)
     assert all(s is v for s in seen)
     assert v.name == "v"
     assert np.asarray(v.read_value()).tolist() == [1.0, 2.0]
