@@ -133,7 +133,7 @@ class _Resumptions:
             return
         previous = sys.getprofile()
 
-        def note(frame: types.FrameType, event: str, argument: Any) -> None:
+        def note(frame: types.FrameType, event: Any, argument: Any) -> None:
             if event == "call" and frame in self._counts:
                 self._counts[frame] += 1
             if previous is not None:
