@@ -192,10 +192,14 @@ def as_array(value: Any) -> jax.Array:
     return jnp.asarray(as_operand(value))
 
 
+def numpy_for(*values: Any) -> Any:
+    """Returns the module that computes with values where they are: `numpy` or `jax.numpy`."""
+    return np if all(isinstance(value, _HOST) for value in values) else jnp
+
+
 def divide(numerator: Any, denominator: Any) -> Any:
     """Divides; nothing divided by nothing is 0."""
-    is_on_host = isinstance(numerator, _HOST) and isinstance(denominator, _HOST)
-    xnp: Any = np if is_on_host else jnp
+    xnp = numpy_for(numerator, denominator)
     is_zero = denominator == 0
     return xnp.where(is_zero, 0, numerator / xnp.where(is_zero, 1, denominator))
 

@@ -11,7 +11,7 @@ import numpy as np
 from typing_extensions import override
 
 from replicax.foundation import errors
-from replicax.training.metrics import as_array, divide
+from replicax.training.metrics import as_array, divide, numpy_for
 from replicax.training.metrics_accuracy import positive
 from replicax.training.metrics_confusion import Counts
 
@@ -92,32 +92,34 @@ class AUC(Counts):
             x, y = divide(false_positives, false_positives + true_negatives), recall
         else:
             x, y = recall, divide(true_positives, true_positives + false_positives)
+        xnp = numpy_for(x, y)
         if self._summation == "minoring":
-            heights = jnp.minimum(y[:-1], y[1:])
+            heights = xnp.minimum(y[:-1], y[1:])
         elif self._summation == "majoring":
-            heights = jnp.maximum(y[:-1], y[1:])
+            heights = xnp.maximum(y[:-1], y[1:])
         else:
             heights = (y[:-1] + y[1:]) / 2
-        areas = jnp.sum((x[:-1] - x[1:]) * heights, 0)
+        areas = xnp.sum((x[:-1] - x[1:]) * heights, 0)
         if self._curve == "PR" and self._summation == "interpolation":
             positives = true_positives + false_negatives
             areas = _interpolated(true_positives, false_positives, positives)
         if not self._by_label:
             return areas
-        weights = jnp.ones_like(areas) if self._label_weights is None else self._label_weights
-        return divide(jnp.sum(areas * weights), jnp.sum(jnp.asarray(weights))).astype(self.dtype)
+        weights = xnp.ones_like(areas) if self._label_weights is None else self._label_weights
+        return divide(xnp.sum(areas * weights), xnp.sum(xnp.asarray(weights))).astype(self.dtype)
 
 
 def _interpolated(true_positives: Any, false_positives: Any, positives: Any) -> Any:
     """Integrates precision over recall, between thresholds along a line of counts."""
+    xnp = numpy_for(true_positives, false_positives, positives)
     predicted = true_positives + false_positives
     steps = true_positives[:-1] - true_positives[1:]
-    slope = divide(steps, jnp.maximum(predicted[:-1] - predicted[1:], 0))
+    slope = divide(steps, xnp.maximum(predicted[:-1] - predicted[1:], 0))
     intercept = true_positives[1:] - slope * predicted[1:]
     is_inside = (predicted[:-1] > 0) & (predicted[1:] > 0)
-    ratio = jnp.where(is_inside, divide(predicted[:-1], jnp.maximum(predicted[1:], 0)), 1)
-    return jnp.sum(
-        divide(slope * (steps + intercept * jnp.log(ratio)), jnp.maximum(positives[1:], 0)), 0
+    ratio = xnp.where(is_inside, divide(predicted[:-1], xnp.maximum(predicted[1:], 0)), 1)
+    return xnp.sum(
+        divide(slope * (steps + intercept * xnp.log(ratio)), xnp.maximum(positives[1:], 0)), 0
     )
 
 
@@ -154,7 +156,8 @@ class _BestUnderConstraint(Counts):
         self.count(true, pred, sample_weight)
 
     def _best(self, bounded: Any, wanted: Any) -> Any:
-        return jnp.max(jnp.where(bounded >= self._bound, wanted, 0))
+        xnp = numpy_for(bounded, wanted)
+        return xnp.max(xnp.where(bounded >= self._bound, wanted, 0))
 
     def _sensitivities_and_specificities(self) -> tuple[Any, Any]:
         true_positives, false_positives, true_negatives, false_negatives = self.counts()

@@ -346,15 +346,18 @@ class Optimizer:
         own = [blocks.get(o.owner) if o.owner is not None else None for o in self._state.origins]
         seen = [b.take(a) if b else a for a, b in zip(arrays, own, strict=True)]
         seen_params = [blocks[i].take(p) if i in blocks else p for i, p in enumerate(params)]
-        new_params, new_arrays = self._transformed(inputs, seen, seen_params, extra)
+        updates, new_params, new_arrays = self._transformed(inputs, seen, seen_params, extra)
         is_good = None if self._guard is None else are_finite(gradients)
+        updates = _chosen(is_good, updates, [jnp.zeros_like(update) for update in updates])
         new_params = _chosen(is_good, new_params, seen_params)
         new_arrays = _chosen(is_good, new_arrays, seen)
         kept = set() if self._accumulates else {i for i, g in enumerate(gradients) if g is None}
         for i, variable in enumerate(self._trained):
             if i not in kept:
                 block = blocks.get(i)
-                value = block.put(params[i], new_params[i]) if block else new_params[i]
+                value = new_params[i]
+                if block is not None:
+                    value = block.put_sums(params[i], updates[i], value)
                 value = _constrained(variable, value, is_good)
                 _store(variable, frame, value)
         places = zip(self._state.origins, self._state.variables, strict=True)
@@ -367,8 +370,8 @@ class Optimizer:
 
     def _transformed(
         self, gradients: list[Any], arrays: list[Any], params: list[Any], extra: dict[str, Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns new parameters and the arrays of the new state."""
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns updates, new parameters, and the arrays of the new state."""
         tree = self._tree(params)
         try:
             updates, state = self._transformation.update(
@@ -384,10 +387,14 @@ class Optimizer:
                     "Pass them by name, e.g. apply_gradients(gradients, value=loss).",
                 )
             ) from error
-        found = split(self._template, optax.apply_updates(tree, updates))
+        new = optax.apply_updates(tree, updates)
+        return self._by_number(updates), self._by_number(new), self._state.arrays_of(state)
+
+    def _by_number(self, tree: Any) -> list[Any]:
+        found = split(self._template, tree)
         assert found is not None
         by_number = dict(found)
-        return [by_number[i] for i in range(len(params))], self._state.arrays_of(state)
+        return [by_number[i] for i in range(len(self._trained))]
 
     def _count(self, frame: Frame, is_good: Any) -> None:
         if self._accumulates:

@@ -55,6 +55,17 @@ class RowBlock:
             rows.astype(table.dtype), mode="drop", indices_are_sorted=True, unique_indices=True
         )
 
+    def put_sums(self, table: Any, updates: Any, sums: Any) -> Any:
+        """Returns the table with its rows replaced by `sums`, which are rows plus updates.
+
+        Where the types allow it the updates are added in place, without a copy of the rows.
+        """
+        if updates.dtype != table.dtype:
+            return self.put(table, sums)
+        return table.at[self._ids].add(
+            updates, mode="drop", indices_are_sorted=True, unique_indices=True
+        )
+
 
 def densify(slices: IndexedSlices, shape: tuple[int, ...]) -> jax.Array:
     """Adds rows into zeros; ids outside of the table are dropped."""
