@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from replicax.foundation import errors, placement
+from replicax.foundation.jax_compat import Device
 from replicax.input import sources
 from replicax.input.rebatching import Rows, Share, steps_of_batch
 from replicax.values.distributed_values import PerReplica
@@ -76,8 +77,13 @@ class Splitter:
         if not self._to_device:
             return {}
         dense = [i for i, leaf in enumerate(leaves) if _is_dense(leaf)]
-        put = jax.device_put(self._owned([leaves[i] for i in dense]), where)
-        put = [placement.uncommitted(array) for array in put]
+        arrays = self._owned([leaves[i] for i in dense])
+        if isinstance(where, Device) and all(isinstance(array, np.ndarray) for array in arrays):
+            # Arrays of the host go to the default device, and are not committed to it.
+            with jax.default_device(where):
+                put = jax.device_put(arrays)
+        else:
+            put = [placement.uncommitted(array) for array in jax.device_put(arrays, where)]
         return dict(zip(dense, put, strict=True))
 
     def _owned(self, arrays: list[Any]) -> list[Any]:
