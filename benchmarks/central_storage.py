@@ -7,11 +7,10 @@ second on both. The two take turns within one process.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.harness import Measured, Row, Settings, at_most, compete, main
+from benchmarks.harness import Measured, Row, Settings, at_most, compete, main, taking_turns
 
 CASES = ("digits",)
 LIMIT = 1.5
@@ -72,19 +71,7 @@ def both(case: str, seconds: float) -> dict[str, float]:
         "central": step_of(rx.CentralStorageStrategy(names)),
         "mirrored": step_of(rx.MirroredStrategy(names)),
     }
-    for step in steps.values():
-        for _ in range(5):
-            jax.block_until_ready(step())
-    best = dict.fromkeys(steps, float("inf"))
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for name, step in steps.items():
-            start = time.perf_counter()
-            for _ in range(STEPS_IN_A_BLOCK - 1):
-                step()
-            jax.block_until_ready(step())
-            best[name] = min(best[name], (time.perf_counter() - start) / STEPS_IN_A_BLOCK)
-    return {f"{name}_ms": 1e3 * value for name, value in best.items()}
+    return taking_turns(steps, jax.block_until_ready, seconds, STEPS_IN_A_BLOCK)
 
 
 CONTESTANTS = {"both": both}

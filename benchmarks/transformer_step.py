@@ -13,11 +13,10 @@ The two take turns within one process, because two processes differ by more than
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.harness import Measured, Row, Settings, at_most, compete, main
+from benchmarks.harness import Measured, Row, Settings, at_most, compete, main, taking_turns
 
 CASES = ("step", "data")
 LIMITS = {"step": 1.03, "data": 1.05}
@@ -188,19 +187,7 @@ def both(case: str, seconds: float) -> dict[str, float]:
     import jax
 
     steps = {"ours": our_step(case), "twin": twin_step(case)}
-    for step in steps.values():
-        for _ in range(5):
-            jax.block_until_ready(step())
-    best = dict.fromkeys(steps, float("inf"))
-    end = time.perf_counter() + 2 * seconds
-    while time.perf_counter() < end:
-        for name, step in steps.items():
-            start = time.perf_counter()
-            for _ in range(STEPS_IN_A_BLOCK - 1):
-                step()
-            jax.block_until_ready(step())
-            best[name] = min(best[name], (time.perf_counter() - start) / STEPS_IN_A_BLOCK)
-    return {f"{name}_ms": 1e3 * value for name, value in best.items()}
+    return taking_turns(steps, jax.block_until_ready, 2 * seconds, STEPS_IN_A_BLOCK)
 
 
 CONTESTANTS = {"both": both}

@@ -134,7 +134,7 @@ def _checked_name(name: Any) -> str | None:
     raise errors.ArgumentTypeError(
         errors.message(
             "`name` of a variable must be a str",
-            f"it is {name!r}, a {type(name).__name__}",
+            f"it is {name!r} of type {type(name).__name__}",
             f"Pass name={str(name)!r}, or leave it out.",
         )
     )
