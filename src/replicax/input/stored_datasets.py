@@ -54,7 +54,7 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """Returns what a directory holds, or None if that is no whole dataset."""
+    """Returns what a directory holds, or None if it does not hold a whole dataset."""
     file = directory / _MANIFEST
     try:
         document = json.loads(file.read_bytes())

@@ -9,7 +9,7 @@ import threading
 MOST_WARNINGS = 8
 MOST_CHARACTERS = 1_000
 
-# The part of the library whose warnings concern whoever wrote the closure.
+# The part of the library whose warnings concern the author of the closure.
 _LOGGER = logging.getLogger("replicax.tracing")
 
 

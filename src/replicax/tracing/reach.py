@@ -256,7 +256,7 @@ class Reach:
     def _bind(self, binding: Binding) -> None:
         """Notes a binding, unless its value is a constant, a library's, or a strategy.
 
-        Whoever makes a new strategy makes new variables too; a strategy that is noted here would
+        A new strategy comes with new variables; a strategy that is noted here would
         live as long as the function.
         """
         value = binding.value

@@ -18,7 +18,7 @@ from replicax.variables.variable import Variable
 class ExponentialMovingAverage:
     """Keeps averages of variables in which older values count less and less.
 
-    Each variable gets a shadow variable, which starts with its value and lives where it lives:
+    Each variable gets a shadow variable, which starts with its value and is placed where it is:
     mirrored beside a mirrored one. `apply` moves the shadows: `shadow -= (1 - decay) * (shadow -
     value)`. It can be called anywhere: outside of `strategy.run`, inside of it, where the values
     of all replicas are averaged first, and in compiled code. A checkpoint keeps the shadows.

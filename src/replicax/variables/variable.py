@@ -523,7 +523,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
             try:
                 return super().__format__(spec)
             except errors.DistributeError:
-                # No value yet, or copies that nobody said how to combine: describe it.
+                # No value yet, or copies without an aggregation: describe it.
                 return str(self)
         return super().__format__(spec)
 
