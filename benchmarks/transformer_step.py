@@ -187,7 +187,7 @@ def both(case: str, seconds: float) -> dict[str, float]:
     import jax
 
     steps = {"ours": our_step(case), "twin": twin_step(case)}
-    return taking_turns(steps, jax.block_until_ready, 2 * seconds, STEPS_IN_A_BLOCK)
+    return taking_turns(steps, jax.block_until_ready, 6 * seconds, STEPS_IN_A_BLOCK)
 
 
 CONTESTANTS = {"both": both}
