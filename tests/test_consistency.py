@@ -452,10 +452,10 @@ def test_sync_a_second_step_of_a_closure_is_refused_with_advice() -> None:
     caller = store(2)
     contribute(caller, 0, full(1.0))
     (failure,) = contribute(caller, 0, full(1.0), call=1)
-    assert failure.code == "UnsupportedError" and "closure of its own" in failure.text
+    assert failure.error.code == "UnsupportedError" and "closure of its own" in failure.error.text
     push = messages.Push(1, [APPLY(0, 9, []), APPLY(1, 9, [])])
     answer, _ = caller.ask(messages.Exchange([push], []), role="worker", incarnation=2)
-    assert [f.code for f in answer.failures] == ["UnsupportedError"]
+    assert [f.error.code for f in answer.failures] == ["UnsupportedError"]
     assert caller.figures()["waiting_gradients"] == 1
 
 

@@ -399,7 +399,7 @@ def test_bar21_an_optimizer_whose_parts_were_dropped_comes_back_without_them(
     assert back.push(step[0], buffers=[ones]) == []
     assert back.read(0).tolist() == [[-1] * 2] * 3
     (failure,) = back.push(step[1], buffers=[ones])
-    assert failure.code == "NotFoundError", "the number is that of another part now"
+    assert failure.error.code == "NotFoundError", "the number is that of another part now"
     assert back.ask(register, [program])[0] == messages.Done()
 
 

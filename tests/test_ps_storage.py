@@ -77,7 +77,7 @@ def test_S182_dense_updates_equal_those_of_local_variables(
         payload = random(rng, shape, dtype)
         if dtype == "bool" and kind in NOT_FOR_BOOL:
             failures = caller.push(messages.Update(0, kind, 0), buffers=[payload])
-            assert failures[0].code == "InvalidArgumentError"
+            assert failures[0].error.code == "InvalidArgumentError"
             continue
         value = expected(kind, value, payload)
         caller.update(kind, 0, payload)
@@ -106,7 +106,7 @@ def test_T87_row_updates_equal_those_of_local_variables(
     rows = random(rng, (count, *shape[1:]), dtype)
     update = messages.Update(0, kind, 0)
     if dtype == "bool" and kind in NOT_FOR_BOOL:
-        assert caller.push(update, buffers=[ids, rows])[0].code == "InvalidArgumentError"
+        assert caller.push(update, buffers=[ids, rows])[0].error.code == "InvalidArgumentError"
         return
     assert caller.push(update, buffers=[ids, rows]) == []
     with jax_compat.any_dtype(value.dtype):
@@ -251,8 +251,8 @@ def test_bar17_a_bad_change_is_found_before_the_closure_changes_anything(
     arrays = [octets(b) for b in [one, *bad, one]]
     answer, values = caller.ask(messages.Exchange(pushes, [messages.Read(0)]), arrays)
     (failure,) = answer.failures
-    assert failure.closure == 1 and failure.code.startswith(code)
-    assert "/job:ps/task:3" in failure.text
+    assert failure.closure == 1 and failure.error.code.startswith(code)
+    assert "/job:ps/task:3" in failure.error.text
     # The second closure was not disturbed, and of the first nothing was done nor remembered.
     assert np.frombuffer(values[0], np.float32).tolist() == [1, 1, 1]
     assert caller.push(good, buffers=[one], closure=1) == []
@@ -489,7 +489,7 @@ def test_bar27_no_torn_reads_and_no_lost_updates_between_threads(
             changes = [messages.Update(part, "assign_add", part) for part in sizes]
             ones = [np.ones(size, np.float32) for size in sizes.values()]
             failures = caller.push(*changes, buffers=ones, closure=first + step)
-            problems.extend(failure.text for failure in failures)
+            problems.extend(failure.error.text for failure in failures)
             with counting:
                 num_written += 1
 

@@ -94,7 +94,7 @@ def test_bar16_random_histories_equal_a_model(seed: int) -> None:
         question = messages.Exchange(pushes, [messages.Read(part) for part in values])
         answer, found = caller.ask(question, buffers, role="worker", incarnation=incarnation)
         assert [failure.closure for failure in answer.failures] == refused
-        assert {failure.code for failure in answer.failures} <= {"CancelledError"}
+        assert {failure.error.code for failure in answer.failures} <= {"CancelledError"}
         assert [int(np.frombuffer(f, np.int64)[0]) for f in found] == list(values.values())
         alive = sum(closure >= settled for closure, _ in made)
         assert caller.figures()["once_entries"] == alive
@@ -119,8 +119,8 @@ def test_a_stale_push_is_refused_and_others_are_not(caller: Caller) -> None:
     caller.push(ADD, buffers=[ONE], closure=4)
     caller.ask(messages.Ping(5))
     (failure,) = caller.push(ADD, buffers=[ONE], closure=4)
-    assert (failure.closure, failure.code) == (4, "CancelledError")
-    assert "settled" in failure.text and "closure 4" in failure.text
+    assert (failure.closure, failure.error.code) == (4, "CancelledError")
+    assert "settled" in failure.error.text and "closure 4" in failure.error.text
     assert caller.push(ADD, buffers=[ONE], closure=5) == []
     assert caller.read(0) == 2
 
@@ -279,7 +279,7 @@ def test_numbers_are_not_negative(caller: Caller) -> None:
     with pytest.raises(rx.errors.InvalidArgumentError, match="numbers from 0"):
         caller.ask(messages.RegisterOptimizer(-1, [], [], 0))
     (failure,) = caller.push(ADD, buffers=[ONE], closure=-1)
-    assert failure.code == "CancelledError"
+    assert failure.error.code == "CancelledError"
 
 
 def test_what_is_not_for_parameter_servers_is_refused(caller: Caller) -> None:

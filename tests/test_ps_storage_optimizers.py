@@ -204,7 +204,7 @@ def test_a_bad_step_changes_nothing(
     ones = np.ones((4, 2), np.float32)
     step = messages.Apply(1, 0, [messages.Gradient(0, False), *gradients])
     (failure,) = caller.push(good, step, buffers=[ones, np.ones((20, 2), np.float32), *bad])
-    assert failure.code == code and "task:3" in failure.text
+    assert failure.error.code == code and "task:3" in failure.error.text
     assert all((caller.read(part) == 0).all() for part in (0, 1, 2))
 
 
@@ -283,7 +283,7 @@ def test_dropping_a_part_leaves_the_others_trained(caller: Caller) -> None:
     assert caller.push(messages.Apply(0, 0, [messages.Gradient(1, False)]), buffers=[ones]) == []
     gone = messages.Apply(0, 0, [messages.Gradient(0, False)])
     (failure,) = caller.push(gone, buffers=[np.ones((20, 2), np.float32)])
-    assert failure.code == "NotFoundError"
+    assert failure.error.code == "NotFoundError"
     caller.ask(messages.DropParts([1]))
     assert caller.figures()["optimizers"] == 0
 

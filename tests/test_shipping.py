@@ -6,6 +6,7 @@ import functools
 import gc
 import io
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -547,3 +548,13 @@ def test_many_arrays_do_not_fill_the_header(monkeypatch: pytest.MonkeyPatch) -> 
     shipped = shipping.ship(lambda: arrays)
     assert len(shipped.buffers) == 6
     assert [int(a[0]) for a in travel(lambda: arrays)()] == list(range(20))
+
+
+def test_an_error_of_replicax_keeps_its_parts_from_worker_to_coordinator() -> None:
+    error = errors.InvalidArgumentError("`axis` must be 0", "it is 3", "Pass 0.")
+    came = shipping.rebuild_error(failures.describe(error), 0)
+    assert type(came) is errors.InvalidArgumentError and str(came) == str(error)
+    assert isinstance(came, errors.InvalidArgumentError)
+    assert (came.required, came.found, came.advice) == ("`axis` must be 0", "it is 3", "Pass 0.")
+    copy = pickle.loads(pickle.dumps(came))
+    assert copy.parts == came.parts and copy.args == came.args

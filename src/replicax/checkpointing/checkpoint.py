@@ -50,11 +50,9 @@ class Checkpoint:
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(type(self), name) or name.startswith("_"):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "An object in a Checkpoint needs a name of its own",
-                    f"{name!r} is private or a part of Checkpoint itself",
-                    "Choose another name.",
-                )
+                "An object in a Checkpoint needs a name of its own",
+                f"{name!r} is private or a part of Checkpoint itself",
+                "Choose another name.",
             )
         _require_savable(name, value, self._put(name))
         self._objects[name] = value
@@ -138,12 +136,10 @@ class Checkpoint:
 def _require_savable(name: str, value: Any, put: Any) -> None:
     if not Graph().add(child_name("", name), value, put):
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"The object {name!r} needs state that can be saved",
-                f"it is a {type(value).__name__}",
-                "Pass a variable, rx.Module, optimizer, metric, array, pytree, plain value, or "
-                "an object with get_state() and set_state(state), or checkpoint_children().",
-            )
+            f"The object {name!r} needs state that can be saved",
+            f"it is a {type(value).__name__}",
+            "Pass a variable, rx.Module, optimizer, metric, array, pytree, plain value, or "
+            "an object with get_state() and set_state(state), or checkpoint_children().",
         )
 
 
@@ -152,9 +148,7 @@ def _require_plain_code(api: str) -> None:
     frame = guards.require_cross_replica(api)
     if frame.overlay is not None or jax_compat.is_staging():
         raise errors.TracingError(
-            errors.message(
-                f"`{api}` needs values",
-                "this code is being compiled",
-                "Call it outside of `rx.function` and `jax.jit`.",
-            )
+            f"`{api}` needs values",
+            "this code is being compiled",
+            "Call it outside of `rx.function` and `jax.jit`.",
         )

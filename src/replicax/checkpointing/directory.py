@@ -28,11 +28,9 @@ def steps_in(directory: Path, name: str | None = None) -> dict[int, Path]:
         return found
     except OSError as error:
         raise errors.CheckpointError(
-            errors.message(
-                f"{directory} must be a directory that can be read",
-                f"reading it failed: {error.strerror}",
-                "Give the directory of a CheckpointManager.",
-            )
+            f"{directory} must be a directory that can be read",
+            f"reading it failed: {error.strerror}",
+            "Give the directory of a CheckpointManager.",
         ) from error
     for entry in entries:
         match = _NUMBERED.fullmatch(entry.name)
@@ -64,12 +62,10 @@ class WriterLock:
             if error.holder == str(os.getpid()):
                 return True
             raise errors.CheckpointError(
-                errors.message(
-                    f"Only one process may manage the checkpoints in {self._directory}",
-                    f"process {error.holder or 'unknown'} does so",
-                    "Wait for it, or use another directory. To read only, use "
-                    "`rx.train.latest_checkpoint` and `Checkpoint.restore`.",
-                )
+                f"Only one process may manage the checkpoints in {self._directory}",
+                f"process {error.holder or 'unknown'} does so",
+                "Wait for it, or use another directory. To read only, use "
+                "`rx.train.latest_checkpoint` and `Checkpoint.restore`.",
             ) from error
         except OSError as error:
             if error.errno in _READ_ONLY:

@@ -89,11 +89,9 @@ class Graph:
     def _add_slot(self, slot: Slot) -> None:
         if slot.name in self.slots:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "Every object in a checkpoint needs a name of its own",
-                    f"two are named {slot.name!r}",
-                    "Use keys that differ as text.",
-                )
+                "Every object in a checkpoint needs a name of its own",
+                f"two are named {slot.name!r}",
+                "Use keys that differ as text.",
             )
         self.slots[slot.name] = slot
 

@@ -74,11 +74,9 @@ class CheckpointManager:
         _require_name(checkpoint_name)
         if checkpoint_interval is not None and step_counter is None:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`checkpoint_interval` needs something that counts steps",
-                    "`step_counter` is not given",
-                    "Pass step_counter=optimizer.iterations, or a variable of your own.",
-                )
+                "`checkpoint_interval` needs something that counts steps",
+                "`step_counter` is not given",
+                "Pass step_counter=optimizer.iterations, or a variable of your own.",
             )
         self._checkpoint = checkpoint
         self._directory = Path(directory)
@@ -197,9 +195,7 @@ class CheckpointManager:
         number = int(given)
         if number < 0:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`checkpoint_number` must be 0 or more", f"it is {number}", "Pass the step."
-                )
+                "`checkpoint_number` must be 0 or more", f"it is {number}", "Pass the step."
             )
         return number
 
@@ -263,11 +259,9 @@ class CheckpointManager:
         if failed:
             reasons = "; ".join(str(error) for _, error in failed)
             raise errors.DataLossError(
-                errors.message(
-                    f"One of the {len(failed)} checkpoints in {self._directory} must be whole",
-                    f"none is: {reasons}",
-                    "Copy them again from where they came, or start anew elsewhere.",
-                )
+                f"One of the {len(failed)} checkpoints in {self._directory} must be whole",
+                f"none is: {reasons}",
+                "Copy them again from where they came, or start anew elsewhere.",
             ) from failed[0][1]
         return self._checkpoint.restore(None)
 
@@ -309,7 +303,5 @@ def _require_name(name: str) -> None:
         is_good = False
     if not is_good:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`checkpoint_name` must be a plain file name", f"it is {name!r}", 'Try "ckpt".'
-            )
+            "`checkpoint_name` must be a plain file name", f"it is {name!r}", 'Try "ckpt".'
         )

@@ -190,12 +190,10 @@ def read(path: Path) -> Manifest:
             text = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise errors.CheckpointError(
-            errors.message(
-                f"The checkpoint {path} needs a readable {FILE_NAME}",
-                f"reading it failed: {error.strerror or error}",
-                "Choose a checkpoint that `rx.train.latest_checkpoint` or "
-                "`replicax checkpoint show` lists.",
-            )
+            f"The checkpoint {path} needs a readable {FILE_NAME}",
+            f"reading it failed: {error.strerror or error}",
+            "Choose a checkpoint that `rx.train.latest_checkpoint` or "
+            "`replicax checkpoint show` lists.",
         ) from error
     return parse(text, file)
 
@@ -205,11 +203,9 @@ def parse(text: bytes, file: Path) -> Manifest:
 
     def damaged(found: str) -> NoReturn:
         raise errors.DataLossError(
-            errors.message(
-                f"{file} must be as it was written",
-                found,
-                "Restore an older checkpoint, or copy this one again from where it came.",
-            )
+            f"{file} must be as it was written",
+            found,
+            "Restore an older checkpoint, or copy this one again from where it came.",
         )
 
     if len(text) > MAX_BYTES:
@@ -221,11 +217,9 @@ def parse(text: bytes, file: Path) -> Manifest:
     version = document.get("format") if isinstance(document, dict) else None
     if type(version) is int and version > FORMAT:
         raise errors.CheckpointError(
-            errors.message(
-                f"{file} must have a format up to {FORMAT}",
-                f"its format is {version}",
-                "It was written by a newer replicax: install that one to read it.",
-            )
+            f"{file} must have a format up to {FORMAT}",
+            f"its format is {version}",
+            "It was written by a newer replicax: install that one to read it.",
         )
     try:
         if version != FORMAT or _encode_with_checksum(document) != text:

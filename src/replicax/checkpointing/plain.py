@@ -56,10 +56,8 @@ def encode_state(name: str, state: Any) -> dict[str, Any]:
         text = json.dumps(state, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"`get_state()` of {name!r} must return bytes, or what JSON can hold",
-                f"it returned a {type(state).__name__} ({error})",
-                "Return dicts with text keys, lists, numbers and text.",
-            )
+            f"`get_state()` of {name!r} must return bytes, or what JSON can hold",
+            f"it returned a {type(state).__name__} ({error})",
+            "Return dicts with text keys, lists, numbers and text.",
         ) from error
     return {"type": "json", "value": json.loads(text)}

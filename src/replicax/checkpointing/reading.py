@@ -116,11 +116,9 @@ def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
     if not isinstance(entry, ArrayEntry):
         names = [n for n, _, _ in list_variables(path)]
         raise errors.NotFoundError(
-            errors.message(
-                f"{name!r} must be an array in the checkpoint {os.fspath(path)}",
-                f"it holds {', '.join(names[:10]) or 'no array'}",
-                "Choose one of them; `rx.train.list_variables` lists all.",
-            )
+            f"{name!r} must be an array in the checkpoint {os.fspath(path)}",
+            f"it holds {', '.join(names[:10]) or 'no array'}",
+            "Choose one of them; `rx.train.list_variables` lists all.",
         )
     return storage.array_in(storage.read(Path(path), content), entry).copy()
 

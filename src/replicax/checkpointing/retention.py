@@ -77,5 +77,5 @@ class Policy:
 
 def _invalid(name: str, value: object) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        errors.message(f"`{name}` must be positive", f"it is {value!r}", "Give a number from 1 up.")
+        f"`{name}` must be positive", f"it is {value!r}", "Give a number from 1 up."
     )

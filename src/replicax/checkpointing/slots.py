@@ -55,12 +55,10 @@ class Slot(abc.ABC):
     def refuse(self, entry: Entry, mine: str, file: str) -> errors.InvalidArgumentError:
         """Returns the error for a value that does not fit."""
         return errors.InvalidArgumentError(
-            errors.message(
-                f"{self.name!r} needs {mine}",
-                f"{file} holds {describe(entry)} under this name",
-                "Nothing was restored. Build the program as it was when it was saved, or leave "
-                "this object out of the Checkpoint.",
-            )
+            f"{self.name!r} needs {mine}",
+            f"{file} holds {describe(entry)} under this name",
+            "Nothing was restored. Build the program as it was when it was saved, or leave "
+            "this object out of the Checkpoint.",
         )
 
 
@@ -114,13 +112,11 @@ class VariableSlot(ArraySlot):
         if variable.is_per_replica:
             if variable.aggregation is VariableAggregation.NONE:
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        f"Saving the ON_READ variable {self.name!r} ({variable.name!r}) needs a "
-                        "rule to combine its copies",
-                        "its aggregation is NONE",
-                        "Create it with aggregation=rx.VariableAggregation.SUM, MEAN or "
-                        "ONLY_FIRST_REPLICA, or leave it out of the Checkpoint.",
-                    )
+                    f"Saving the ON_READ variable {self.name!r} ({variable.name!r}) needs a "
+                    "rule to combine its copies",
+                    "its aggregation is NONE",
+                    "Create it with aggregation=rx.VariableAggregation.SUM, MEAN or "
+                    "ONLY_FIRST_REPLICA, or leave it out of the Checkpoint.",
                 )
             return variable.read_in(frames.current())
         if variable.stored is None:
@@ -144,12 +140,10 @@ class VariableSlot(ArraySlot):
     def _require_equal_copies(self, variable: Variable) -> None:
         if variable.is_per_replica and variable.aggregation is VariableAggregation.SUM:
             raise errors.UnsupportedError(
-                errors.message(
-                    f"The ON_READ variable {self.name!r} must exist before its restored value "
-                    "is dealt out to the replicas",
-                    "a compiled function is just creating it",
-                    "Create it outside of `rx.function`, or restore after the first call.",
-                )
+                f"The ON_READ variable {self.name!r} must exist before its restored value "
+                "is dealt out to the replicas",
+                "a compiled function is just creating it",
+                "Create it outside of `rx.function`, or restore after the first call.",
             )
 
 
@@ -231,10 +225,8 @@ def require_dtype_name(name: str, dtype: np.dtype) -> str:
     found = manifest.name_of_dtype(dtype)
     if found is None:
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"The array {name!r} needs numbers, bools or text of fixed length to be saved",
-                f"its dtype is {dtype}",
-                "Convert it, or leave it out of the Checkpoint.",
-            )
+            f"The array {name!r} needs numbers, bools or text of fixed length to be saved",
+            f"its dtype is {dtype}",
+            "Convert it, or leave it out of the Checkpoint.",
         )
     return found

@@ -84,21 +84,17 @@ def take(graph: Graph, spare: np.ndarray | None = None) -> Snapshot:
 def _on_host(slot: Slot, value: Any) -> np.ndarray:
     if jax_compat.is_traced(value):
         raise errors.TracingError(
-            errors.message(
-                f"{slot.name!r} needs a value to be saved",
-                "it is being traced by a compiled function",
-                "Save after the function has returned.",
-            )
+            f"{slot.name!r} needs a value to be saved",
+            "it is being traced by a compiled function",
+            "Save after the function has returned.",
         )
     try:
         host = np.asarray(value)
     except RuntimeError as error:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"The array {slot.name!r} needs memory to be saved from",
-                f"JAX cannot read it: {error}",
-                "Save before it is donated or deleted.",
-            )
+            f"The array {slot.name!r} needs memory to be saved from",
+            f"JAX cannot read it: {error}",
+            "Save before it is donated or deleted.",
         ) from error
     return host.astype(host.dtype.newbyteorder("="), copy=False)
 

@@ -78,11 +78,9 @@ class RestoreStatus:
         left = self.pending or self.unused
         if left or self.path is None:
             raise errors.StructureError(
-                errors.message(
-                    f"Every value of the checkpoint {self.path} needs an object",
-                    f"there is none for {_listed(left)}{self._hint(left, self.missing)}",
-                    "Create these objects, or call `expect_partial()` if they are not wanted.",
-                )
+                f"Every value of the checkpoint {self.path} needs an object",
+                f"there is none for {_listed(left)}{self._hint(left, self.missing)}",
+                "Create these objects, or call `expect_partial()` if they are not wanted.",
             )
         return self
 
@@ -92,11 +90,9 @@ class RestoreStatus:
         if missing:
             left = self.pending or self.unused
             raise errors.StructureError(
-                errors.message(
-                    f"Every object needs a value in the checkpoint {self.path}",
-                    f"there is none for {_listed(missing)}{self._hint(missing, left)}",
-                    "Rename the objects as they were saved, or leave them out.",
-                )
+                f"Every object needs a value in the checkpoint {self.path}",
+                f"there is none for {_listed(missing)}{self._hint(missing, left)}",
+                "Rename the objects as they were saved, or leave them out.",
             )
         return self
 
@@ -233,11 +229,9 @@ def _write(graph: Graph, matched: Mapping[str, Entry], arrays: Mapping[str, np.n
                 for other, state in undo:
                     other.write(state)
                 raise errors.CheckpointError(
-                    errors.message(
-                        f"`set_state` of {name!r} must accept {describe(entry)}",
-                        f"it raised {type(error).__name__}: {error}",
-                        "Nothing was restored.",
-                    )
+                    f"`set_state` of {name!r} must accept {describe(entry)}",
+                    f"it raised {type(error).__name__}: {error}",
+                    "Nothing was restored.",
                 ) from error
     for name, entry in matched.items():
         slot = graph.slots[name]

@@ -98,11 +98,9 @@ def cannot_write(path: Path, error: Exception) -> errors.CheckpointError:
     """The error for a checkpoint or directory that cannot be written."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     wrapped = errors.CheckpointError(
-        errors.message(
-            f"The checkpoint {path} must be written and synced to disk",
-            f"that failed: {reason}",
-            "Older checkpoints are untouched; make room or repair the disk, then save again.",
-        )
+        f"The checkpoint {path} must be written and synced to disk",
+        f"that failed: {reason}",
+        "Older checkpoints are untouched; make room or repair the disk, then save again.",
     )
     wrapped.errno = getattr(error, "errno", None)
     return wrapped
@@ -300,11 +298,9 @@ def _check_layout(path: Path, content: Manifest) -> int:
 def damaged(file: Path, found: str) -> errors.DataLossError:
     """The error for a checkpoint that is not as it was written."""
     return errors.DataLossError(
-        errors.message(
-            f"{file} must hold what was saved",
-            found,
-            "Restore an older checkpoint; `CheckpointManager.restore_latest()` does so itself.",
-        )
+        f"{file} must hold what was saved",
+        found,
+        "Restore an older checkpoint; `CheckpointManager.restore_latest()` does so itself.",
     )
 
 

@@ -58,12 +58,10 @@ def warm_start(
     unused = sorted(set(renamed) - set(slots))
     if unused:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`var_name_to_prev_var_name` must name variables that are warm-started: "
-                f"{', '.join(slots) or 'there are none'}",
-                f"{', '.join(unused)} are not among them",
-                "Correct the names, or the choice of variables.",
-            )
+            "`var_name_to_prev_var_name` must name variables that are warm-started: "
+            f"{', '.join(slots) or 'there are none'}",
+            f"{', '.join(unused)} are not among them",
+            "Correct the names, or the choice of variables.",
         )
     path = _checkpoint_at(Path(ckpt_to_initialize_from))
     content = manifests.read(path)
@@ -85,19 +83,15 @@ def _chosen(chosen: Any, objects: Mapping[str, Any] | None) -> dict[str, Variabl
         return {v.name: VariableSlot(v.name, v, lambda new: None) for v in variables}
     if not all(isinstance(item, str) for item in patterns):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`vars_to_warm_start` must be variables, or regular expressions",
-                f"there are {sorted({type(item).__name__ for item in patterns})}",
-                "Pass one kind.",
-            )
+            "`vars_to_warm_start` must be variables, or regular expressions",
+            f"there are {sorted({type(item).__name__ for item in patterns})}",
+            "Pass one kind.",
         )
     if objects is None:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "Regular expressions choose among the variables of `objects`",
-                "`objects` is None",
-                "Pass objects={'model': model}, or a list of variables.",
-            )
+            "Regular expressions choose among the variables of `objects`",
+            "`objects` is None",
+            "Pass objects={'model': model}, or a list of variables.",
         )
     graph = Graph()
     for name, value in objects.items():
@@ -106,11 +100,9 @@ def _chosen(chosen: Any, objects: Mapping[str, Any] | None) -> dict[str, Variabl
     found = {n: s for n, s in known.items() if any(re.match(p, n) for p in patterns)}
     if not found:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"{chosen!r} must match the name of a variable",
-                f"the names are {', '.join(list(known)[:10]) or 'none'}",
-                "Correct the expression.",
-            )
+            f"{chosen!r} must match the name of a variable",
+            f"the names are {', '.join(list(known)[:10]) or 'none'}",
+            "Correct the expression.",
         )
     return found
 
@@ -121,11 +113,9 @@ def _checkpoint_at(path: Path) -> Path:
     latest = latest_checkpoint(path)
     if latest is None:
         raise errors.NotFoundError(
-            errors.message(
-                f"{path} must be a checkpoint, or a directory of checkpoints",
-                "there is none",
-                "Correct the path.",
-            )
+            f"{path} must be a checkpoint, or a directory of checkpoints",
+            "there is none",
+            "Correct the path.",
         )
     return Path(latest)
 
@@ -135,12 +125,10 @@ def _entry(content: Manifest, path: Path, name: str, slot: VariableSlot) -> Arra
     if not isinstance(entry, ArrayEntry):
         names = [e.name for e in content.entries.values() if isinstance(e, ArrayEntry)]
         raise errors.NotFoundError(
-            errors.message(
-                f"{name!r} must be an array in the checkpoint {path}",
-                f"it holds {', '.join(names[:10]) or 'no array'}",
-                "Say with `var_name_to_prev_var_name` what it is called there; "
-                "`rx.train.list_variables` lists all.",
-            )
+            f"{name!r} must be an array in the checkpoint {path}",
+            f"it holds {', '.join(names[:10]) or 'no array'}",
+            "Say with `var_name_to_prev_var_name` what it is called there; "
+            "`rx.train.list_variables` lists all.",
         )
     slot.check(entry, str(path))
     return entry

@@ -35,11 +35,9 @@ def show(directory: Directory, step: Step = None) -> None:
         found = _checkpoints(directory)
         if step is not None and step not in found:
             raise errors.NotFoundError(
-                errors.message(
-                    f"{directory} must hold a checkpoint with number {step}",
-                    f"it holds {', '.join(map(str, found))}",
-                    "Choose one of these.",
-                )
+                f"{directory} must hold a checkpoint with number {step}",
+                f"it holds {', '.join(map(str, found))}",
+                "Choose one of these.",
             )
         number = step if step is not None else max(found)
         path = found[number]
@@ -73,11 +71,9 @@ def _checkpoints(directory: Path) -> dict[int, Path]:
     if not found:
         is_there = "holds none" if directory.is_dir() else "does not exist"
         raise errors.NotFoundError(
-            errors.message(
-                f"{directory} must be a checkpoint, or a directory with some",
-                f"it {is_there}",
-                "Give the directory of a CheckpointManager.",
-            )
+            f"{directory} must be a checkpoint, or a directory with some",
+            f"it {is_there}",
+            "Give the directory of a CheckpointManager.",
         )
     return found
 

@@ -113,21 +113,17 @@ def _which_task(
         job, index = resolver.task_type, resolver.task_id
     if not spec:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`replicax serve` needs a cluster",
-                "TF_CONFIG is not set, or holds none, and there is no --cluster",
-                "Set TF_CONFIG, or pass --cluster, --job and --index.",
-            )
+            "`replicax serve` needs a cluster",
+            "TF_CONFIG is not set, or holds none, and there is no --cluster",
+            "Set TF_CONFIG, or pass --cluster, --job and --index.",
         )
     definition = Server(spec, job, index, start=False).server_def
     name = TaskName(definition["job_name"], definition["task_index"])
     if name.job not in roles.SERVING:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`replicax serve` runs a task of the jobs {' and '.join(roles.SERVING)}",
-                f"this is {name.label}",
-                "Run your own program as this task.",
-            )
+            f"`replicax serve` runs a task of the jobs {' and '.join(roles.SERVING)}",
+            f"this is {name.label}",
+            "Run your own program as this task.",
         )
     return spec, name, layer
 
@@ -137,11 +133,9 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "--cluster must be JSON",
-                f"it is not ({error})",
-                """Write '{"ps": ["localhost:2222"], "worker": ["localhost:2223"]}'.""",
-            )
+            "--cluster must be JSON",
+            f"it is not ({error})",
+            """Write '{"ps": ["localhost:2222"], "worker": ["localhost:2223"]}'.""",
         ) from None
 
 

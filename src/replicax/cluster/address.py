@@ -111,9 +111,7 @@ def _host(host: str, text: str, task: str) -> str:
 def _malformed(text: str, task: str, reason: str) -> errors.InvalidArgumentError:
     shown = text if len(text) <= 100 else f"{text[:100]}..."
     return errors.InvalidArgumentError(
-        errors.message(
-            f"The address of {task} must be a host and a port, or a path",
-            f"it is {shown!r}: {reason}",
-            "Write 'host:2222', '[::1]:2222' or 'ipc:///path/to/socket'.",
-        )
+        f"The address of {task} must be a host and a port, or a path",
+        f"it is {shown!r}: {reason}",
+        "Write 'host:2222', '[::1]:2222' or 'ipc:///path/to/socket'.",
     )

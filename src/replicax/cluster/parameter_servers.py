@@ -79,9 +79,7 @@ def _check_own_task(spec: ClusterSpec, task_type: str | None, task_id: int | Non
 
 def _refused(found: str, todo: str) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        errors.message(
-            "ParameterServerStrategy needs a cluster of parameter servers and workers",
-            found,
-            todo,
-        )
+        "ParameterServerStrategy needs a cluster of parameter servers and workers",
+        found,
+        todo,
     )

@@ -78,11 +78,9 @@ class ClusterSpec:
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"Job {job_name!r} must have a task {task_index!r}",
-                    f"its tasks are {_indices_text(tasks)}",
-                    "Name one of those, or add the task to the cluster.",
-                )
+                f"Job {job_name!r} must have a task {task_index!r}",
+                f"its tasks are {_indices_text(tasks)}",
+                "Name one of those, or add the task to the cluster.",
             )
         return tasks[task_index]
 
@@ -108,11 +106,9 @@ class ClusterSpec:
             return self._jobs[name]
         near = difflib.get_close_matches(str(name), self._jobs, n=1)
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"The cluster must have the job {name!r}",
-                f"its jobs are {', '.join(map(repr, self._jobs)) or 'none'}",
-                f"Did you mean {near[0]!r}?" if near else "Name one of those, or add the job.",
-            )
+            f"The cluster must have the job {name!r}",
+            f"its jobs are {', '.join(map(repr, self._jobs)) or 'none'}",
+            f"Did you mean {near[0]!r}?" if near else "Name one of those, or add the job.",
         )
 
 
@@ -126,38 +122,30 @@ def _job_items(cluster: Any) -> list[tuple[Any, Any]]:
         for name in names:
             if names.count(name) > 1:
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        "Each job must be described once",
-                        f"{name!r} comes {names.count(name)} times",
-                        "Put all tasks of the job into one entry.",
-                    )
+                    "Each job must be described once",
+                    f"{name!r} comes {names.count(name)} times",
+                    "Put all tasks of the job into one entry.",
                 )
         return [(job["name"], job["tasks"]) for job in cluster]
     raise errors.ArgumentTypeError(
-        errors.message(
-            "`cluster` must be a dict from job names to addresses, or a ClusterSpec",
-            f"it is of type {type(cluster).__name__}",
-            "Write {'worker': ['host:2222']}.",
-        )
+        "`cluster` must be a dict from job names to addresses, or a ClusterSpec",
+        f"it is of type {type(cluster).__name__}",
+        "Write {'worker': ['host:2222']}.",
     )
 
 
 def _job_name(job: Any) -> str:
     if not isinstance(job, str):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "The name of a job must be a string",
-                f"{job!r} of type {type(job).__name__} was given",
-                "Write it as text, such as 'worker'.",
-            )
+            "The name of a job must be a string",
+            f"{job!r} of type {type(job).__name__} was given",
+            "Write it as text, such as 'worker'.",
         )
     if not _JOB_NAME.fullmatch(job):
         raise errors.InvalidArgumentError(
-            errors.message(
-                "The name of a job must be letters, digits, '_', '.' and '-'",
-                f"it is {job[:100]!r}",
-                "Choose a name such as 'worker'.",
-            )
+            "The name of a job must be letters, digits, '_', '.' and '-'",
+            f"it is {job[:100]!r}",
+            "Choose a name such as 'worker'.",
         )
     return job
 
@@ -169,31 +157,25 @@ def _tasks(job: str, tasks: Any) -> dict[int, str]:
         items = list(enumerate(tasks))
     else:
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"The tasks of job {job!r} must be a list of addresses, or a dict from index to "
-                "address",
-                f"they are of type {type(tasks).__name__}",
-                f"Write {{{job!r}: ['host:2222']}}.",
-            )
+            f"The tasks of job {job!r} must be a list of addresses, or a dict from index to "
+            "address",
+            f"they are of type {type(tasks).__name__}",
+            f"Write {{{job!r}: ['host:2222']}}.",
         )
     found: dict[int, str] = {}
     for index, text in sorted(items, key=lambda item: item[0]):
         label = TaskName(job, index).label
         if index in found:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"{label} must have one address",
-                    f"it has {found[index]!r} and {text!r}",
-                    "Give each task its own index.",
-                )
+                f"{label} must have one address",
+                f"it has {found[index]!r} and {text!r}",
+                "Give each task its own index.",
             )
         if not isinstance(text, str):
             raise errors.ArgumentTypeError(
-                errors.message(
-                    f"The address of {label} must be a string",
-                    f"it is {text!r} of type {type(text).__name__}",
-                    "Write 'host:2222'.",
-                )
+                f"The address of {label} must be a string",
+                f"it is {text!r} of type {type(text).__name__}",
+                "Write 'host:2222'.",
             )
         found[index] = text
     return found
@@ -205,19 +187,15 @@ def _index(job: str, index: Any) -> int:
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool):
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"The task indices of job {job!r} must be numbers",
-                f"{index!r} of type {type(index).__name__} is one of them",
-                f"Write {{{job!r}: {{0: 'host:2222'}}}}.",
-            )
+            f"The task indices of job {job!r} must be numbers",
+            f"{index!r} of type {type(index).__name__} is one of them",
+            f"Write {{{job!r}: {{0: 'host:2222'}}}}.",
         )
     if not 0 <= index <= _MAX_INDEX:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"The task indices of job {job!r} must be from 0 to {_MAX_INDEX}",
-                f"{index} is one of them",
-                "Number the tasks from 0.",
-            )
+            f"The task indices of job {job!r} must be from 0 to {_MAX_INDEX}",
+            f"{index} is one of them",
+            "Number the tasks from 0.",
         )
     return index
 
@@ -233,11 +211,9 @@ def _check_addresses(jobs: Mapping[str, Mapping[int, str]]) -> None:
             other = owners.setdefault(place, task)
             if other != task:
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        "Each task must have an address of its own",
-                        f"{other.label} and {task.label} both have {text!r}",
-                        "Change one of them; port 0 lets the server choose.",
-                    )
+                    "Each task must have an address of its own",
+                    f"{other.label} and {task.label} both have {text!r}",
+                    "Change one of them; port 0 lets the server choose.",
                 )
 
 

@@ -42,10 +42,8 @@ class TaskName:
         spec = devices.parse(name)
         if spec.job is None or spec.task is None or spec.replica not in (None, 0):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "The name of a task must have a job and a task",
-                    f"{name!r} was given",
-                    "Write '/job:worker/replica:0/task:1' or '/job:worker/task:1'.",
-                )
+                "The name of a task must have a job and a task",
+                f"{name!r} was given",
+                "Write '/job:worker/replica:0/task:1' or '/job:worker/task:1'.",
             )
         return cls(spec.job, spec.task)

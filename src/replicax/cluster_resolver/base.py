@@ -79,12 +79,10 @@ class ClusterResolver(abc.ABC):
             job = task_type or self.task_type
             index = task_id if task_id is not None else self.task_id
             raise errors.UnsupportedError(
-                errors.message(
-                    "A task can count its own accelerators",
-                    f"those of {_task_text(job, index)} were asked for, and this is "
-                    f"{_task_text(self.task_type, self.task_id)}",
-                    "Ask in that task, or use a resolver that is told the number.",
-                )
+                "A task can count its own accelerators",
+                f"those of {_task_text(job, index)} were asked for, and this is "
+                f"{_task_text(self.task_type, self.task_id)}",
+                "Ask in that task, or use a resolver that is told the number.",
             )
         return accelerator_counts({k: len(devices.devices_of_kind(k)) for k in _ACCELERATORS})
 

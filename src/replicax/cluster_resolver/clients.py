@@ -18,11 +18,9 @@ def require(module: str, resolver: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise errors.MissingDependencyError(
-            errors.message(
-                f"{resolver} needs the package {module.partition('.')[0]!r}",
-                "it is not installed",
-                f"Run `pip install replicax[{extra}]`, or pass a client of your own.",
-            )
+            f"{resolver} needs the package {module.partition('.')[0]!r}",
+            "it is not installed",
+            f"Run `pip install replicax[{extra}]`, or pass a client of your own.",
         ) from error
 
 
@@ -63,10 +61,7 @@ def ask(service: str, question: Callable[[], Any]) -> Any:
         status = getattr(error, "status_code", None) or getattr(error, "status", None)
         details = ", ".join(str(part)[:80] for part in (status, reason) if part)
         raise errors.UnavailableError(
-            errors.message(
-                f"{service[:1].upper()}{service[1:]} must answer",
-                f"the call failed with {type(error).__name__}"
-                + (f" ({details})" if details else ""),
-                "Check the network, the credentials and the names that were passed.",
-            )
+            f"{service[:1].upper()}{service[1:]} must answer",
+            f"the call failed with {type(error).__name__}" + (f" ({details})" if details else ""),
+            "Check the network, the credentials and the names that were passed.",
         ) from error

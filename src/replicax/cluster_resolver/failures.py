@@ -16,15 +16,16 @@ class ConfigDecodeError(errors.InvalidArgumentError, json.JSONDecodeError):
     Its text, and `doc`, show the place of the mistake and never the whole variable.
     """
 
-    def __init__(self, msg: str, doc: str, pos: int) -> None:
-        json.JSONDecodeError.__init__(self, msg, doc, pos)
+    def __init__(self, mistake: errors.InvalidArgumentError, doc: str, pos: int) -> None:
+        json.JSONDecodeError.__init__(self, str(mistake), doc, pos)
         # The base appends a position; ours counts in the variable, not in the excerpt.
-        self.args = (msg,)
+        self.args = (str(mistake),)
+        self.required, self.found, self.advice = mistake.required, mistake.found, mistake.advice
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (
             type(self),
-            (self.msg, self.doc, self.pos),
+            (errors.InvalidArgumentError(*self.parts), self.doc, self.pos),
             {"lineno": self.lineno, "colno": self.colno},
         )
 
@@ -45,7 +46,7 @@ def decode_error(name: str, text: str, error: json.JSONDecodeError) -> ConfigDec
     excerpt = text[max(error.pos - _EXCERPT, 0) : error.pos + _EXCERPT]
     shown = repr(excerpt) if excerpt else "nothing"
     result = ConfigDecodeError(
-        errors.message(
+        errors.InvalidArgumentError(
             f"{name} must be JSON",
             f"at line {error.lineno}, column {error.colno} there is a mistake "
             f"({error.msg}), near {shown}",

@@ -90,11 +90,9 @@ class GCEClusterResolver(ClusterResolver):
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
         raise errors.ContextError(
-            errors.message(
-                "The job of a GCEClusterResolver is set when it is made",
-                f"it was to be changed from {self._job!r} to {task_type!r}",
-                "Make another resolver.",
-            )
+            "The job of a GCEClusterResolver is set when it is made",
+            f"it was to be changed from {self._job!r} to {task_type!r}",
+            "Make another resolver.",
         )
 
     @override
@@ -121,11 +119,9 @@ class GCEClusterResolver(ClusterResolver):
             if request is None:
                 return names
         raise errors.UnavailableError(
-            errors.message(
-                f"The list of instance group {self._instance_group!r} must end",
-                f"it has more than {_MAX_PAGES} pages",
-                "Use a smaller group.",
-            )
+            f"The list of instance group {self._instance_group!r} must end",
+            f"it has more than {_MAX_PAGES} pages",
+            "Use a smaller group.",
         )
 
     def _host(self, name: str) -> str:
@@ -138,10 +134,8 @@ class GCEClusterResolver(ClusterResolver):
             if host:
                 return host
         raise NotReadyError(
-            errors.message(
-                f"The machine {name!r} of instance group {self._instance_group!r} must have an "
-                "address in its network",
-                f"it has none; its status is {answer.get('status', 'unknown')}",
-                "Wait until it has started.",
-            )
+            f"The machine {name!r} of instance group {self._instance_group!r} must have an "
+            "address in its network",
+            f"it has none; its status is {answer.get('status', 'unknown')}",
+            "Wait until it has started.",
         )

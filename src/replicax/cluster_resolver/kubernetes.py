@@ -59,11 +59,9 @@ class KubernetesClusterResolver(ClusterResolver):
     ) -> None:
         if not isinstance(executable_location, KubernetesExecutableLocation):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`executable_location` must be a KubernetesExecutableLocation",
-                    f"it is {executable_location!r}",
-                    "Pass WITHIN_CLUSTER or OFF_CLUSTER of that enum.",
-                )
+                "`executable_location` must be a KubernetesExecutableLocation",
+                f"it is {executable_location!r}",
+                "Pass WITHIN_CLUSTER or OFF_CLUSTER of that enum.",
             )
         self._labels = {k: list(v) for k, v in (job_to_label_mapping or _DEFAULT_LABELS).items()}
         self._port = tf_server_port
@@ -138,12 +136,10 @@ def _addresses(job: str, pods: Sequence[Any], port: int) -> list[str]:
         host = next((text for text in hosts if isinstance(text, str) and text), None)
         if pod.status.phase != "Running" or host is None:
             raise NotReadyError(
-                errors.message(
-                    f"The pod {pod.metadata.name!r} of {TaskName(job, index).label} must be "
-                    "running and have an address",
-                    f"its phase is {pod.status.phase!r}",
-                    "Wait until all pods run, or select other pods.",
-                )
+                f"The pod {pod.metadata.name!r} of {TaskName(job, index).label} must be "
+                "running and have an address",
+                f"its phase is {pod.status.phase!r}",
+                "Wait until all pods run, or select other pods.",
             )
         found.append(address.join(host, port))
     return found

@@ -49,13 +49,11 @@ class SimpleClusterResolver(ClusterResolver):
         ):
             if not isinstance(value, kind):
                 raise errors.ArgumentTypeError(
-                    errors.message(
-                        f"`{name}` must be a {kind.__name__}",
-                        f"it is of type {type(value).__name__}",
-                        "Write rx.train.ClusterSpec({...})."
-                        if kind is ClusterSpec
-                        else f"Pass a {kind.__name__}.",
-                    )
+                    f"`{name}` must be a {kind.__name__}",
+                    f"it is of type {type(value).__name__}",
+                    "Write rx.train.ClusterSpec({...})."
+                    if kind is ClusterSpec
+                    else f"Pass a {kind.__name__}.",
                 )
         self._cluster_spec = cluster_spec
         self._master = master

@@ -64,11 +64,9 @@ class SlurmClusterResolver(ClusterResolver):
         )
         if most * self._gpus_per_task > self._gpus_per_node:
             raise errors.ContextError(
-                errors.message(
-                    f"{most} tasks with {self._gpus_per_task} GPUs each must fit on one node",
-                    f"a node has {self._gpus_per_node} GPUs",
-                    "Lower `gpus_per_task`, or start fewer tasks per node.",
-                )
+                f"{most} tasks with {self._gpus_per_task} GPUs each must fit on one node",
+                f"a node has {self._gpus_per_node} GPUs",
+                "Lower `gpus_per_task`, or start fewer tasks per node.",
             )
         self._allocation()
 
@@ -151,11 +149,9 @@ class SlurmClusterResolver(ClusterResolver):
             counts = expand_counts(_variable("SLURM_STEP_TASKS_PER_NODE"))
         if len(counts) != len(hosts) or min(counts) < 1:
             raise errors.ContextError(
-                errors.message(
-                    "Each node of the Slurm step must have one task or more",
-                    f"there are {len(hosts)} nodes, and the tasks per node are {counts[:20]}",
-                    "Check `tasks_per_node` and the SLURM_STEP_* variables.",
-                )
+                "Each node of the Slurm step must have one task or more",
+                f"there are {len(hosts)} nodes, and the tasks per node are {counts[:20]}",
+                "Check `tasks_per_node` and the SLURM_STEP_* variables.",
             )
         return hosts, counts
 
@@ -167,21 +163,17 @@ class SlurmClusterResolver(ClusterResolver):
             jobs = {"worker": _number("SLURM_STEP_NUM_TASKS") if from_slurm else num_tasks}
         if sum(jobs.values()) != num_tasks or rank >= num_tasks:
             raise errors.ContextError(
-                errors.message(
-                    f"The {sum(jobs.values())} tasks of the jobs {jobs} must be those of the "
-                    "Slurm step",
-                    f"the step has {num_tasks} tasks, and this one has rank {rank}",
-                    "Change `jobs`, or the number of tasks of srun (-n).",
-                )
+                f"The {sum(jobs.values())} tasks of the jobs {jobs} must be those of the "
+                "Slurm step",
+                f"the step has {num_tasks} tasks, and this one has rank {rank}",
+                "Change `jobs`, or the number of tasks of srun (-n).",
             )
         found = allocate(jobs, self._hosts, self._counts, rank, self._port_base)
         if "SLURM_NODEID" in os.environ and _number("SLURM_NODEID") != found.host:
             raise errors.ContextError(
-                errors.message(
-                    "The ranks of the Slurm step must fill one node after the other",
-                    f"rank {rank} runs on node {_number('SLURM_NODEID')} and not on {found.host}",
-                    "Use `srun --distribution=block`, and leave out `tasks_per_node`.",
-                )
+                "The ranks of the Slurm step must fill one node after the other",
+                f"rank {rank} runs on node {_number('SLURM_NODEID')} and not on {found.host}",
+                "Use `srun --distribution=block`, and leave out `tasks_per_node`.",
             )
         return found
 
@@ -190,11 +182,9 @@ def _variable(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise errors.ContextError(
-            errors.message(
-                "SlurmClusterResolver must run in a step of a Slurm job",
-                f"the environment variable {name} is not set",
-                "Start the tasks with `srun`.",
-            )
+            "SlurmClusterResolver must run in a step of a Slurm job",
+            f"the environment variable {name} is not set",
+            "Start the tasks with `srun`.",
         )
     return value
 
@@ -203,11 +193,9 @@ def _number(name: str) -> int:
     value = _variable(name)
     if not (value.isascii() and value.isdigit() and len(value) < 10):
         raise errors.ContextError(
-            errors.message(
-                f"The environment variable {name} must be a number",
-                f"it is {value[:40]!r}",
-                "Start the tasks with `srun`.",
-            )
+            f"The environment variable {name} must be a number",
+            f"it is {value[:40]!r}",
+            "Start the tasks with `srun`.",
         )
     return int(value)
 

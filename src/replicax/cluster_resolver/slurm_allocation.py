@@ -115,10 +115,8 @@ def _numbers(inside: str, text: str) -> list[str]:
 
 def _unreadable(what: str, text: str) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        errors.message(
-            f"A {what} of Slurm must look like 'n[01-04],m7' or '2(x3),1', with at most "
-            f"{_MAX_HOSTS} entries",
-            f"{text[:60]!r} was found",
-            "Check the SLURM_STEP_* variables of this process.",
-        )
+        f"A {what} of Slurm must look like 'n[01-04],m7' or '2(x3),1', with at most "
+        f"{_MAX_HOSTS} entries",
+        f"{text[:60]!r} was found",
+        "Check the SLURM_STEP_* variables of this process.",
     )

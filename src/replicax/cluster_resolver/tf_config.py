@@ -187,19 +187,15 @@ def _index(value: Any) -> int:
     if isinstance(value, int | str) and text.isascii() and text.isdigit() and len(text) < 10:
         return int(text)
     raise errors.InvalidArgumentError(
-        errors.message(
-            f"The index of the task in {_VARIABLE} must be a number, 0 or more",
-            f"it is {text[:40]!r}",
-            'Write {"task": {"type": "worker", "index": 0}}.',
-        )
+        f"The index of the task in {_VARIABLE} must be a number, 0 or more",
+        f"it is {text[:40]!r}",
+        'Write {"task": {"type": "worker", "index": 0}}.',
     )
 
 
 def _not_an_object(what: str, found: str) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        errors.message(
-            f"{what} must be a JSON object",
-            found,
-            'Write {"cluster": {"worker": ["host:2222"]}, "task": {"type": "worker", "index": 0}}.',
-        )
+        f"{what} must be a JSON object",
+        found,
+        'Write {"cluster": {"worker": ["host:2222"]}, "task": {"type": "worker", "index": 0}}.',
     )

@@ -68,11 +68,9 @@ class TPUClusterResolver(ClusterResolver):
     ) -> None:
         if (coordinator_name is None) != (coordinator_address is None):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`coordinator_name` and `coordinator_address` must be given together",
-                    "one of them is missing",
-                    "Start an rx.Server for the coordinator and pass its address.",
-                )
+                "`coordinator_name` and `coordinator_address` must be given together",
+                "one of them is missing",
+                "Start an rx.Server for the coordinator and pass its address.",
             )
         self._tpu, self._source = (tpu, "arguments") if tpu else _from_environment()
         self._task_type = job_name
@@ -206,11 +204,9 @@ def _from_environment() -> tuple[str, str]:
         if value := os.environ.get(variable):
             return value, variable
     raise errors.InvalidArgumentError(
-        errors.message(
-            "`tpu` must name a TPU",
-            f"it is empty, and none of {_GKE_ENDPOINTS}, {_NAME} and {_HOST_NAMES} is set",
-            "Pass the name of a TPU, or 'local' for the TPUs of this machine.",
-        )
+        "`tpu` must name a TPU",
+        f"it is empty, and none of {_GKE_ENDPOINTS}, {_NAME} and {_HOST_NAMES} is set",
+        "Pass the name of a TPU, or 'local' for the TPUs of this machine.",
     )
 
 
@@ -218,11 +214,9 @@ def _own_index() -> int:
     value = os.environ.get(_HOST_INDEX, "0")
     if not (value.isascii() and value.isdigit() and len(value) < 10):
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"The environment variable {_HOST_INDEX} must be a number",
-                f"it is {value[:40]!r}",
-                "Set it to the index of this host.",
-            )
+            f"The environment variable {_HOST_INDEX} must be a number",
+            f"it is {value[:40]!r}",
+            "Set it to the index of this host.",
         )
     return int(value)
 

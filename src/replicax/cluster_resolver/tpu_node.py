@@ -70,11 +70,9 @@ def read_node(answer: Mapping[str, Any], name: str) -> TPUNode:
     state, health = answer.get("state", "READY"), answer.get("health", "HEALTHY")
     if state != "READY" or health not in ("HEALTHY", "HEALTH_UNSPECIFIED"):
         raise NotReadyError(
-            errors.message(
-                f"The TPU {name!r} must be ready and healthy",
-                f"its state is {state}, its health is {health}",
-                "Wait until it has started, or repair it.",
-            )
+            f"The TPU {name!r} must be ready and healthy",
+            f"its state is {state}, its health is {health}",
+            "Wait until it has started, or repair it.",
         )
     endpoints = answer.get("networkEndpoints") or [answer]
     addresses = [
@@ -84,11 +82,9 @@ def read_node(answer: Mapping[str, Any], name: str) -> TPUNode:
     ]
     if not addresses:
         raise NotReadyError(
-            errors.message(
-                f"The TPU {name!r} must have an address",
-                "its description has none",
-                "Wait until it has started.",
-            )
+            f"The TPU {name!r} must have an address",
+            "its description has none",
+            "Wait until it has started.",
         )
     return TPUNode(tuple(addresses), answer.get("acceleratorType"))
 
@@ -111,11 +107,9 @@ def metadata(path: str, argument: str) -> str:
             return answer.read(10_000).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise errors.UnavailableError(
-            errors.message(
-                f"Without `{argument}`, the metadata server of Compute Engine must tell it",
-                f"it did not answer ({type(error).__name__})",
-                f"Pass `{argument}`; use tpu='local' for TPUs of this machine.",
-            )
+            f"Without `{argument}`, the metadata server of Compute Engine must tell it",
+            f"it did not answer ({type(error).__name__})",
+            f"Pass `{argument}`; use tpu='local' for TPUs of this machine.",
         ) from error
 
 

@@ -35,28 +35,22 @@ class UnionResolver(ClusterResolver):
         for name in kwargs:
             if name not in _OPTIONS:
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        f"The options of UnionResolver are {', '.join(_OPTIONS)}",
-                        f"{name!r} was given",
-                        spelling.advice([name], _OPTIONS),
-                    )
+                    f"The options of UnionResolver are {', '.join(_OPTIONS)}",
+                    f"{name!r} was given",
+                    spelling.advice([name], _OPTIONS),
                 )
         if not args:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "UnionResolver needs at least one resolver",
-                    "none was given",
-                    "Pass one or more, such as UnionResolver(a, b).",
-                )
+                "UnionResolver needs at least one resolver",
+                "none was given",
+                "Pass one or more, such as UnionResolver(a, b).",
             )
         for resolver in args:
             if not isinstance(resolver, ClusterResolver):
                 raise errors.ArgumentTypeError(
-                    errors.message(
-                        "UnionResolver takes resolvers",
-                        f"an argument is of type {type(resolver).__name__}",
-                        "Put a ClusterSpec into a SimpleClusterResolver first.",
-                    )
+                    "UnionResolver takes resolvers",
+                    f"an argument is of type {type(resolver).__name__}",
+                    "Put a ClusterSpec into a SimpleClusterResolver first.",
                 )
         self._resolvers = args
         self._task_type = kwargs.get("task_type")
@@ -145,12 +139,10 @@ def _join(job: str, parts: list[_Tasks]) -> _Tasks:
         for index, text in part.items() if isinstance(part, dict) else enumerate(part):
             if index in joined:
                 raise DuplicateTaskError(
-                    errors.message(
-                        "No task may be described by two resolvers",
-                        f"{TaskName(job, index).label} is {joined[index]!r} in one and {text!r} "
-                        "in another",
-                        "Give each task its own index.",
-                    )
+                    "No task may be described by two resolvers",
+                    f"{TaskName(job, index).label} is {joined[index]!r} in one and {text!r} "
+                    "in another",
+                    "Give each task its own index.",
                 )
             joined[index] = text
     return joined

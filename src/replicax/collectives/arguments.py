@@ -21,9 +21,7 @@ def require_array(api: str, leaf: Any) -> Any:
         return leaf
     if not is_array_like(leaf):
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"`{api}` needs arrays", f"{type(leaf).__name__} was given", "Pass arrays only."
-            )
+            f"`{api}` needs arrays", f"{type(leaf).__name__} was given", "Pass arrays only."
         )
     return jnp.asarray(leaf)
 
@@ -34,21 +32,17 @@ def checked_axis(axis: Any, rank: int) -> int:
         axis = int(axis)
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise errors.ArgumentTypeError(
-            errors.message("`axis` must be an int", f"it is {axis!r}", "Pass a Python int.")
+            "`axis` must be an int", f"it is {axis!r}", "Pass a Python int."
         )
     if rank == 0:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "Gathering needs values with at least one dimension",
-                "the value is a scalar",
-                "Use jnp.expand_dims first.",
-            )
+            "Gathering needs values with at least one dimension",
+            "the value is a scalar",
+            "Use jnp.expand_dims first.",
         )
     if not -rank <= axis < rank:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`axis` must be in [0, {rank})", f"it is {axis}", "Name an axis of the value."
-            )
+            f"`axis` must be in [0, {rank})", f"it is {axis}", "Name an axis of the value."
         )
     return axis % rank
 
@@ -56,9 +50,7 @@ def checked_axis(axis: Any, rank: int) -> int:
 def gather_of_slices() -> errors.UnsupportedError:
     """Returns the error of gathering IndexedSlices."""
     return errors.UnsupportedError(
-        errors.message(
-            "Gathering needs dense arrays",
-            "IndexedSlices were given",
-            "Call `to_dense()` first, or reduce them, which joins their rows.",
-        )
+        "Gathering needs dense arrays",
+        "IndexedSlices were given",
+        "Call `to_dense()` first, or reduce them, which joins their rows.",
     )

@@ -79,11 +79,9 @@ class CrossDeviceOps:
     ) -> Any:
         """Hook of `reduce`."""
         raise errors.UnsupportedError(
-            errors.message(
-                "A CrossDeviceOps subclass must define `reduce_implementation`",
-                f"{type(self).__name__} does not",
-                "Override it, or use rx.ReductionToOneDevice().",
-            )
+            "A CrossDeviceOps subclass must define `reduce_implementation`",
+            f"{type(self).__name__} does not",
+            "Override it, or use rx.ReductionToOneDevice().",
         )
 
     def batch_reduce_implementation(
@@ -117,11 +115,9 @@ class _PackedReduction(CrossDeviceOps):
         for value in values:
             if not isinstance(value, PerReplica):
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        "A reduction across devices needs PerReplica values",
-                        f"{type(value).__name__} was given",
-                        "Pass a result of `strategy.run`.",
-                    )
+                    "A reduction across devices needs PerReplica values",
+                    f"{type(value).__name__} was given",
+                    "Pass a result of `strategy.run`.",
                 )
         traced = _traced_layout(values)
         if traced is None:
@@ -153,11 +149,9 @@ class _PackedReduction(CrossDeviceOps):
             arrays = value.stored(layout)
             if arrays is None:
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        "A reduction needs arrays of one shape and type on each replica",
-                        f"it got {value}",
-                        "Reduce arrays only.",
-                    )
+                    "A reduction needs arrays of one shape and type on each replica",
+                    f"it got {value}",
+                    "Reduce arrays only.",
                 )
             stored += arrays
             scalars += value.scalars
@@ -251,11 +245,9 @@ class _AllReduce(_PackedReduction):
     def __init__(self, num_packs: int = 1) -> None:
         if num_packs < 0:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`num_packs` must be 0 or more",
-                    f"it is {num_packs}",
-                    "Pass 0 to send every tensor on its own.",
-                )
+                "`num_packs` must be 0 or more",
+                f"it is {num_packs}",
+                "Pass 0 to send every tensor on its own.",
             )
         self.num_packs = num_packs
         self._programs: dict[Any, Any] = {}
@@ -372,11 +364,9 @@ def _mesh_of(column: Sequence[Any]) -> ReplicaLayout | None:
 def _require_op(reduce_op: Any) -> None:
     if not isinstance(reduce_op, ReduceOp):
         raise errors.InvalidArgumentError(
-            errors.message(
-                "CrossDeviceOps need a ReduceOp",
-                f"{reduce_op!r} was given",
-                "Pass rx.ReduceOp.SUM or rx.ReduceOp.MEAN.",
-            )
+            "CrossDeviceOps need a ReduceOp",
+            f"{reduce_op!r} was given",
+            "Pass rx.ReduceOp.SUM or rx.ReduceOp.MEAN.",
         )
 
 

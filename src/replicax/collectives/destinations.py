@@ -18,11 +18,9 @@ def resolve_pairs(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, tuple[Dev
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`value_destination_pairs` must hold tuples (value, destinations)",
-                    f"it holds {pair!r}",
-                    "Pass a list of 2-tuples.",
-                )
+                "`value_destination_pairs` must hold tuples (value, destinations)",
+                f"it holds {pair!r}",
+                "Pass a list of 2-tuples.",
             )
     return [(value, resolve_destinations(destinations)) for value, destinations in pairs]
 
@@ -43,12 +41,10 @@ def resolve_destinations(destinations: Any) -> tuple[Device, ...]:
     if isinstance(destinations, jax.Array):
         return (device_of(destinations),)
     raise errors.InvalidArgumentError(
-        errors.message(
-            "`destinations` must be a variable, a distributed value, an array, a device name or "
-            "a non-empty list of device names",
-            f"it is {destinations!r}",
-            "Name at least one device.",
-        )
+        "`destinations` must be a variable, a distributed value, an array, a device name or "
+        "a non-empty list of device names",
+        f"it is {destinations!r}",
+        "Name at least one device.",
     )
 
 

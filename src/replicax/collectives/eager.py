@@ -115,29 +115,23 @@ def require_same_shape(column: Sequence[Any]) -> None:
     """Raises unless the components of one value can be combined element by element."""
     if not column:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A reduction needs at least one component", "there is none", "Pass a value."
-            )
+            "A reduction needs at least one component", "there is none", "Pass a value."
         )
     kinds = {isinstance(c, IndexedSlices) for c in column}
     if kinds == {True}:
         return
     if len(kinds) > 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A reduction needs components of one kind",
-                "some are IndexedSlices and some are arrays",
-                "Call `to_dense()` on the IndexedSlices first.",
-            )
+            "A reduction needs components of one kind",
+            "some are IndexedSlices and some are arrays",
+            "Call `to_dense()` on the IndexedSlices first.",
         )
     shapes = [require_array("reduce", c).shape for c in column]
     if any(shape != shapes[0] for shape in shapes):
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A reduction across replicas needs components of one shape",
-                f"the shapes are {', '.join(map(str, shapes))}",
-                "For a partial batch pass the batch dimension, as in `axis=0`.",
-            )
+            "A reduction across replicas needs components of one shape",
+            f"the shapes are {', '.join(map(str, shapes))}",
+            "For a partial batch pass the batch dimension, as in `axis=0`.",
         )
 
 

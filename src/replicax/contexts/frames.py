@@ -175,11 +175,9 @@ def pop(frame: Frame) -> None:
     frames = _stack.get()
     if not frames or frames[-1] is not frame:
         raise errors.ContextError(
-            errors.message(
-                "Scopes must be left in the reverse order of entering them",
-                f"{current().describe()} is still open",
-                "Leave the inner scope first (a scope nesting error).",
-            )
+            "Scopes must be left in the reverse order of entering them",
+            f"{current().describe()} is still open",
+            "Leave the inner scope first (a scope nesting error).",
         )
     _stack.set(frames[:-1])
 

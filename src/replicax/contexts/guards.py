@@ -15,9 +15,7 @@ def require_cross_replica(api: str, instead: str = "") -> Frame:
     if frame.mode is Mode.REPLICA and not frame.is_default:
         todo = instead or "Call it outside `strategy.run`, or inside `merge_call`."
         raise errors.ContextError(
-            errors.message(
-                f"`{api}` needs a cross-replica context", f"this is {frame.describe()}", todo
-            )
+            f"`{api}` needs a cross-replica context", f"this is {frame.describe()}", todo
         )
     return frame
 
@@ -27,20 +25,16 @@ def require_replica(api: str, context: Any) -> Frame:
     frame = frames.current()
     if frame.mode is not Mode.REPLICA:
         raise errors.ContextError(
-            errors.message(
-                f"`{api}` needs a replica context",
-                f"this is {frame.describe()}",
-                "Call it inside `strategy.run(...)`; need to be inside `call_for_each_replica()`.",
-            )
+            f"`{api}` needs a replica context",
+            f"this is {frame.describe()}",
+            "Call it inside `strategy.run(...)`; need to be inside `call_for_each_replica()`.",
         )
     if frame.replica_context is not context:
         raise errors.ContextError(
-            errors.message(
-                f"`{api}` needs the ReplicaContext of the running replica",
-                "this object belongs to another run or another thread (mismatching "
-                "ReplicaContext or Strategy objects)",
-                "Ask `rx.get_replica_context()` inside the function that `run` calls.",
-            )
+            f"`{api}` needs the ReplicaContext of the running replica",
+            "this object belongs to another run or another thread (mismatching "
+            "ReplicaContext or Strategy objects)",
+            "Ask `rx.get_replica_context()` inside the function that `run` calls.",
         )
     return frame
 
@@ -50,9 +44,7 @@ def require_same_strategy(api: str, strategy: Any) -> None:
     frame = frames.current()
     if frame.strategy is not strategy and not frame.is_default:
         raise errors.ContextError(
-            errors.message(
-                f"`{api}` needs {type(strategy).__name__} to be in force, or nothing",
-                f"this is {frame.describe()}",
-                "Mixing different strategies is not possible: leave the other scope first.",
-            )
+            f"`{api}` needs {type(strategy).__name__} to be in force, or nothing",
+            f"this is {frame.describe()}",
+            "Mixing different strategies is not possible: leave the other scope first.",
         )

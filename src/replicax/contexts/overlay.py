@@ -124,13 +124,11 @@ class Overlay:
     def send_changes(self, variable: Any) -> None:
         """Has all changes sent off before the variable is fetched, if this trace can wait."""
         raise errors.UnsupportedError(
-            errors.message(
-                f"The value of {variable.name!r} after `apply_gradients` is known on "
-                f"{variable.device}, where the optimizer runs",
-                "a function that is being differentiated, or that runs replica by replica, "
-                "applies the gradients and asks for it",
-                "Apply the gradients outside of that function, or read the value before.",
-            )
+            f"The value of {variable.name!r} after `apply_gradients` is known on "
+            f"{variable.device}, where the optimizer runs",
+            "a function that is being differentiated, or that runs replica by replica, "
+            "applies the gradients and asks for it",
+            "Apply the gradients outside of that function, or read the value before.",
         )
 
     def read_rows(self, variable: Any, ids: Any) -> Any:
@@ -180,12 +178,10 @@ class Overlay:
     def _require_own_trace(self, target: Any) -> None:
         if not self.is_current_trace():
             raise errors.TracingError(
-                errors.message(
-                    f"A write to {target.name!r} must happen where its result can be kept",
-                    "it happens inside a jax.lax loop, branch or a nested transformation",
-                    "Use rx.scan, rx.fori_loop, rx.while_loop, rx.cond or rx.switch, which carry "
-                    "variables, or return the new value and assign it afterwards.",
-                )
+                f"A write to {target.name!r} must happen where its result can be kept",
+                "it happens inside a jax.lax loop, branch or a nested transformation",
+                "Use rx.scan, rx.fori_loop, rx.while_loop, rx.cond or rx.switch, which carry "
+                "variables, or return the new value and assign it afterwards.",
             )
 
     def _forget_inner_reads(self) -> None:
@@ -206,12 +202,10 @@ class Overlay:
         """Takes in a variable that was created inside the trace."""
         if self.parent is None:
             raise errors.TracingError(
-                errors.message(
-                    f"Variable {variable.name!r} must be created outside of a gradient, or "
-                    "inside `rx.function`",
-                    "its initial value is being differentiated",
-                    "Create the variable before calling `rx.value_and_grad`.",
-                )
+                f"Variable {variable.name!r} must be created outside of a gradient, or "
+                "inside `rx.function`",
+                "its initial value is being differentiated",
+                "Create the variable before calling `rx.value_and_grad`.",
             )
         self.parent.adopt(variable, initial_value)
 

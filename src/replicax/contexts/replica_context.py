@@ -25,11 +25,9 @@ class ReplicaContext:
         )
         if not is_id or isinstance(replica_id_in_sync_group, bool):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`replica_id_in_sync_group` must be an int, a scalar array or None",
-                    f"it is {replica_id_in_sync_group!r}",
-                    "Pass the number of the replica.",
-                )
+                "`replica_id_in_sync_group` must be an int, a scalar array or None",
+                f"it is {replica_id_in_sync_group!r}",
+                "Pass the number of the replica.",
             )
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
@@ -79,11 +77,9 @@ class ReplicaContext:
         frame = guards.require_replica("merge_call", self)
         if not callable(merge_fn):
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "`merge_fn` must be callable",
-                    f"it is {merge_fn!r}",
-                    "Pass a function whose first argument is the strategy.",
-                )
+                "`merge_fn` must be callable",
+                f"it is {merge_fn!r}",
+                "Pass a function whose first argument is the strategy.",
             )
         assert frame.executor is not None
         try:

@@ -40,11 +40,9 @@ def _in_trace(value: PerReplica, layout: ReplicaLayout) -> Any:
     stored = value.stored(layout)
     if stored is None:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "Compiled replica code can capture per-replica values of one shape and type",
-                f"it captured {value}",
-                "Pass the value in `args=`, or call `strategy.run` outside of `rx.function`.",
-            )
+            "Compiled replica code can capture per-replica values of one shape and type",
+            f"it captured {value}",
+            "Pass the value in `args=`, or call `strategy.run` outside of `rx.function`.",
         )
     replica_id = jax.lax.axis_index(AXIS)
     parts = []

@@ -78,11 +78,9 @@ class ClusterCoordinator:
         cluster = getattr(getattr(strategy, "extended", None), "cluster", None)
         if cluster is None:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "A ClusterCoordinator works with a ParameterServerStrategy",
-                    f"a {type(strategy).__name__} was given",
-                    "Make a ParameterServerStrategy; others run their steps with `strategy.run`.",
-                )
+                "A ClusterCoordinator works with a ParameterServerStrategy",
+                f"a {type(strategy).__name__} was given",
+                "Make a ParameterServerStrategy; others run their steps with `strategy.run`.",
             )
         with _making:
             known = _coordinators.get(strategy)
@@ -163,19 +161,15 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "`schedule` takes a function",
-                    f"a {type(fn).__name__} was given",
-                    "Pass the function itself, and its arguments in `args` and `kwargs`.",
-                )
+                "`schedule` takes a function",
+                f"a {type(fn).__name__} was given",
+                "Pass the function itself, and its arguments in `args` and `kwargs`.",
             )
         if deadline is not None and not deadline > 0:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`deadline` must be a positive number of seconds, or None",
-                    f"it is {deadline!r}",
-                    "Give the function more time.",
-                )
+                "`deadline` must be a positive number of seconds, or None",
+                f"it is {deadline!r}",
+                "Give the function more time.",
             )
         function = shipping.ship(fn, self._strategy)
         resources, buffers = self._pack(args, kwargs)
@@ -266,11 +260,9 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "`create_per_worker_value` takes a function",
-                    f"a {type(fn).__name__} was given",
-                    "Pass the function itself.",
-                )
+                "`create_per_worker_value` takes a function",
+                f"a {type(fn).__name__} was given",
+                "Pass the function itself.",
             )
         require_no_remote_value(args, kwargs)
         # One object with everything in it: a resource has no arguments of its own.

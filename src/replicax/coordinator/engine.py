@@ -375,11 +375,9 @@ class Engine:
     def _require_open(self) -> None:
         if self._is_closed:
             raise errors.ContextError(
-                errors.message(
-                    "A ClusterCoordinator works until it is closed",
-                    "it is closed",
-                    "Make a new strategy and a new coordinator.",
-                )
+                "A ClusterCoordinator works until it is closed",
+                "it is closed",
+                "Make a new strategy and a new coordinator.",
             )
 
     def _raise_pending(self) -> None:

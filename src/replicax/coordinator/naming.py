@@ -32,7 +32,7 @@ class Refusal(Exception):
 
     def error(self, place: str) -> Exception:
         """Returns the error to raise, given where the thing was found."""
-        return self.kind(errors.message(self.required, f"{self.found}{place}", self.todo))
+        return self.kind(self.required, f"{self.found}{place}", self.todo)
 
 
 def name_of(obj: Any, strategy: Any) -> Any:

@@ -35,9 +35,7 @@ def too_deep(value: Any, name: str) -> errors.InvalidArgumentError:
             "Pass values that do not contain themselves, or make such objects inside the function."
         )
     return errors.InvalidArgumentError(
-        errors.message(
-            "What is passed to workers must be nested finitely and not deeply", found, todo
-        )
+        "What is passed to workers must be nested finitely and not deeply", found, todo
     )
 
 

@@ -51,11 +51,9 @@ class PerWorkerDataset:
     def __iter__(self) -> PerWorkerIterator:
         if frames.current().overlay is not None:
             raise errors.ContextError(
-                errors.message(
-                    "Iterators over a per-worker dataset are made outside of compiled functions",
-                    "`iter` was called inside an rx.function",
-                    "Call `iter(dataset)` before, and pass the iterator as an argument.",
-                )
+                "Iterators over a per-worker dataset are made outside of compiled functions",
+                "`iter` was called inside an rx.function",
+                "Call `iter(dataset)` before, and pass the iterator as an argument.",
             )
         home = self._require_home()
         return PerWorkerIterator(home, home.make_iterator(self), self)
@@ -64,11 +62,9 @@ class PerWorkerDataset:
         home = self._home()
         if home is None:
             raise errors.ContextError(
-                errors.message(
-                    "A per-worker dataset needs the ClusterCoordinator that made it",
-                    "it is closed",
-                    "Make a new dataset with a new coordinator.",
-                )
+                "A per-worker dataset needs the ClusterCoordinator that made it",
+                "it is closed",
+                "Make a new dataset with a new coordinator.",
             )
         return home
 
@@ -113,11 +109,9 @@ class PerWorkerIterator:
 
     def __next__(self) -> NoReturn:
         raise errors.UnsupportedError(
-            errors.message(
-                "The elements of a per-worker iterator are on the workers",
-                "`next` was called at the coordinator",
-                "Pass the iterator to a scheduled function, and call `next` there.",
-            )
+            "The elements of a per-worker iterator are on the workers",
+            "`next` was called at the coordinator",
+            "Pass the iterator to a scheduled function, and call `next` there.",
         )
 
     def get_next(self) -> NoReturn:

@@ -46,9 +46,7 @@ class ClosureQueue:
     def __init__(self, limit: int = LIMIT) -> None:
         if limit < 1:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`queue_limit` must be at least 1", f"it is {limit}", "Choose a larger one."
-                )
+                "`queue_limit` must be at least 1", f"it is {limit}", "Choose a larger one."
             )
         self.limit = limit
         self.in_flight: dict[int, Closure] = {}
@@ -202,11 +200,9 @@ class ClosureQueue:
         self.doubted.update(held)
         # One error for all: there may be very many of them.
         reason = errors.CancelledError(
-            errors.message(
-                "A closure runs unless one before it fails",
-                "an error came first" if self.error is None else _described(self.error),
-                "Schedule it again.",
-            )
+            "A closure runs unless one before it fails",
+            "an error came first" if self.error is None else _described(self.error),
+            "Schedule it again.",
         )
         cancelled = [c for c in closures if not c.doubts]
         for closure in cancelled:

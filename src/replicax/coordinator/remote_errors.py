@@ -44,7 +44,7 @@ def rebuild_error(error: RemoteError, worker: Any) -> Exception:
     task = f"/job:worker/task:{worker}" if isinstance(worker, int) else str(worker)
     made = _rebuild(error, task)
     if error.cause == "input" and not isinstance(made, errors.ClosureInputError):
-        inner, made = made, errors.ClosureInputError(_text(error, task))
+        inner, made = made, errors.ClosureInputError(*_parts(error, task))
         made.__cause__ = inner
     if error.cause == "server":
         made.task_index = error.task  # type: ignore[attr-defined]
@@ -55,20 +55,20 @@ def rebuild_error(error: RemoteError, worker: Any) -> Exception:
 def _rebuild(error: RemoteError, task: str) -> Exception:
     if error.kind in _END_OF_DATA:
         return errors.OutOfRangeError(
-            errors.message(
-                f"A closure on {task} needs another element",
-                "the iterator that it reads has come to its end",
-                "Repeat the dataset, or schedule as many steps as it has.",
-            )
+            f"A closure on {task} needs another element",
+            "the iterator that it reads has come to its end",
+            "Repeat the dataset, or schedule as many steps as it has.",
         )
     kind = _OWN.get(error.kind) or _BUILTIN.get(error.kind)
     if kind is None:
-        return errors.ClosureError(_text(error, task))
+        return errors.ClosureError(*_parts(error, task))
+    if len(error.parts) == 3 and issubclass(kind, errors.DistributeError):
+        return kind(*error.parts)
     return kind(error.text)
 
 
-def _text(error: RemoteError, task: str) -> str:
-    return errors.message(
+def _parts(error: RemoteError, task: str) -> tuple[str, str, str]:
+    return (
         "A closure and what it needs must run without an error",
         f"{error.kind} was raised on {task}: {error.text}",
         "The notes of this error have the traceback of the worker.",

@@ -136,11 +136,9 @@ class PerWorkerValues:
         for value in values:
             if not isinstance(value, RemoteValue):
                 raise errors.ArgumentTypeError(
-                    errors.message(
-                        "`PerWorkerValues` holds RemoteValues",
-                        f"{value!r} is a {type(value).__name__}",
-                        "Make one with `ClusterCoordinator.create_per_worker_value`.",
-                    )
+                    "`PerWorkerValues` holds RemoteValues",
+                    f"{value!r} is a {type(value).__name__}",
+                    "Make one with `ClusterCoordinator.create_per_worker_value`.",
                 )
         self._values = tuple(values)
         self._holder: ResourceHolder | None = None
@@ -167,11 +165,9 @@ class PerWorkerValues:
         """The number under which workers know it."""
         if self._holder is None:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "A function gets per-worker values that the workers keep",
-                    "these were put together from results of closures",
-                    "Make them with `ClusterCoordinator.create_per_worker_value`.",
-                )
+                "A function gets per-worker values that the workers keep",
+                "these were put together from results of closures",
+                "Make them with `ClusterCoordinator.create_per_worker_value`.",
             )
         return self._holder.resource
 
@@ -221,11 +217,9 @@ def require_no_remote_value(args: Any, kwargs: Any) -> None:
     def check(leaf: Any) -> Any:
         if isinstance(leaf, RemoteValue):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "The arguments of a scheduled function are values, or per-worker objects",
-                    "a RemoteValue is among them",
-                    "Pass `value.fetch()`, or do both steps in one function.",
-                )
+                "The arguments of a scheduled function are values, or per-worker objects",
+                "a RemoteValue is among them",
+                "Pass `value.fetch()`, or do both steps in one function.",
             )
         return leaf
 

@@ -115,18 +115,14 @@ class Server:
         """Returns a new error that says why the job cannot go on."""
         if self.has_lost_variables:
             return errors.PSIncarnationError(
-                errors.message(
-                    f"The variables of {self} live in its process",
-                    self.loss or "another process answers there",
-                    "Make the strategy anew and restore the variables from a checkpoint.",
-                )
+                f"The variables of {self} live in its process",
+                self.loss or "another process answers there",
+                "Make the strategy anew and restore the variables from a checkpoint.",
             )
         return errors.PSUnavailableError(
-            errors.message(
-                f"Closures need every parameter server, and {self} is one",
-                self.loss or "it does not answer",
-                "Look into its log; restart the job from a checkpoint if its process is gone.",
-            )
+            f"Closures need every parameter server, and {self} is one",
+            self.loss or "it does not answer",
+            "Look into its log; restart the job from a checkpoint if its process is gone.",
         )
 
 

@@ -172,11 +172,9 @@ def _slices(values: Any, indices: Any, dense_shape: Any) -> IndexedSlices:
 
 def _malformed(found: str) -> errors.ProtocolError:
     return errors.ProtocolError(
-        errors.message(
-            "The result of a closure must be well-formed",
-            found,
-            "Run the same version of replicax on all tasks.",
-        )
+        "The result of a closure must be well-formed",
+        found,
+        "Run the same version of replicax on all tasks.",
     )
 
 
@@ -210,19 +208,15 @@ def _dump(value: Any, strategy: Any, name: str) -> list[Any]:
         if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
             place, culprit = captures.locate(value, _travels(strategy))
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "What a closure uses must not be nested deeply, as it travels to a worker",
-                    f"{_words(name, place)[:80]}, a {type(culprit)}, is",
-                    "Keep nested data in flat lists or arrays, or make it inside the function.",
-                )
+                "What a closure uses must not be nested deeply, as it travels to a worker",
+                f"{_words(name, place)[:80]}, a {type(culprit)}, is",
+                "Keep nested data in flat lists or arrays, or make it inside the function.",
             ) from None
         place, culprit = captures.locate(value, _travels(strategy))
         raise errors.ArgumentTypeError(
-            errors.message(
-                "What a closure uses must be picklable, as it travels to a worker",
-                f"{_words(name, place)} is a {type(culprit)}, which is not ({error})",
-                "Make such objects inside the function, or pass what they are made from.",
-            )
+            "What a closure uses must be picklable, as it travels to a worker",
+            f"{_words(name, place)} is a {type(culprit)}, which is not ({error})",
+            "Make such objects inside the function, or pass what they are made from.",
         ) from error
 
 
@@ -256,10 +250,8 @@ def _too_large(value: Any, strategy: Any, name: str) -> errors.ResourceExhausted
     largest = sorted(sizes, key=lambda pair: -pair[0])[:_NUM_NAMED]
     named = ", ".join(f"{_words(name, label)} has {size / 1e6:.1f} MB" for size, label in largest)
     return errors.ResourceExhaustedError(
-        errors.message(
-            f"A closure may have {pickling.MOST_INLINE_BYTES >> 20} MiB, and "
-            f"{pickling.MOST_BYTES >> 30} GiB with its arrays",
-            f"{name} has more: {named or 'its own data is too large'}",
-            "Keep data in variables or per-worker datasets instead of capturing it.",
-        )
+        f"A closure may have {pickling.MOST_INLINE_BYTES >> 20} MiB, and "
+        f"{pickling.MOST_BYTES >> 30} GiB with its arrays",
+        f"{name} has more: {named or 'its own data is too large'}",
+        "Keep data in variables or per-worker datasets instead of capturing it.",
     )

@@ -48,28 +48,22 @@ class Timing:
             value = getattr(self, field.name)
             if not value > 0:
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        f"`{field.name}` must be positive",
-                        f"it is {value!r}",
-                        "Choose a larger one.",
-                    )
+                    f"`{field.name}` must be positive",
+                    f"it is {value!r}",
+                    "Choose a larger one.",
                 )
         if self.dead_s < 2 * self.beat_s:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "A task must be able to miss a beat: `dead_s` is at least twice `beat_s`",
-                    f"they are {self.dead_s} and {self.beat_s}",
-                    "Beat more often, or wait longer.",
-                )
+                "A task must be able to miss a beat: `dead_s` is at least twice `beat_s`",
+                f"they are {self.dead_s} and {self.beat_s}",
+                "Beat more often, or wait longer.",
             )
         if self.blame_s < 2 * self.data_s:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "Three reports of a worker that waits each time must be able to count "
-                    "together: `blame_s` is at least twice `data_s`",
-                    f"they are {self.blame_s} and {self.data_s}",
-                    "Keep reports for longer, or wait less for an answer.",
-                )
+                "Three reports of a worker that waits each time must be able to count "
+                "together: `blame_s` is at least twice `data_s`",
+                f"they are {self.blame_s} and {self.data_s}",
+                "Keep reports for longer, or wait less for an answer.",
             )
 
     @classmethod
@@ -96,9 +90,7 @@ class Timing:
         if name == "fast":
             return cls.fast()
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"The environment variable {_VARIABLE} must be 'default' or 'fast'",
-                f"it is {name!r}",
-                "Correct it, or remove it.",
-            )
+            f"The environment variable {_VARIABLE} must be 'default' or 'fast'",
+            f"it is {name!r}",
+            "Correct it, or remove it.",
         )

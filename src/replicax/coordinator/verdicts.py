@@ -41,7 +41,7 @@ def too_slow(closure: Closure) -> str:
 def aborted(found: str) -> errors.ClosureAbortedError:
     """For closures that are given up while they run."""
     return errors.ClosureAbortedError(
-        errors.message("A closure runs to its end", found, "Its updates may be there or not.")
+        "A closure runs to its end", found, "Its updates may be there or not."
     )
 
 
@@ -53,24 +53,20 @@ def replaced() -> errors.ClosureAbortedError:
 def closed() -> errors.CancelledError:
     """For closures that have not ended when their coordinator does."""
     return errors.CancelledError(
-        errors.message(
-            "A closure runs as long as its coordinator",
-            "it was closed",
-            "Call `join` before `close`.",
-        )
+        "A closure runs as long as its coordinator",
+        "it was closed",
+        "Call `join` before `close`.",
     )
 
 
 def poison(closure: Closure) -> errors.PoisonClosureError:
     """For a closure that has ended too many workers."""
     return errors.PoisonClosureError(
-        errors.message(
-            "A worker survives the closures that it runs",
-            f"closure {closure.id} was running when each of {closure.num_deaths} workers was "
-            f"lost, the last of them /job:worker/task:{closure.worker}{_within(closure)}",
-            "Look into the logs of the workers: the closure may need more memory than they "
-            "have, end its process, or need more time than its deadline.",
-        )
+        "A worker survives the closures that it runs",
+        f"closure {closure.id} was running when each of {closure.num_deaths} workers was "
+        f"lost, the last of them /job:worker/task:{closure.worker}{_within(closure)}",
+        "Look into the logs of the workers: the closure may need more memory than they "
+        "have, end its process, or need more time than its deadline.",
     )
 
 
@@ -78,22 +74,18 @@ def no_workers(num_waiting: int, workers: Sequence[Worker], seconds: float) -> E
     """For closures that wait while nobody is there to run them."""
     reasons = "; ".join(f"{worker}: {worker.reason}" for worker in workers)
     return errors.NoWorkersError(
-        errors.message(
-            f"{num_waiting} closures need a worker",
-            f"none was there for {seconds:g} s ({reasons})",
-            "Start the workers again, then schedule the closures again.",
-        )
+        f"{num_waiting} closures need a worker",
+        f"none was there for {seconds:g} s ({reasons})",
+        "Start the workers again, then schedule the closures again.",
     )
 
 
 def worker_gone(worker: Worker, seconds: float) -> Exception:
     """For a value that only one worker has."""
     return errors.UnavailableError(
-        errors.message(
-            f"The value is kept by {worker}",
-            f"it was not there for {seconds:g} s ({worker.reason})",
-            "Start it again, then fetch the value again.",
-        )
+        f"The value is kept by {worker}",
+        f"it was not there for {seconds:g} s ({worker.reason})",
+        "Start it again, then fetch the value again.",
     )
 
 

@@ -122,11 +122,9 @@ class Watchdog:
     ) -> None:
         if not timeout > 0:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`timeout` must be a positive number of seconds",
-                    f"it is {timeout!r}",
-                    "Choose how long a closure may take, and some more.",
-                )
+                "`timeout` must be a positive number of seconds",
+                f"it is {timeout!r}",
+                "Choose how long a closure may take, and some more.",
             )
         # The engine alone: a coordinator that nobody else holds must end.
         self._engine: Engine = coordinator.engine

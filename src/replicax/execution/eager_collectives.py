@@ -119,11 +119,9 @@ def _through_gradients(exchange: Any, pull_back: Any, leaves: list[Any]) -> list
 def _concrete(exchange: Any, leaves: list[Any]) -> list[Any]:
     if any(map(jax_compat.is_traced, jax.tree.leaves(leaves))) or jax_compat.is_staging():
         raise errors.TracingError(
-            errors.message(
-                "A collective in eager replica code needs concrete values",
-                "it is inside a jax.jit, scan, vmap or nested gradient",
-                "Compile the whole step with `rx.function`.",
-            )
+            "A collective in eager replica code needs concrete values",
+            "it is inside a jax.jit, scan, vmap or nested gradient",
+            "Compile the whole step with `rx.function`.",
         )
     # The values are concrete, so the meeting is no part of the gradient around it.
     with jax_compat.eagerly(), frames.pushed(frames.current().with_overlay(None)):

@@ -85,11 +85,8 @@ def _replica_of(layout: ReplicaLayout | None, context: ReplicaContext) -> int | 
         replica_id = 0 if named is None else int(named)
     if not 0 <= replica_id < layout.num_replicas:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A replica context can be entered for one of the replicas of its strategy",
-                f"it names replica {replica_id}, and the strategy has {layout.num_replicas} "
-                "replicas",
-                "Pass a number from 0 to num_replicas_in_sync - 1.",
-            )
+            "A replica context can be entered for one of the replicas of its strategy",
+            f"it names replica {replica_id}, and the strategy has {layout.num_replicas} replicas",
+            "Pass a number from 0 to num_replicas_in_sync - 1.",
         )
     return replica_id

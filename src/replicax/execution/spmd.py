@@ -99,11 +99,9 @@ def run_replicas(
     assert outer is not None
     if outer.view is View.READ:
         raise errors.ContextError(
-            errors.message(
-                "`strategy.run` inside a gradient needs `rx.function` around both",
-                "it is called eagerly inside `rx.value_and_grad`",
-                "Take the gradient inside the function that `run` calls.",
-            )
+            "`strategy.run` inside a gradient needs `rx.function` around both",
+            "it is called eagerly inside `rx.value_and_grad`",
+            "Take the gradient inside the function that `run` calls.",
         )
     if outer.view is View.LOCAL:
         return _run_in_merge_call(strategy, layout, fn, args, kwargs)
@@ -215,11 +213,9 @@ class _Inputs:
             stored = leaf.stored(self._layout)
             if stored is None:
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        "Compiled replica code needs per-replica arguments of one shape and type",
-                        f"it got {leaf}",
-                        "Pad them, or call `strategy.run` outside of `rx.function`.",
-                    )
+                    "Compiled replica code needs per-replica arguments of one shape and type",
+                    f"it got {leaf}",
+                    "Pad them, or call `strategy.run` outside of `rx.function`.",
                 )
             self.mapped += stored
             self.mapped_scalars += leaf.scalars

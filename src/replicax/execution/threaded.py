@@ -78,12 +78,10 @@ class ThreadedRun:
         """Runs all replicas and merges what they return."""
         if frames.current().overlay is None and not jax_compat.is_eager():
             raise errors.TracingError(
-                errors.message(
-                    "`Strategy.run` inside a JAX transformation needs `rx.function`",
-                    "the code runs under a bare jax.jit, jax.grad, jax.vmap or the like",
-                    "Use `rx.function` in the place of jax.jit, and `rx.value_and_grad` in the "
-                    "function that `run` calls.",
-                )
+                "`Strategy.run` inside a JAX transformation needs `rx.function`",
+                "the code runs under a bare jax.jit, jax.grad, jax.vmap or the like",
+                "Use `rx.function` in the place of jax.jit, and `rx.value_and_grad` in the "
+                "function that `run` calls.",
             )
         caller_settings = jax_compat.caller_settings()
         last = None
@@ -177,21 +175,16 @@ class ThreadedRun:
         """Raises where replicas cannot meet."""
         if frame.overlay is not None and not frame.overlay.meets_other_replicas:
             raise errors.ContextError(
-                errors.message(
-                    "`merge_call` needs values of its own, not values that are being "
-                    "differentiated",
-                    "it is called inside `rx.value_and_grad` in eager replica code",
-                    "Call it after the gradient, use `all_reduce`, or compile the step with "
-                    "`rx.function`.",
-                )
+                "`merge_call` needs values of its own, not values that are being differentiated",
+                "it is called inside `rx.value_and_grad` in eager replica code",
+                "Call it after the gradient, use `all_reduce`, or compile the step with "
+                "`rx.function`.",
             )
         if frames.current().overlay is None and not jax_compat.is_eager():
             raise errors.TracingError(
-                errors.message(
-                    "Replicas that run eagerly can meet only outside of JAX transformations",
-                    "`merge_call` is called inside a jax.jit, scan, vmap or grad",
-                    "Compile the whole step with `rx.function` instead.",
-                )
+                "Replicas that run eagerly can meet only outside of JAX transformations",
+                "`merge_call` is called inside a jax.jit, scan, vmap or grad",
+                "Compile the whole step with `rx.function` instead.",
             )
 
     def all_reduce(self, op: Any, value: Any, options: Any) -> Any:
@@ -213,12 +206,10 @@ class ThreadedRun:
             made.append(create())
         if index >= len(made):
             raise errors.ContextError(
-                errors.message(
-                    "All replicas must create the same variables",
-                    f"replica {replica_id} creates {name!r} and replica 0 did not (it made "
-                    f"{sorted(v.name for vs in self._created.values() for v in vs)})",
-                    "Give a variable one name on all replicas, up to a number at its end.",
-                )
+                "All replicas must create the same variables",
+                f"replica {replica_id} creates {name!r} and replica 0 did not (it made "
+                f"{sorted(v.name for vs in self._created.values() for v in vs)})",
+                "Give a variable one name on all replicas, up to a number at its end.",
             )
         return made[index]
 
@@ -251,11 +242,9 @@ class ThreadedRun:
         for i, call in enumerate(calls):
             if not _is_same_function(call[0], calls[0][0]):
                 raise errors.ContextError(
-                    errors.message(
-                        "All replicas must pass the same function to `merge_call`",
-                        f"replica 0 passed {calls[0][0]} and replica {i} passed {call[0]}",
-                        "Choose the function outside of replica code.",
-                    )
+                    "All replicas must pass the same function to `merge_call`",
+                    f"replica 0 passed {calls[0][0]} and replica {i} passed {call[0]}",
+                    "Choose the function outside of replica code.",
                 )
         merged_args, merged_kwargs = self._regrouped([(call[1], call[2]) for call in calls])
         with self._merge_frame():
@@ -309,10 +298,8 @@ def _is_same_function(one: Any, other: Any) -> bool:
 
 def _different_numbers(replica_id: int) -> errors.ContextError:
     return errors.ContextError(
-        errors.message(
-            "All replicas must call `merge_call` (all_reduce, all_gather, assign of an "
-            "aggregated variable) equally often",
-            f"replica {replica_id} made another number of calls than the last one",
-            "Do not let such calls depend on the replica id.",
-        )
+        "All replicas must call `merge_call` (all_reduce, all_gather, assign of an "
+        "aggregated variable) equally often",
+        f"replica {replica_id} made another number of calls than the last one",
+        "Do not let such calls depend on the replica id.",
     )

@@ -87,11 +87,9 @@ def write(
         raise
     except OSError as error:
         raise errors.CheckpointError(
-            errors.message(
-                f"A model must be written to {str(target)!r}",
-                f"that failed: {error}",
-                "What was there before is unchanged. Free space or choose another directory.",
-            )
+            f"A model must be written to {str(target)!r}",
+            f"that failed: {error}",
+            "What was there before is unchanged. Free space or choose another directory.",
         ) from error
 
 
@@ -105,11 +103,9 @@ def require_target(target: Path) -> None:
             found = "it holds other files" if any(target.iterdir()) else ""
     if found:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"{str(target)!r} must be a new or empty directory, or hold a saved model",
-                found,
-                "Choose another directory.",
-            )
+            f"{str(target)!r} must be a new or empty directory, or hold a saved model",
+            found,
+            "Choose another directory.",
         )
 
 
@@ -188,11 +184,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise errors.NotFoundError(
-            errors.message(
-                f"A saved model must be in {str(folder)!r}",
-                f"there is no {MANIFEST}",
-                "Pass the directory that `rx.saved_model.save` wrote.",
-            )
+            f"A saved model must be in {str(folder)!r}",
+            f"there is no {MANIFEST}",
+            "Pass the directory that `rx.saved_model.save` wrote.",
         ) from error
     except (ValueError, RecursionError) as error:
         raise _loss(path, f"it is not JSON: {error}") from error
@@ -200,18 +194,16 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise
     except OSError as error:
         raise errors.CheckpointError(
-            errors.message(f"{str(path)!r} must be readable", f"{error}", "Check its permissions.")
+            f"{str(path)!r} must be readable", f"{error}", "Check its permissions."
         ) from error
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise _loss(path, f"it is not the manifest of a {_FORMAT}")
     version = manifest.get("version")
     if version != _VERSION:
         raise errors.CheckpointError(
-            errors.message(
-                f"This release reads version {_VERSION} of saved models",
-                f"{str(path)!r} has version {version!r}",
-                "Upgrade replicax, or save the model again.",
-            )
+            f"This release reads version {_VERSION} of saved models",
+            f"{str(path)!r} has version {version!r}",
+            "Upgrade replicax, or save the model again.",
         )
     if manifest.get("crc32") != _checksum_of(manifest):
         raise _loss(path, "its checksum does not match")
@@ -251,7 +243,5 @@ def _as_array(folder: Path, entry: dict[str, Any], piece: np.ndarray) -> np.ndar
 
 def _loss(path: Path, found: str) -> errors.DataLossError:
     return errors.DataLossError(
-        errors.message(
-            f"{str(path)!r} must hold what was saved", found, "Restore it, or save the model again."
-        )
+        f"{str(path)!r} must hold what was saved", found, "Restore it, or save the model again."
     )

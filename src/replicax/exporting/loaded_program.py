@@ -68,11 +68,9 @@ class LoadedProgram:
             size = leaves[leaf].shape[axis]
             if sizes.setdefault(symbol, size) != size:
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        f"All arguments of {self.__name__!r} must agree on the size {symbol!r}",
-                        f"it is {sizes[symbol]} and {size}",
-                        "Pass batches of one size.",
-                    )
+                    f"All arguments of {self.__name__!r} must agree on the size {symbol!r}",
+                    f"it is {sizes[symbol]} and {size}",
+                    "Pass batches of one size.",
                 )
         return sizes
 
@@ -96,12 +94,10 @@ class LoadedProgram:
 
     def _no_rows(self, found: str) -> errors.InvalidArgumentError:
         return errors.InvalidArgumentError(
-            errors.message(
-                f"{self.__name__!r} of a loaded model must give the same for an empty batch as the "
-                "original",
-                f"the batch has no rows and {found}",
-                "Leave empty batches out, or export a function that returns one row per row.",
-            )
+            f"{self.__name__!r} of a loaded model must give the same for an empty batch as the "
+            "original",
+            f"the batch has no rows and {found}",
+            "Leave empty batches out, or export a function that returns one row per row.",
         )
 
 
@@ -134,11 +130,9 @@ def _callable(exported: jax.export.Exported, name: str) -> Callable[..., Any]:
     def run_forward(*inputs: Any) -> Any:
         if not exported.has_vjp():
             raise errors.UnsupportedError(
-                errors.message(
-                    f"Differentiating {name!r} needs a gradient that was saved with it",
-                    "JAX could not derive one when the model was saved",
-                    "Save a function without jax.lax.while_loop and the like.",
-                )
+                f"Differentiating {name!r} needs a gradient that was saved with it",
+                "JAX could not derive one when the model was saved",
+                "Save a function without jax.lax.while_loop and the like.",
             )
         outs = forward(*inputs)
         return outs, (inputs, [o for o, f in zip(outs, is_float_out, strict=True) if not f])

@@ -45,11 +45,9 @@ def load(export_dir: str | os.PathLike[str]) -> LoadedModule:
     except _MALFORMED as error:
         path = str(Path(export_dir) / files.MANIFEST)
         raise errors.DataLossError(
-            errors.message(
-                f"{path!r} must describe a saved model",
-                f"it does not: {type(error).__name__} {error}",
-                "Save the model again.",
-            )
+            f"{path!r} must describe a saved model",
+            f"it does not: {type(error).__name__} {error}",
+            "Save the model again.",
         ) from error
     hidden = [v for v in variables if v not in reachable]
     vars(root).update({"_captured": hidden} if hidden else {}, signatures=signatures)

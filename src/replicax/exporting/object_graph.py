@@ -55,19 +55,15 @@ class ObjectGraph:
             attributes = dict(root)
             if not all(isinstance(key, str) and key.isidentifier() for key in attributes):
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        "The keys of a dict that is saved must be names of attributes",
-                        f"they are {list(attributes)}",
-                        "Rename them, or put the dict into an attribute of an rx.Module.",
-                    )
+                    "The keys of a dict that is saved must be names of attributes",
+                    f"they are {list(attributes)}",
+                    "Rename them, or put the dict into an attribute of an rx.Module.",
                 )
         elif isinstance(root, Variable | Function) or not hasattr(root, "__dict__"):
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "`saved_model.save` needs an object with attributes, or a dict",
-                    f"{type(root).__name__} was given",
-                    "Put it into an rx.Module or a dict.",
-                )
+                "`saved_model.save` needs an object with attributes, or a dict",
+                f"{type(root).__name__} was given",
+                "Put it into an rx.Module or a dict.",
             )
         else:
             attributes = attributes_of(root)

@@ -117,11 +117,9 @@ class _OneReplicaOverlay(capturing.CapturingOverlay):
         target = change.target
         if not isinstance(target, Variable):
             raise errors.UnsupportedError(
-                errors.message(
-                    "An exported function can change variables",
-                    f"it changes {target.name}, which lives on parameter servers",
-                    "Export the part of the model that does not train.",
-                )
+                "An exported function can change variables",
+                f"it changes {target.name}, which lives on parameter servers",
+                "Export the part of the model that does not train.",
             )
         whole: Any = getattr(target, "container", target)
         value = updates.apply(change.kind, self.read(target), change.payload)
@@ -201,11 +199,9 @@ def _capture(
         captured = capturing.capture(body, shapes, overlay)
     if overlay.creations or captured.created:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"The variables of {name!r} must exist before it is saved",
-                f"it created {[v.name for v in overlay.creations]} while it was traced",
-                "Call it once first.",
-            )
+            f"The variables of {name!r} must exist before it is saved",
+            f"it created {[v.name for v in overlay.creations]} while it was traced",
+            "Call it once first.",
         )
     return captured, results[0]
 
@@ -229,12 +225,10 @@ def _explained_errors(name: str) -> Iterator[None]:
         if not is_inconclusive and not isinstance(error, TypeError | ValueError):
             raise
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"{name!r} must work for every size that its input_signature leaves open",
-                f"it does not: {_first_line(error)}",
-                "Give the size in the input_signature instead of None, or name sizes that are "
-                "equal in `signatures`.",
-            )
+            f"{name!r} must work for every size that its input_signature leaves open",
+            f"it does not: {_first_line(error)}",
+            "Give the size in the input_signature instead of None, or name sizes that are "
+            "equal in `signatures`.",
         ) from error
 
 
@@ -250,12 +244,10 @@ def _described_arguments(
         shape = getattr(spec, "shape", None)
         if shape is None or not hasattr(spec, "dtype"):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"The input_signature of {name!r} must give a TensorSpec with a shape for "
-                    "each argument",
-                    f"it gives {spec!r}",
-                    "Use None for sizes that may differ between calls.",
-                )
+                f"The input_signature of {name!r} must give a TensorSpec with a shape for "
+                "each argument",
+                f"it gives {spec!r}",
+                "Use None for sizes that may differ between calls.",
             )
         sizes = [_size(axis, size, fresh) for axis, size in enumerate(shape)]
         leaves.append((sizes, spec.dtype))
@@ -284,12 +276,9 @@ def _result(leaf: Any, found: list[Any], name: str) -> dict[str, Any]:
         array = jnp.asarray(leaf)
     except TypeError as error:
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"An exported function such as {name!r} must return arrays in lists, tuples "
-                "and dicts",
-                f"it returned a {type(leaf).__name__}",
-                "Return its arrays instead.",
-            )
+            f"An exported function such as {name!r} must return arrays in lists, tuples and dicts",
+            f"it returned a {type(leaf).__name__}",
+            "Return its arrays instead.",
         ) from error
     found.append(array)
     sizes = [size if isinstance(size, int) else str(size) for size in array.shape]
@@ -351,9 +340,7 @@ def _first_line(error: Exception) -> str:
 
 def _not_portable(name: str, error: Exception) -> errors.UnsupportedError:
     return errors.UnsupportedError(
-        errors.message(
-            f"{name!r} must be made of operations that jax.export can write",
-            f"it is not: {_first_line(error)}",
-            "Leave callbacks, prints and custom kernels out of exported functions.",
-        )
+        f"{name!r} must be made of operations that jax.export can write",
+        f"it is not: {_first_line(error)}",
+        "Leave callbacks, prints and custom kernels out of exported functions.",
     )

@@ -82,11 +82,9 @@ def _by_name(signatures: Any) -> Mapping[str, Any]:
     for name in signatures:
         if not isinstance(name, str):
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "`signatures` must map names to functions",
-                    f"{name!r} is not a name",
-                    "Use text as keys.",
-                )
+                "`signatures` must map names to functions",
+                f"{name!r} is not a name",
+                "Use text as keys.",
             )
     return signatures
 
@@ -96,23 +94,19 @@ def _resolve(name: str, given: Any) -> tuple[Callable[..., Any], tuple[Any, ...]
     fn, specs = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
     if not callable(fn):
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"Signature {name!r} must be a function, or a pair (function, specs)",
-                f"{type(fn).__name__} was given",
-                "Pass an rx.function with an input_signature.",
-            )
+            f"Signature {name!r} must be a function, or a pair (function, specs)",
+            f"{type(fn).__name__} was given",
+            "Pass an rx.function with an input_signature.",
         )
     if specs is None:
         specs = getattr(fn, "input_signature", None)
     if specs is None:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"An exported function such as {name!r} needs an input_signature; traces of "
-                "earlier calls belong to their strategy",
-                "it has none",
-                "Pass input_signature=[rx.TensorSpec(...)] to rx.function, or the pair "
-                "(function, [rx.TensorSpec(...)]) in `signatures`.",
-            )
+            f"An exported function such as {name!r} needs an input_signature; traces of "
+            "earlier calls belong to their strategy",
+            "it has none",
+            "Pass input_signature=[rx.TensorSpec(...)] to rx.function, or the pair "
+            "(function, [rx.TensorSpec(...)]) in `signatures`.",
         )
     is_one = isinstance(specs, TensorSpec | jax.ShapeDtypeStruct)
     return fn, (specs,) if is_one else tuple(specs)

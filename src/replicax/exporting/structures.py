@@ -31,11 +31,9 @@ def describe(tree: Any, describe_leaf: Callable[[Any], dict[str, Any]]) -> Descr
         for key in tree:
             if not isinstance(key, _KEYS) or isinstance(key, bool):
                 raise errors.ArgumentTypeError(
-                    errors.message(
-                        "Keys of exported dicts must be text or whole numbers",
-                        f"{key!r} is a {type(key).__name__}",
-                        "Use other keys, or a list.",
-                    )
+                    "Keys of exported dicts must be text or whole numbers",
+                    f"{key!r} is a {type(key).__name__}",
+                    "Use other keys, or a list.",
                 )
         return {"dict": [[key, describe(value, describe_leaf)] for key, value in tree.items()]}
     return describe_leaf(tree)
@@ -93,7 +91,5 @@ def flatten(described: Described, tree: Any, where: str) -> list[Any]:
 def _mismatch(where: str, wanted: str, found: Any) -> errors.StructureError:
     text = f"a dict with keys {list(found)}" if isinstance(found, Mapping) else repr(found)[:80]
     return errors.StructureError(
-        errors.message(
-            f"{where} must be {wanted}", f"it is {text}", "Pass what the model was saved with."
-        )
+        f"{where} must be {wanted}", f"it is {text}", "Pass what the model was saved with."
     )

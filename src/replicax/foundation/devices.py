@@ -97,37 +97,35 @@ def resolve(device: str | Device) -> Device:
         return device
     if not isinstance(device, str):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "A device must be a name such as 'CPU:0' or a Device",
-                f"{device!r} of type {type(device).__name__} was given",
-                "Pass a string.",
-            )
+            "A device must be a name such as 'CPU:0' or a Device",
+            f"{device!r} of type {type(device).__name__} was given",
+            "Pass a string.",
         )
     spec = parse(device)
     candidates = devices_of_kind(spec.kind or "CPU")
     index = spec.index or 0
     if index >= len(candidates):
-        raise errors.InvalidArgumentError(missing(f"The device {device!r}", spec.kind or "CPU"))
+        raise errors.InvalidArgumentError(*missing(f"The device {device!r}", spec.kind or "CPU"))
     return candidates[index]
 
 
-def missing(wanted: str, kind: str) -> str:
-    """Returns the message about a device of a kind that is not there."""
+def missing(wanted: str, kind: str) -> tuple[str, str, str]:
+    """Returns the three parts of the error about a device of a kind that is not there."""
     found = f"this process has {_available()}"
     if kind in _SUPPORT and not devices_of_kind(kind):
         packages, extra, advice = _SUPPORT[kind]
         install = f'`pip install "jax[{extra}]"`'
         if not any(map(_is_installed, packages)):
-            return errors.message(
+            return (
                 f"{wanted} needs a JAX with {kind} support",
                 f"the installed JAX {jax.__version__} has none, and {found}",
                 f"Install it with {install}, or name one of these devices.",
             )
-        return errors.message(f"{wanted} needs a {kind} that JAX can use", found, advice)
+        return f"{wanted} needs a {kind} that JAX can use", found, advice
     advice = "Name one of those."
     if kind == "CPU":
         advice = "For more CPU devices call rx.set_virtual_cpu_devices(n) first in the program."
-    return errors.message(f"{wanted} must exist", found, advice)
+    return f"{wanted} must exist", found, advice
 
 
 def _is_installed(package: str) -> bool:
@@ -211,11 +209,9 @@ def set_virtual_cpu_devices(count: int) -> None:
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "The number of virtual CPU devices must be 1 or more",
-                f"{count!r} was given",
-                "Pass a positive int.",
-            )
+            "The number of virtual CPU devices must be 1 or more",
+            f"{count!r} was given",
+            "Pass a positive int.",
         )
     # Two programs' worth of threads: fewer, and XLA's CPU client can starve itself.
     if "NPROC" not in os.environ:
@@ -228,11 +224,9 @@ def set_virtual_cpu_devices(count: int) -> None:
         if len(jax.devices("cpu")) == count:
             return
         raise errors.ContextError(
-            errors.message(
-                f"set_virtual_cpu_devices({count}) must run before JAX starts",
-                f"JAX already runs with {len(jax.devices('cpu'))} CPU devices",
-                "Call it right after the imports, before any array is made.",
-            )
+            f"set_virtual_cpu_devices({count}) must run before JAX starts",
+            f"JAX already runs with {len(jax.devices('cpu'))} CPU devices",
+            "Call it right after the imports, before any array is made.",
         ) from None
 
 
@@ -241,12 +235,9 @@ def resolve_all(names: Sequence[str | Device]) -> tuple[Device, ...]:
     resolved = tuple(resolve(name) for name in names)
     if len(set(resolved)) != len(resolved):
         raise errors.InvalidArgumentError(
-            errors.message(
-                "The devices of a strategy must differ",
-                f"{[name_of(d) for d in resolved]} holds one of them twice",
-                "Name each device once; for several replicas on one device pass "
-                "`virtual_replicas=`.",
-            )
+            "The devices of a strategy must differ",
+            f"{[name_of(d) for d in resolved]} holds one of them twice",
+            "Name each device once; for several replicas on one device pass `virtual_replicas=`.",
         )
     return resolved
 
@@ -257,10 +248,7 @@ def _available() -> str:
 
 def _bad_name(name: str) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        errors.message(
-            "A device name looks like 'CPU:1', '/gpu:0' or "
-            "'/job:worker/replica:0/task:0/device:GPU:0'",
-            f"{name!r} was given",
-            "Correct the name.",
-        )
+        "A device name looks like 'CPU:1', '/gpu:0' or '/job:worker/replica:0/task:0/device:GPU:0'",
+        f"{name!r} was given",
+        "Correct the name.",
     )

@@ -29,14 +29,49 @@
         ├── ClosureAbortedError                        it was given up while it ran
         └── PoisonClosureError                         it ended every worker that ran it
 
-Each message has three parts: what was required, what was found, what to do.
+An error about an argument or a call has three parts: what was required, what was found, what to
+do. An error about the state of the system (a task is gone, a wait timed out) has one text, which
+says what happened, with the numbers, and what to do.
 """
 
 from __future__ import annotations
 
 
 class DistributeError(Exception):
-    """Base of every error raised by replicax."""
+    """Base of every error raised by replicax.
+
+    Args:
+      text: What was required; or the whole text, if it is the only part.
+      found: What was found instead.
+      advice: What to do about it.
+
+    Attributes:
+      required: What was required; empty if the error has one text.
+      found: What was found, or the whole text.
+      advice: What to do; empty if the error has one text.
+
+    Example:
+      >>> error = InvalidArgumentError("`axis` must be 0", "it is 3", "Pass 0.")
+      >>> str(error), error.found
+      ('`axis` must be 0, but it is 3. Pass 0.', 'it is 3')
+    """
+
+    required: str
+    found: str
+    advice: str
+
+    def __init__(self, text: str = "", found: str = "", advice: str = "") -> None:
+        if found:
+            self.required, self.found, self.advice = text, found, advice
+            text = f"{text.rstrip('.')}, but {found.rstrip('.')}. {advice}"
+        else:
+            self.required, self.found, self.advice = "", text, ""
+        super().__init__(text)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What was required, what was found and what to do; empty for an error of one text."""
+        return (self.required, self.found, self.advice) if self.required else ()
 
 
 class ContextError(DistributeError, RuntimeError):
@@ -148,8 +183,3 @@ class ClosureAbortedError(ClosureError):
 
 class PoisonClosureError(ClosureError):
     """Raised when a closure ended every worker process that tried to run it."""
-
-
-def message(required: str, found: str, todo: str) -> str:
-    """Joins the three parts of an error message."""
-    return f"{required.rstrip('.')}, but {found.rstrip('.')}. {todo}"

@@ -20,11 +20,9 @@ class LazyModule:
         except ModuleNotFoundError as error:
             package = self._name.partition(".")[0]
             raise errors.MissingDependencyError(
-                errors.message(
-                    f"This needs the package {package!r}",
-                    "it is not installed",
-                    f"Run `pip install {package}`.",
-                )
+                f"This needs the package {package!r}",
+                "it is not installed",
+                f"Run `pip install {package}`.",
             ) from error
         value = getattr(module, attribute)
         # The next lookup finds the name here and comes no more.

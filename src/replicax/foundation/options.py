@@ -24,11 +24,9 @@ class ReduceOp(enum.Enum):
         if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
             return ReduceOp(aggregation.name)
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A reduction needs VariableAggregation.SUM or MEAN",
-                f"{aggregation} was given",
-                "Pass ReduceOp.SUM or ReduceOp.MEAN.",
-            )
+            "A reduction needs VariableAggregation.SUM or MEAN",
+            f"{aggregation} was given",
+            "Pass ReduceOp.SUM or ReduceOp.MEAN.",
         )
 
 
@@ -89,11 +87,9 @@ class CommunicationOptions:
     ) -> None:
         if bytes_per_pack < 0:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`bytes_per_pack` must be 0 or more",
-                    f"it is {bytes_per_pack}",
-                    "Leave it out to let the library choose.",
-                )
+                "`bytes_per_pack` must be 0 or more",
+                f"it is {bytes_per_pack}",
+                "Leave it out to let the library choose.",
             )
         if isinstance(implementation, str):
             implementation = implementation.upper()
@@ -101,11 +97,9 @@ class CommunicationOptions:
             self.implementation = CommunicationImplementation(implementation)
         except ValueError:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`implementation` must be AUTO, RING or NCCL",
-                    f"it is {implementation!r}",
-                    "Pass a member of rx.experimental.CommunicationImplementation.",
-                )
+                "`implementation` must be AUTO, RING or NCCL",
+                f"it is {implementation!r}",
+                "Pass a member of rx.experimental.CommunicationImplementation.",
             ) from None
         self.bytes_per_pack = bytes_per_pack
         self.timeout_seconds = timeout_seconds
@@ -137,12 +131,10 @@ def resolve_reduce_op(reduce_op: ReduceOp | VariableAggregation | str) -> Reduce
     if isinstance(reduce_op, str) and reduce_op.upper() in ReduceOp.__members__:
         return ReduceOp[reduce_op.upper()]
     raise errors.InvalidArgumentError(
-        errors.message(
-            "`reduce_op`, the first argument, must be ReduceOp.SUM, ReduceOp.MEAN or one of "
-            "their names",
-            f"it is {reduce_op!r}"
-            if isinstance(reduce_op, str)
-            else f"it is a {type(reduce_op).__name__}",
-            'Pass "SUM" or "MEAN" first, and the value after it.',
-        )
+        "`reduce_op`, the first argument, must be ReduceOp.SUM, ReduceOp.MEAN or one of "
+        "their names",
+        f"it is {reduce_op!r}"
+        if isinstance(reduce_op, str)
+        else f"it is a {type(reduce_op).__name__}",
+        'Pass "SUM" or "MEAN" first, and the value after it.',
     )

@@ -124,11 +124,9 @@ class Dataset(GroupingSteps, StoringSteps):
         found = sorted({name for pattern in patterns for name in glob.glob(os.fspath(pattern))})
         if not found:
             raise errors.NotFoundError(
-                errors.message(
-                    f"A file must match {', '.join(map(repr, patterns))}",
-                    "none does",
-                    "Correct the pattern.",
-                )
+                f"A file must match {', '.join(map(repr, patterns))}",
+                "none does",
+                "Correct the pattern.",
             )
         dataset = Dataset(_names(tuple(found)))
         if shuffle is None or shuffle:
@@ -517,11 +515,9 @@ class Dataset(GroupingSteps, StoringSteps):
         plan = over_files(self._plan, tuple(files))
         if plan is None:
             raise errors.NotFoundError(
-                errors.message(
-                    "`with_files` needs a dataset that starts from files",
-                    f"this one is {self._plan.name!r}",
-                    "Start from a reader such as rx.data.TextLineDataset.",
-                )
+                "`with_files` needs a dataset that starts from files",
+                f"this one is {self._plan.name!r}",
+                "Start from a reader such as rx.data.TextLineDataset.",
             )
         return Dataset(plan)
 
@@ -563,11 +559,9 @@ def _shard_arguments(num_shards: int, index: int) -> tuple[int, int]:
     own = whole_number("index", index, 0)
     if own >= num:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`index` must be below the number of shards, {num}",
-                f"it is {own}",
-                "Shards are numbered from 0.",
-            )
+            f"`index` must be below the number of shards, {num}",
+            f"it is {own}",
+            "Shards are numbered from 0.",
         )
     return num, own
 
@@ -576,10 +570,8 @@ def _require_datasets(step: str, values: Any) -> list[Dataset]:
     datasets = [require_dataset(step, value) for value in values]
     if not datasets:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{step}` needs datasets to choose from",
-                "the list is empty",
-                "Pass at least one dataset.",
-            )
+            f"`{step}` needs datasets to choose from",
+            "the list is empty",
+            "Pass at least one dataset.",
         )
     return datasets

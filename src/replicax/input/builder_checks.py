@@ -22,9 +22,7 @@ class UserFunction:
     def __init__(self, fn: Callable[..., Any], step: str, name: str) -> None:
         if not callable(fn):
             raise errors.ArgumentTypeError(
-                errors.message(
-                    f"`{step}` needs a function", f"{fn!r} was given", "Pass a callable."
-                )
+                f"`{step}` needs a function", f"{fn!r} was given", "Pass a callable."
             )
         self._fn, self._step, self._name = fn, step, name
 
@@ -49,11 +47,9 @@ class UserFunction:
         if result is None:
             raise self.noted(
                 errors.ArgumentTypeError(
-                    errors.message(
-                        f"The function of `{self._step}` must return an element",
-                        "it returned None",
-                        "Return arrays, or leave elements out with `filter`.",
-                    )
+                    f"The function of `{self._step}` must return an element",
+                    "it returned None",
+                    "Return arrays, or leave elements out with `filter`.",
                 )
             )
         return builder_elements.as_element(result)
@@ -71,11 +67,9 @@ class UserFunction:
         if result.ndim or result.dtype.kind not in kinds:
             raise self.noted(
                 errors.InvalidArgumentError(
-                    errors.message(
-                        f"The function of `{self._step}` must return {wanted}",
-                        f"it returned {result.dtype} of shape {result.shape}",
-                        "Reduce it to one value of that type.",
-                    )
+                    f"The function of `{self._step}` must return {wanted}",
+                    f"it returned {result.dtype} of shape {result.shape}",
+                    "Reduce it to one value of that type.",
                 )
             )
         return result
@@ -86,12 +80,10 @@ class UserFunction:
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise self.noted(
                 errors.ArgumentTypeError(
-                    errors.message(
-                        f"The function of `{self._step}` must return a pair of the new state and "
-                        "the new element",
-                        f"it returned {type(result).__name__}",
-                        "Return (state, element).",
-                    )
+                    f"The function of `{self._step}` must return a pair of the new state and "
+                    "the new element",
+                    f"it returned {type(result).__name__}",
+                    "Return (state, element).",
                 )
             )
         new = builder_elements.as_element(result[0])
@@ -106,13 +98,11 @@ class UserFunction:
         if wanted != found:
             raise self.noted(
                 errors.ArgumentTypeError(
-                    errors.message(
-                        f"The function of `{self._step}` must return a state of the structure and "
-                        f"types of the initial one, {wanted[0]} of {wanted[1]}",
-                        f"it returned {found[0]} of {found[1]}",
-                        "Give the initial state the type that the function computes, such as "
-                        "np.int64(0).",
-                    )
+                    f"The function of `{self._step}` must return a state of the structure and "
+                    f"types of the initial one, {wanted[0]} of {wanted[1]}",
+                    f"it returned {found[0]} of {found[1]}",
+                    "Give the initial state the type that the function computes, such as "
+                    "np.int64(0).",
                 )
             )
 
@@ -142,11 +132,9 @@ class Yielded:
         pairs = zip(specs, shapes, strict=False)
         if structure != wanted or not all(spec.accepts(shape) for spec, shape in pairs):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"The generator must yield elements like {self._spec}",
-                    f"it yielded {structure} with shapes {shapes}",
-                    "Correct `output_signature` or the generator.",
-                )
+                f"The generator must yield elements like {self._spec}",
+                f"it yielded {structure} with shapes {shapes}",
+                "Correct `output_signature` or the generator.",
             )
         cast = [
             leaf.astype(spec.dtype, copy=False) if isinstance(leaf, np.ndarray) else leaf
@@ -165,11 +153,9 @@ def whole_number(argument: str, value: Any, least: int, todo: str = "") -> int:
         number = least - 1
     if number < least:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{argument}` must be a whole number of at least {least}",
-                f"it is {value!r}",
-                todo or f"Pass {least} or more.",
-            )
+            f"`{argument}` must be a whole number of at least {least}",
+            f"it is {value!r}",
+            todo or f"Pass {least} or more.",
         )
     return number
 
@@ -179,19 +165,15 @@ def choice(value: Any, num_datasets: int) -> int:
     array = np.asarray(value)
     if array.ndim or array.dtype.kind not in "iu":
         raise errors.ArgumentTypeError(
-            errors.message(
-                "Elements of the choice dataset must be whole numbers, one each",
-                f"there is {array.dtype} of shape {array.shape}",
-                "Make them with rx.data.Dataset.range or a `map` to int64.",
-            )
+            "Elements of the choice dataset must be whole numbers, one each",
+            f"there is {array.dtype} of shape {array.shape}",
+            "Make them with rx.data.Dataset.range or a `map` to int64.",
         )
     if not 0 <= array < num_datasets:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"Elements of the choice dataset must be from 0 to {num_datasets - 1}",
-                f"there is {array}",
-                "Datasets are numbered from 0, in the order in which they are given.",
-            )
+            f"Elements of the choice dataset must be from 0 to {num_datasets - 1}",
+            f"there is {array}",
+            "Datasets are numbered from 0, in the order in which they are given.",
         )
     return int(array)
 
@@ -201,20 +183,16 @@ def unique_key(element: Any) -> Any:
     leaves = jax.tree.leaves(element)
     if len(leaves) != 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`unique` needs elements of one part",
-                f"they have {len(leaves)}",
-                "Choose one with `map` first.",
-            )
+            "`unique` needs elements of one part",
+            f"they have {len(leaves)}",
+            "Choose one with `map` first.",
         )
     array = np.asarray(leaves[0])
     if array.dtype.kind not in "iuOSU":
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`unique` compares integers and text",
-                f"elements are {array.dtype}",
-                "Map them to integers first.",
-            )
+            "`unique` compares integers and text",
+            f"elements are {array.dtype}",
+            "Map them to integers first.",
         )
     text = array.dtype.kind in "OSU"
     return array.shape, tuple(array.reshape(-1).tolist()) if text else array.tobytes()
@@ -226,18 +204,14 @@ def sliceable(tensors: Any) -> Any:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(arrays)]
     if not shapes or () in shapes:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`from_tensor_slices` needs arrays with at least one dimension",
-                f"the shapes are {shapes}",
-                "Use `from_tensors` for a dataset of one element.",
-            )
+            "`from_tensor_slices` needs arrays with at least one dimension",
+            f"the shapes are {shapes}",
+            "Use `from_tensors` for a dataset of one element.",
         )
     if len({shape[0] for shape in shapes}) > 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`from_tensor_slices` needs arrays of one length",
-                f"the shapes are {', '.join(map(str, shapes))}",
-                "Cut them to the same number of rows.",
-            )
+            "`from_tensor_slices` needs arrays of one length",
+            f"the shapes are {', '.join(map(str, shapes))}",
+            "Cut them to the same number of rows.",
         )
     return arrays

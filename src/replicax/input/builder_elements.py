@@ -53,11 +53,9 @@ def _as_leaf(value: Any) -> Any:
         array = np.asarray(value)
     except ValueError as error:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A list in an element must become an array",
-                str(error),
-                "Give rows of one length, or a tuple to keep the parts apart.",
-            )
+            "A list in an element must become an array",
+            str(error),
+            "Give rows of one length, or a tuple to keep the parts apart.",
         ) from None
     if array.dtype.kind in "SU":
         return array.astype(object) if isinstance(value, list) else array
@@ -160,11 +158,9 @@ def _combine(elements: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
         leaves, own = jax.tree.flatten(element)
         if structure is not None and own != structure:
             raise errors.StructureError(
-                errors.message(
-                    "Elements of one batch must have one structure",
-                    f"there are {structure} and {own}",
-                    "Return the same structure from `map` for every element.",
-                )
+                "Elements of one batch must have one structure",
+                f"there are {structure} and {own}",
+                "Return the same structure from `map` for every element.",
             )
         structure = own
         columns.append(leaves)
@@ -178,11 +174,9 @@ def _stack_leaves(leaves: list[Any]) -> Any:
     shapes = {np.shape(leaf): None for leaf in leaves}
     if len(shapes) > 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "Elements of one batch must have one shape",
-                f"the shapes are {', '.join(map(str, shapes))}",
-                "Use `padded_batch`, or bring them to one shape in `map` first.",
-            )
+            "Elements of one batch must have one shape",
+            f"the shapes are {', '.join(map(str, shapes))}",
+            "Use `padded_batch`, or bring them to one shape in `map` first.",
         )
     return np.stack(leaves)
 
@@ -193,11 +187,9 @@ def _stack_padded(leaves: list[Any], shape: Any, fill: Any) -> Any:
     ranks = {leaf.ndim for leaf in leaves}
     if len(ranks) > 1 or (shape is not None and {len(shape)} != ranks):
         raise errors.InvalidArgumentError(
-            errors.message(
-                "Padding needs elements with one number of dimensions, that of `padded_shapes`",
-                f"the elements have {sorted(ranks)}, the shape is {shape}",
-                "Reshape them in `map` first.",
-            )
+            "Padding needs elements with one number of dimensions, that of `padded_shapes`",
+            f"the elements have {sorted(ranks)}, the shape is {shape}",
+            "Reshape them in `map` first.",
         )
     largest = np.max([leaf.shape for leaf in leaves], axis=0).astype(int).tolist()
     wanted = [
@@ -206,11 +198,9 @@ def _stack_padded(leaves: list[Any], shape: Any, fill: Any) -> Any:
     ]
     if any(size > room for size, room in zip(largest, wanted, strict=True)):
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"Elements must fit into the padded shape {tuple(wanted)}",
-                f"the largest sizes are {tuple(largest)}",
-                "Give larger `padded_shapes`, or None for the largest of the batch.",
-            )
+            f"Elements must fit into the padded shape {tuple(wanted)}",
+            f"the largest sizes are {tuple(largest)}",
+            "Give larger `padded_shapes`, or None for the largest of the batch.",
         )
     batch = np.full((len(leaves), *wanted), 0 if fill is None else fill, leaves[0].dtype)
     for row, leaf in enumerate(leaves):

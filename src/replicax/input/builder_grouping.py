@@ -221,12 +221,10 @@ def _rebatch_sizes(batch_size: Any) -> list[int]:
     is_whole = given.ndim <= 1 and given.dtype.kind in "iu"
     if not is_whole or not sizes or min(sizes) < 0 or max(sizes) == 0:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`batch_size` of `rebatch` must be a positive whole number, or a list of whole "
-                "numbers that are not all 0",
-                f"it is {batch_size!r}",
-                "Pass the sizes that batches should have.",
-            )
+            "`batch_size` of `rebatch` must be a positive whole number, or a list of whole "
+            "numbers that are not all 0",
+            f"it is {batch_size!r}",
+            "Pass the sizes that batches should have.",
         )
     return sizes
 
@@ -255,11 +253,9 @@ def _window_sizes(window_size: Any, window_size_func: Any) -> Callable[[Any], An
     """Returns the function of `group_by_window` that says how large windows are, or raises."""
     if (window_size is None) == (window_size_func is None):
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`group_by_window` needs one of `window_size` and `window_size_func`",
-                "none was given" if window_size is None else "both were given",
-                "Pass one of them.",
-            )
+            "`group_by_window` needs one of `window_size` and `window_size_func`",
+            "none was given" if window_size is None else "both were given",
+            "Pass one of them.",
         )
     return window_size_func or (lambda key: window_size)
 
@@ -325,12 +321,10 @@ class _Buckets:
     ) -> None:
         if len(batch_sizes) != len(boundaries) + 1:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`bucket_batch_sizes` needs one size more than there are `bucket_boundaries`, "
-                    f"{len(boundaries) + 1}",
-                    f"there are {len(batch_sizes)}",
-                    "The last size is for elements that are longer than every boundary.",
-                )
+                "`bucket_batch_sizes` needs one size more than there are `bucket_boundaries`, "
+                f"{len(boundaries) + 1}",
+                f"there are {len(batch_sizes)}",
+                "The last size is for elements that are longer than every boundary.",
             )
         self._length = length
         self._boundaries = [int(boundary) for boundary in boundaries]
@@ -352,12 +346,10 @@ class _Buckets:
         """Returns shapes whose unknown sizes are the largest of a bucket."""
         if int(bucket) == len(self._boundaries):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "With pad_to_bucket_boundary=True, elements must be shorter than the last of "
-                    f"`bucket_boundaries`, {self._boundaries[-1] if self._boundaries else 'none'}",
-                    "there is a longer one",
-                    "Add a boundary, or filter long elements out.",
-                )
+                "With pad_to_bucket_boundary=True, elements must be shorter than the last of "
+                f"`bucket_boundaries`, {self._boundaries[-1] if self._boundaries else 'none'}",
+                "there is a longer one",
+                "Add a boundary, or filter long elements out.",
             )
         largest = self._boundaries[int(bucket)] - 1
         return jax.tree.map(

@@ -72,11 +72,9 @@ class DatasetIterator(DataIterator):
         found = state.get("pipeline") if isinstance(state, dict) else None
         if found != self._plan.name:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"The position must be one of a dataset made by {self._plan.name!r}",
-                    f"it is one of {found!r}",
-                    "Build the dataset by the same steps as when the position was saved.",
-                )
+                f"The position must be one of a dataset made by {self._plan.name!r}",
+                f"it is one of {found!r}",
+                "Build the dataset by the same steps as when the position was saved.",
             )
         for seed, value in zip(self._plan.seeds, state["seeds"], strict=True):
             seed.value = value

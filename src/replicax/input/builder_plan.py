@@ -132,11 +132,9 @@ class Plan:
             return next(iterator)
         except StopIteration:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "The elements of a dataset are known by its first one",
-                    "the dataset is empty",
-                    "Give it at least one element.",
-                )
+                "The elements of a dataset are known by its first one",
+                "the dataset is empty",
+                "Give it at least one element.",
             ) from None
         finally:
             iterator.close()

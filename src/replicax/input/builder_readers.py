@@ -163,11 +163,9 @@ def _checked(name: str, filenames: Any) -> tuple[str, ...]:
     for path in files:
         if not os.path.exists(path):
             raise errors.NotFoundError(
-                errors.message(
-                    f"{name}Dataset needs files that exist",
-                    f"there is no {path!r}",
-                    "Correct the path, or write the file first.",
-                )
+                f"{name}Dataset needs files that exist",
+                f"there is no {path!r}",
+                "Correct the path, or write the file first.",
             )
     return files
 
@@ -175,10 +173,8 @@ def _checked(name: str, filenames: Any) -> tuple[str, ...]:
 def _is_compressed(compression_type: str | None) -> bool:
     if compression_type not in (None, "", "GZIP"):
         raise errors.InvalidArgumentError(
-            errors.message(
-                '`compression_type` must be "GZIP" or None',
-                f"it is {compression_type!r}",
-                "Decompress the files first.",
-            )
+            '`compression_type` must be "GZIP" or None',
+            f"it is {compression_type!r}",
+            "Decompress the files first.",
         )
     return compression_type == "GZIP"

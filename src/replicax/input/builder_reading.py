@@ -67,11 +67,9 @@ class ReadableDataset:
             iterator.close()
         if len(elements) != 1:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`get_single_element` needs a dataset of one element",
-                    "it has more" if elements else "it is empty",
-                    "Use `batch` to make one element of all, or `take(1)` for the first.",
-                )
+                "`get_single_element` needs a dataset of one element",
+                "it has more" if elements else "it is empty",
+                "Use `batch` to make one element of all, or `take(1)` for the first.",
             )
         return elements[0]
 
@@ -83,11 +81,9 @@ class ReadableDataset:
         count = self.cardinality()
         if count < 0:
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "`len` needs a dataset with a known number of elements",
-                    "it is unknown" if count == UNKNOWN_CARDINALITY else "it is infinite",
-                    "Count the elements, or use `take`.",
-                )
+                "`len` needs a dataset with a known number of elements",
+                "it is unknown" if count == UNKNOWN_CARDINALITY else "it is infinite",
+                "Count the elements, or use `take`.",
             )
         return count
 
@@ -179,9 +175,7 @@ def require_dataset(step: str, value: Any) -> Any:
     if isinstance(value, ReadableDataset):
         return value
     raise errors.ArgumentTypeError(
-        errors.message(
-            f"`{step}` needs datasets of rx.data",
-            f"{type(value).__name__} was given",
-            "Make one with rx.data.Dataset.from_tensor_slices or another source.",
-        )
+        f"`{step}` needs datasets of rx.data",
+        f"{type(value).__name__} was given",
+        "Make one with rx.data.Dataset.from_tensor_slices or another source.",
     )

@@ -28,27 +28,21 @@ def checked_weights(weights: Any, num_datasets: int) -> list[float]:
     found = np.ones(num_datasets) if weights is None else np.asarray(weights)
     if found.shape != (num_datasets,):
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`weights` must be one number for each of the {num_datasets} datasets",
-                f"their shape is {found.shape}",
-                "Give every dataset a weight.",
-            )
+            f"`weights` must be one number for each of the {num_datasets} datasets",
+            f"their shape is {found.shape}",
+            "Give every dataset a weight.",
         )
     if found.dtype.kind != "f":
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`weights` must be floating-point numbers",
-                f"they are {found.dtype}",
-                "Write 1.0 instead of 1.",
-            )
+            "`weights` must be floating-point numbers",
+            f"they are {found.dtype}",
+            "Write 1.0 instead of 1.",
         )
     if not (np.isfinite(found).all() and (found >= 0).all()):
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`weights` must be finite and not negative",
-                f"they are {found.tolist()}",
-                "A weight of 0.0 leaves a dataset out.",
-            )
+            "`weights` must be finite and not negative",
+            f"they are {found.tolist()}",
+            "A weight of 0.0 leaves a dataset out.",
         )
     return found.tolist()
 
@@ -58,11 +52,9 @@ def distribution(argument: str, value: Any) -> np.ndarray:
     shares = np.asarray(value)
     if shares.ndim != 1 or not shares.size or shares.dtype.kind not in "fiu":
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{argument}` must be a vector of one share per class",
-                f"it has type {shares.dtype} and shape {shares.shape}",
-                "Pass a list such as [0.5, 0.5].",
-            )
+            f"`{argument}` must be a vector of one share per class",
+            f"it has type {shares.dtype} and shape {shares.shape}",
+            "Pass a list such as [0.5, 0.5].",
         )
     return shares.astype(np.float32)
 
@@ -98,12 +90,10 @@ def resample(dataset: Any, class_func: Any, target_dist: Any, initial_dist: Any,
         found = number(element)
         if not 0 <= found < len(target):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"Classes must be from 0 to {len(target) - 1}, as `target_dist` has "
-                    f"{len(target)} shares",
-                    f"there is {found}",
-                    "Correct `class_func` or `target_dist`.",
-                )
+                f"Classes must be from 0 to {len(target) - 1}, as `target_dist` has "
+                f"{len(target)} shares",
+                f"there is {found}",
+                "Correct `class_func` or `target_dist`.",
             )
         return np.array(found, np.int32)
 

@@ -70,11 +70,9 @@ class StoringSteps(ReadableDataset):
             writer = _ElementWriter(self, directory, compression, shard_func)
         except exclusive_files.HeldError as error:
             raise errors.UnavailableError(
-                errors.message(
-                    f"`save` needs {directory} for itself",
-                    f"process {error.holder} writes to it",
-                    "Wait until it is done, or choose another directory.",
-                )
+                f"`save` needs {directory} for itself",
+                f"process {error.holder} writes to it",
+                "Wait until it is done, or choose another directory.",
             ) from None
         iterator = iter(self)
         try:
@@ -211,19 +209,15 @@ def load(
     found = stored_datasets.read_manifest(directory)
     if found is None:
         raise errors.NotFoundError(
-            errors.message(
-                f"{directory} must hold a dataset",
-                "it holds none",
-                "Write one with `Dataset.save`; a save that did not finish leaves none.",
-            )
+            f"{directory} must hold a dataset",
+            "it holds none",
+            "Write one with `Dataset.save`; a save that did not finish leaves none.",
         )
     if element_spec is not None and found.spec is not None and element_spec != found.spec:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"The elements in {directory} must be like {element_spec}",
-                f"they are like {found.spec}",
-                "Leave `element_spec` out: the directory knows it.",
-            )
+            f"The elements in {directory} must be like {element_spec}",
+            f"they are like {found.spec}",
+            "Leave `element_spec` out: the directory knows it.",
         )
     return loaded(of, directory, found, reader_func)
 

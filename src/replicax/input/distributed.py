@@ -181,11 +181,9 @@ class DistributedIterator(DataIterator):
         frame = frames.current()
         if frame.mode is Mode.REPLICA and not frame.is_default:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "The next element is taken for all replicas at once",
-                    f"this is {frame.describe()}",
-                    "Call next(iterator) outside of `strategy.run` and pass the element in `args`.",
-                )
+                "The next element is taken for all replicas at once",
+                f"this is {frame.describe()}",
+                "Call next(iterator) outside of `strategy.run` and pass the element in `args`.",
             )
         return super().__next__()
 
@@ -234,11 +232,9 @@ class DistributedIterator(DataIterator):
     def _open(self) -> pipelines.Pipeline:
         if not self._is_initialized:
             raise errors.ContextError(
-                errors.message(
-                    "An initializable iterator must be initialized before it gives elements",
-                    "`initialize` was not called",
-                    "Call iterator.initialize() once, and again for each epoch.",
-                )
+                "An initializable iterator must be initialized before it gives elements",
+                "`initialize` was not called",
+                "Call iterator.initialize() once, and again for each epoch.",
             )
         if self._pipeline is None:
             self._pipeline = self._dataset.open_pipeline()

@@ -19,11 +19,9 @@ def distribute_dataset(
     """Cuts the global batches of a dataset into the parts of replicas."""
     if isinstance(dataset, DistributedDataset):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "A dataset can be distributed once",
-                "a DistributedDataset was given",
-                "Use it as it is.",
-            )
+            "A dataset can be distributed once",
+            "a DistributedDataset was given",
+            "Use it as it is.",
         )
     chosen = checked_options(options, is_from_function=False)
     source, share = sharding.shard_for_worker(source_of(dataset), context, layout.num_replicas)
@@ -39,11 +37,9 @@ def distribute_from_function(
     """Feeds replicas from the datasets that a function makes, batch by batch."""
     if not callable(dataset_fn):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`dataset_fn` must be a function that takes an rx.InputContext",
-                f"it is {type(dataset_fn).__name__}",
-                "Pass the function, or give a dataset to experimental_distribute_dataset.",
-            )
+            "`dataset_fn` must be a function that takes an rx.InputContext",
+            f"it is {type(dataset_fn).__name__}",
+            "Pass the function, or give a dataset to experimental_distribute_dataset.",
         )
     chosen = checked_options(options, is_from_function=True)
     contexts = [context]

@@ -97,12 +97,10 @@ class FixedLength(_Records):
         if len(found) == self._footer:
             return None
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"File {self._path!r} must hold a header of {self._header} bytes, records of "
-                f"{self._length} bytes and a footer of {self._footer} bytes",
-                f"{len(found)} bytes are left after the last whole record",
-                "Correct `record_bytes`, `header_bytes` and `footer_bytes`.",
-            )
+            f"File {self._path!r} must hold a header of {self._header} bytes, records of "
+            f"{self._length} bytes and a footer of {self._footer} bytes",
+            f"{len(found)} bytes are left after the last whole record",
+            "Correct `record_bytes`, `header_bytes` and `footer_bytes`.",
         )
 
 
@@ -147,11 +145,9 @@ class StoredElements(ArrayRecords):
 
     def _damaged(self, found: str) -> errors.DataLossError:
         return errors.DataLossError(
-            errors.message(
-                f"File {self._path!r} of a saved dataset must be as it was written",
-                found,
-                "Save the dataset again.",
-            )
+            f"File {self._path!r} of a saved dataset must be as it was written",
+            found,
+            "Save the dataset again.",
         )
 
 
@@ -214,11 +210,9 @@ class Snapshotted(grain.DatasetIterator[Any]):
         self._stored = self._open_stored()
         if self._stored is None:
             raise errors.NotFoundError(
-                errors.message(
-                    "The saved position is one in a snapshot that was complete",
-                    "the snapshot is not there any more",
-                    "Restore its directory, or start from the first element.",
-                )
+                "The saved position is one in a snapshot that was complete",
+                "the snapshot is not there any more",
+                "Restore its directory, or start from the first element.",
             )
         self._stored.set_state(state["stored"])
 

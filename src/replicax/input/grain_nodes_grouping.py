@@ -137,11 +137,9 @@ class Rebatched(grain.DatasetIterator[Any]):
         sizes = {np.shape(leaf)[:1] for leaf in self._leaves}
         if len(sizes) != 1 or () in sizes:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`rebatch` needs batches: arrays with one number of rows",
-                    f"the shapes are {[np.shape(leaf) for leaf in self._leaves]}",
-                    "Add a `batch` step before it.",
-                )
+                "`rebatch` needs batches: arrays with one number of rows",
+                f"the shapes are {[np.shape(leaf) for leaf in self._leaves]}",
+                "Add a `batch` step before it.",
             )
         self._num_rows, self._row, self._before = len(self._leaves[0]), 0, before
 

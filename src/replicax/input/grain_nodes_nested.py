@@ -206,12 +206,10 @@ class Directed(grain.DatasetIterator[Any]):
         self._like = self._like or like
         if like != self._like:
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "Datasets that elements are chosen from must have elements of one structure, "
-                    "with arrays of one type and number of dimensions",
-                    f"there are {self._like} and, in dataset {chosen}, {like}",
-                    "Bring them to one form with `map`.",
-                )
+                "Datasets that elements are chosen from must have elements of one structure, "
+                "with arrays of one type and number of dimensions",
+                f"there are {self._like} and, in dataset {chosen}, {like}",
+                "Bring them to one form with `map`.",
             )
         self._is_checked[chosen] = True
 

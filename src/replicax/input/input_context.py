@@ -54,12 +54,10 @@ class InputContext:
         """Returns the part of a global batch that one replica gets."""
         if global_batch_size % self._num_replicas:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"The global batch size must be a multiple of {self._num_replicas}, the number "
-                    "of replicas",
-                    f"it is {global_batch_size}",
-                    "Change it, or use experimental_distribute_dataset, which cuts any batch.",
-                )
+                f"The global batch size must be a multiple of {self._num_replicas}, the number "
+                "of replicas",
+                f"it is {global_batch_size}",
+                "Change it, or use experimental_distribute_dataset, which cuts any batch.",
             )
         return global_batch_size // self._num_replicas
 
@@ -103,44 +101,33 @@ def checked_options(options: object, is_from_function: bool) -> InputOptions:
         return InputOptions()
     if not isinstance(options, InputOptions):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`options` must be an rx.InputOptions or None",
-                f"it is {type(options).__name__}",
-                "Pass rx.InputOptions(...).",
-            )
+            "`options` must be an rx.InputOptions or None",
+            f"it is {type(options).__name__}",
+            "Pass rx.InputOptions(...).",
         )
     if options.experimental_per_replica_buffer_size < 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`experimental_per_replica_buffer_size` must be at least 1",
-                f"it is {options.experimental_per_replica_buffer_size}",
-                "Leave it out for the default.",
-            )
+            "`experimental_per_replica_buffer_size` must be at least 1",
+            f"it is {options.experimental_per_replica_buffer_size}",
+            "Leave it out for the default.",
         )
     if not is_from_function and options.is_per_replica:
         raise errors.UnsupportedError(
-            errors.message(
-                "InputReplicationMode.PER_REPLICA needs a function that makes one dataset per "
-                "replica",
-                "experimental_distribute_dataset was given a single dataset",
-                "Use distribute_datasets_from_function.",
-            )
+            "InputReplicationMode.PER_REPLICA needs a function that makes one dataset per replica",
+            "experimental_distribute_dataset was given a single dataset",
+            "Use distribute_datasets_from_function.",
         )
     if options.experimental_place_dataset_on_device and not options.is_per_replica:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`experimental_place_dataset_on_device` needs PER_REPLICA replication",
-                "the mode is PER_WORKER",
-                "Leave it out, or pass experimental_replication_mode=PER_REPLICA.",
-            )
+            "`experimental_place_dataset_on_device` needs PER_REPLICA replication",
+            "the mode is PER_WORKER",
+            "Leave it out, or pass experimental_replication_mode=PER_REPLICA.",
         )
     if options.experimental_place_dataset_on_device and options.experimental_fetch_to_device:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A dataset that is placed on the device must not be fetched to it",
-                "both `experimental_place_dataset_on_device` and `experimental_fetch_to_device` "
-                "are True",
-                "Pass one of the two.",
-            )
+            "A dataset that is placed on the device must not be fetched to it",
+            "both `experimental_place_dataset_on_device` and `experimental_fetch_to_device` "
+            "are True",
+            "Pass one of the two.",
         )
     return options

@@ -34,11 +34,9 @@ class DataIterator(Feed):
             return next(self)
         except StopIteration:
             raise errors.OutOfRangeError(
-                errors.message(
-                    "`get_next` needs another element",
-                    "the dataset has come to its end",
-                    "Catch this error to end the epoch, or repeat the dataset.",
-                )
+                "`get_next` needs another element",
+                "the dataset has come to its end",
+                "Catch this error to end the epoch, or repeat the dataset.",
             ) from None
 
     def get_next_as_optional(self) -> Optional:
@@ -92,10 +90,8 @@ class Optional:
         """Returns the element, or raises if there is none."""
         if not self._has_value:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`get_value` needs an element",
-                    "the dataset has come to its end",
-                    "Ask has_value() first.",
-                )
+                "`get_value` needs an element",
+                "the dataset has come to its end",
+                "Ask has_value() first.",
             )
         return self._value

@@ -52,11 +52,9 @@ class DistributeOptions:
             policy = AutoShardPolicy.__members__.get(policy.upper(), policy)
         if not isinstance(policy, AutoShardPolicy):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`auto_shard_policy` must be OFF, AUTO, FILE, DATA or HINT",
-                    f"it is {policy!r}",
-                    "Pass a member of rx.data.AutoShardPolicy.",
-                )
+                "`auto_shard_policy` must be OFF, AUTO, FILE, DATA or HINT",
+                f"it is {policy!r}",
+                "Pass a member of rx.data.AutoShardPolicy.",
             )
         self._auto_shard_policy = policy
 

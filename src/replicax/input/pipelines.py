@@ -103,12 +103,10 @@ class ReplicaBatches:
         empty = splitting.empty_like(example)
         if empty is None and self._layout.num_replicas > 1:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"The last step needs an element for each of the {len(batches)} replicas, or "
-                    "elements that can be empty",
-                    f"there are {sum(b is not None for b in batches)}, without a batch dimension",
-                    "Batch the dataset, or make its length a multiple of the replicas.",
-                )
+                f"The last step needs an element for each of the {len(batches)} replicas, or "
+                "elements that can be empty",
+                f"there are {sum(b is not None for b in batches)}, without a batch dimension",
+                "Batch the dataset, or make its length a multiple of the replicas.",
             )
         return [empty if b is None else b for b in batches]
 
@@ -119,12 +117,10 @@ class ReplicaBatches:
         """Goes to a position that `get_state` returned."""
         if len(state["streams"]) != len(self._streams):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"A position of {len(self._streams)} input pipelines was required",
-                    f"the saved one has {len(state['streams'])}",
-                    "Restore it under as many replicas as it was saved with, or save without "
-                    "PER_REPLICA.",
-                )
+                f"A position of {len(self._streams)} input pipelines was required",
+                f"the saved one has {len(state['streams'])}",
+                "Restore it under as many replicas as it was saved with, or save without "
+                "PER_REPLICA.",
             )
         for stream, own in zip(self._streams, state["streams"], strict=True):
             stream.set_state(own)

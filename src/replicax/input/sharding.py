@@ -17,12 +17,9 @@ def shard_for_worker(
     workers, worker = context.num_input_pipelines, context.input_pipeline_id
     if context.num_replicas_in_sync != num_local_replicas * workers:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"{workers} workers must have the same number of replicas each",
-                f"there are {context.num_replicas_in_sync} replicas, {num_local_replicas} of them "
-                "here",
-                "Give every worker the same number of devices.",
-            )
+            f"{workers} workers must have the same number of replicas each",
+            f"there are {context.num_replicas_in_sync} replicas, {num_local_replicas} of them here",
+            "Give every worker the same number of devices.",
         )
     if workers == 1:
         return source, Share(num_local_replicas)
@@ -45,11 +42,9 @@ def resolved_policy(
         return AutoShardPolicy.FILE if has_enough else AutoShardPolicy.DATA
     if policy is AutoShardPolicy.FILE and files is None:
         raise errors.NotFoundError(
-            errors.message(
-                "AutoShardPolicy.FILE needs a dataset that reads files",
-                "this one does not start from a reader such as rx.data.TextLineDataset",
-                "Use AutoShardPolicy.DATA or AUTO.",
-            )
+            "AutoShardPolicy.FILE needs a dataset that reads files",
+            "this one does not start from a reader such as rx.data.TextLineDataset",
+            "Use AutoShardPolicy.DATA or AUTO.",
         )
     # A hint says that the dataset shards itself.
     return AutoShardPolicy.OFF if policy is AutoShardPolicy.HINT else policy
@@ -71,10 +66,8 @@ def autoshard(dataset: Dataset, policy: AutoShardPolicy, num_workers: int, worke
     count = dataset.cardinality()
     if 0 <= count < num_workers:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"Sharding by data needs an element for each of {num_workers} workers",
-                f"the dataset has {count}",
-                "Use fewer workers, or AutoShardPolicy.OFF.",
-            )
+            f"Sharding by data needs an element for each of {num_workers} workers",
+            f"the dataset has {count}",
+            "Use fewer workers, or AutoShardPolicy.OFF.",
         )
     return dataset.shard_records(num_workers, worker)

@@ -58,11 +58,9 @@ class Source(abc.ABC):
             batch = next(stream)
         except StopIteration:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "The elements of a dataset are known by its first one",
-                    "the dataset is empty",
-                    "Give it at least one batch.",
-                )
+                "The elements of a dataset are known by its first one",
+                "the dataset is empty",
+                "Give it at least one batch.",
             ) from None
         finally:
             close_stream(stream)
@@ -185,11 +183,9 @@ class CountingStream:
                 next(self)
             except StopIteration:
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        f"The saved position is after {state['batches']} batches",
-                        f"the dataset now ends after {self._count}",
-                        "Restore with the dataset that was saved.",
-                    )
+                    f"The saved position is after {state['batches']} batches",
+                    f"the dataset now ends after {self._count}",
+                    "Restore with the dataset that was saved.",
                 ) from None
 
     def close(self) -> None:
@@ -220,36 +216,30 @@ def _plain_source(dataset: Any) -> Source:
         return IterableSource(lambda: _slices(dataset))
     if isinstance(dataset, Iterator):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "A distributed dataset is read from the start in each epoch",
-                f"a {type(dataset).__name__} can be read only once",
-                "Pass a list, a dataset, or an object whose __iter__ starts again; for a "
-                "generator function use rx.data.Dataset.from_generator(function).",
-            )
+            "A distributed dataset is read from the start in each epoch",
+            f"a {type(dataset).__name__} can be read only once",
+            "Pass a list, a dataset, or an object whose __iter__ starts again; for a "
+            "generator function use rx.data.Dataset.from_generator(function).",
         )
     if hasattr(dataset, "__iter__"):
         return IterableSource(lambda: dataset)
     raise errors.ArgumentTypeError(
-        errors.message(
-            "A dataset must be an rx.data.Dataset, a Grain dataset, arrays whose first dimension "
-            "counts batches, an iterable of batches, a torch DataLoader, a tf.data.Dataset or "
-            "a keras PyDataset",
-            f"{type(dataset).__name__} is none of these",
-            "Give it an __iter__ method that yields batches.",
-        )
+        "A dataset must be an rx.data.Dataset, a Grain dataset, arrays whose first dimension "
+        "counts batches, an iterable of batches, a torch DataLoader, a tf.data.Dataset or "
+        "a keras PyDataset",
+        f"{type(dataset).__name__} is none of these",
+        "Give it an __iter__ method that yields batches.",
     )
 
 
 def unbatched(found: str) -> errors.InvalidArgumentError:
     """Says that elements must be batches."""
     return errors.InvalidArgumentError(
-        errors.message(
-            "The elements of a distributed dataset must be global batches, which are cut along "
-            "their first dimension",
-            found,
-            "Batch it first, such as with `rx.data.Dataset.from_tensor_slices(arrays)."
-            "batch(global_batch_size)`, or use distribute_datasets_from_function.",
-        )
+        "The elements of a distributed dataset must be global batches, which are cut along "
+        "their first dimension",
+        found,
+        "Batch it first, such as with `rx.data.Dataset.from_tensor_slices(arrays)."
+        "batch(global_batch_size)`, or use distribute_datasets_from_function.",
     )
 
 

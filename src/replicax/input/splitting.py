@@ -101,11 +101,9 @@ def joined(parts: list[Any], layout: ReplicaLayout) -> Any:
     treedef = flat[0][1]
     if any(other != treedef for _, other in flat):
         raise errors.StructureError(
-            errors.message(
-                "The batches of all replicas must have one structure",
-                f"these have {[str(t) for _, t in flat]}",
-                "Make every dataset yield the same containers and keys.",
-            )
+            "The batches of all replicas must have one structure",
+            f"these have {[str(t) for _, t in flat]}",
+            "Make every dataset yield the same containers and keys.",
         )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return jax.tree.unflatten(treedef, [PerReplica(column, layout) for column in columns])
@@ -122,11 +120,9 @@ def _rows_of(leaves: list[Any]) -> int:
     if len(sizes) != 1:
         found = f"it has shapes {shapes}" if shapes else "it has none"
         raise errors.InvalidArgumentError(
-            errors.message(
-                "All arrays of a batch must have the same number of rows",
-                found,
-                "Give every array of the batch the same first dimension.",
-            )
+            "All arrays of a batch must have the same number of rows",
+            found,
+            "Give every array of the batch the same first dimension.",
         )
     return sizes.pop()
 

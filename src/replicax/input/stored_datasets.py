@@ -68,11 +68,9 @@ def read_manifest(directory: Path) -> Manifest | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise errors.DataLossError(
-            errors.message(
-                f"{file} must describe a dataset of version {_VERSION}",
-                f"it does not ({error!r})",
-                "Save the dataset again.",
-            )
+            f"{file} must describe a dataset of version {_VERSION}",
+            f"it does not ({error!r})",
+            "Save the dataset again.",
         ) from error
 
 
@@ -80,11 +78,9 @@ def writer_options(compression: str | None) -> str:
     """Returns the options of ArrayRecord for a name of tf.data, or raises."""
     if compression not in _COMPRESSIONS:
         raise errors.InvalidArgumentError(
-            errors.message(
-                '`compression` must be None, "AUTO", "SNAPPY", "GZIP" or "ZSTD"',
-                f"it is {compression!r}",
-                "Choose one of them.",
-            )
+            '`compression` must be None, "AUTO", "SNAPPY", "GZIP" or "ZSTD"',
+            f"it is {compression!r}",
+            "Choose one of them.",
         )
     # One element to a group: each can be read without its neighbours.
     return f"group_size:1,{_COMPRESSIONS[compression]}"
@@ -129,11 +125,9 @@ class Writer:
         assert self._shapes is not None
         if structure != self._structure:
             raise errors.StructureError(
-                errors.message(
-                    f"Elements of one dataset must have one structure, {self._structure}",
-                    f"there is {structure}",
-                    "Return the same structure from `map` for every element.",
-                )
+                f"Elements of one dataset must have one structure, {self._structure}",
+                f"there is {structure}",
+                "Return the same structure from `map` for every element.",
             )
         self._shapes = [
             _wider(known, np.shape(leaf)) for known, leaf in zip(self._shapes, leaves, strict=True)

@@ -121,12 +121,10 @@ def encode_spec(spec: Any) -> Any:
     if type(spec) is dict and all(isinstance(key, str) for key in spec):
         return {"dict": {key: encode_spec(part) for key, part in spec.items()}}
     raise errors.ArgumentTypeError(
-        errors.message(
-            "Elements on the disk must be arrays, text and records in tuples, named tuples, "
-            "lists, and dicts with text keys",
-            f"there is a {type(spec).__name__}",
-            "Change the structure with `map` first.",
-        )
+        "Elements on the disk must be arrays, text and records in tuples, named tuples, "
+        "lists, and dicts with text keys",
+        f"there is a {type(spec).__name__}",
+        "Change the structure with `map` first.",
     )
 
 

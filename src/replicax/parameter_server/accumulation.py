@@ -34,11 +34,9 @@ def needed_of(attach: messages.Attach) -> int | None:
     if needed is None or (isinstance(needed, int) and not isinstance(needed, bool) and needed > 0):
         return needed
     raise errors.InvalidArgumentError(
-        errors.message(
-            "The setting 'aggregate' must be a positive int or None",
-            f"it is {needed!r}",
-            "Check that all tasks run the same version.",
-        )
+        "The setting 'aggregate' must be a positive int or None",
+        f"it is {needed!r}",
+        "Check that all tasks run the same version.",
     )
 
 
@@ -329,9 +327,7 @@ class Completion:
 
 def _second_step(optimizer: Optimizer, closure: int) -> errors.UnsupportedError:
     return errors.UnsupportedError(
-        errors.message(
-            f'With consistency="sync" a closure makes one step of {optimizer.label}',
-            f"closure {closure} makes a second one, before the first can be seen",
-            "Schedule each step as a closure of its own.",
-        )
+        f'With consistency="sync" a closure makes one step of {optimizer.label}',
+        f"closure {closure} makes a second one, before the first can be seen",
+        "Schedule each step as a closure of its own.",
     )

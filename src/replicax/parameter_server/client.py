@@ -347,8 +347,7 @@ class ParameterClient:
         body = answer[1]
         if isinstance(body, messages.Exchanged):
             for failure in body.failures:
-                refusal = messages.Refused(failure.code, failure.text)
-                self._failed.setdefault(failure.closure, refusals.to_error(refusal))
+                self._failed.setdefault(failure.closure, refusals.to_error(failure.error))
             post.answer = body, answer[2]
             return post
         error = _error_of(body)
@@ -390,9 +389,7 @@ def _error_of(body: messages.Body) -> Exception:
     if isinstance(body, messages.Refused):
         return refusals.to_error(body)
     return errors.ProtocolError(
-        errors.message(
-            "A parameter server must answer an exchange",
-            f"it said {type(body).__name__}",
-            "Check that all tasks run the same version.",
-        )
+        "A parameter server must answer an exchange",
+        f"it said {type(body).__name__}",
+        "Check that all tasks run the same version.",
     )

@@ -264,11 +264,9 @@ class Cluster:
 def left() -> errors.ContextError:
     """Returns the error for what needs a cluster that this process has left."""
     return errors.ContextError(
-        errors.message(
-            "Variables on parameter servers live as long as their strategy",
-            "it was closed",
-            "Make a new strategy, and restore the variables from a checkpoint.",
-        )
+        "Variables on parameter servers live as long as their strategy",
+        "it was closed",
+        "Make a new strategy, and restore the variables from a checkpoint.",
     )
 
 

@@ -15,7 +15,7 @@ from replicax.parameter_server.figures import Figures
 from replicax.parameter_server.optimizers import Step
 from replicax.parameter_server.parts import Part
 from replicax.parameter_server.storage import Checked, Storage, num_buffers
-from replicax.transport import messages
+from replicax.transport import messages, refusals
 
 # What reads of a closure led to, and what of it moves the values.
 _GRADIENTS = (Step, Contribution, Completion)
@@ -29,11 +29,9 @@ def require_buffers(body: messages.Exchange, buffers: Sequence[Any], task: str) 
         expected += sum(map(num_buffers, push.changes))
     if expected != len(buffers):
         raise errors.ProtocolError(
-            errors.message(
-                f"This exchange with {task} must bring {expected} buffers",
-                f"it brings {len(buffers)}",
-                "Update both sides.",
-            )
+            f"This exchange with {task} must bring {expected} buffers",
+            f"it brings {len(buffers)}",
+            "Update both sides.",
         )
 
 
@@ -64,17 +62,16 @@ def push_all(
                 figures.duplicates += len(push.changes) - len(checked)
                 _make(storage, push, checked, figures)
             except errors.DistributeError as error:
-                failure = messages.PushFailure(push.closure, type(error).__name__, str(error))
-                failures.append(failure)
+                refused = refusals.from_error(error)
+                failures.append(messages.PushFailure(push.closure, refused))
             except MemoryError as error:
-                text = errors.message(
+                exhausted = errors.ResourceExhaustedError(
                     f"The changes of closure {push.closure} need memory",
                     f"there was not enough: {error}",
                     "Use smaller parts, or more servers.",
                 )
-                failures.append(
-                    messages.PushFailure(push.closure, errors.ResourceExhaustedError.__name__, text)
-                )
+                refused = refusals.from_error(exhausted)
+                failures.append(messages.PushFailure(push.closure, refused))
     figures.failures += len(failures)
     return failures
 
@@ -112,11 +109,9 @@ def apply_rest(storage: Storage) -> None:
                 step.make()
     except MemoryError as error:
         raise errors.ResourceExhaustedError(
-            errors.message(
-                "A step of an optimizer needs memory",
-                f"there was not enough: {error}",
-                "Use smaller parts, or more servers.",
-            )
+            "A step of an optimizer needs memory",
+            f"there was not enough: {error}",
+            "Use smaller parts, or more servers.",
         ) from error
 
 

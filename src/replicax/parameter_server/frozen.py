@@ -190,12 +190,9 @@ class OldRows:
         """Raises if something could not be added."""
         if self._shortage:
             raise errors.ResourceExhaustedError(
-                errors.message(
-                    "Rows that change while they are saved must be kept until they are",
-                    f"{self.num_added * self.dtype.itemsize} bytes of them are, and "
-                    f"{self._shortage}",
-                    "Give the server more memory, or partition the variable over more servers.",
-                )
+                "Rows that change while they are saved must be kept until they are",
+                f"{self.num_added * self.dtype.itemsize} bytes of them are, and {self._shortage}",
+                "Give the server more memory, or partition the variable over more servers.",
             )
 
     def _has_room(self, num_rows: int) -> bool:

@@ -185,11 +185,9 @@ def describe(kwargs: dict[str, Any], is_cut: bool) -> InitialValue:
         array = creators.initial_array(kwargs)
         if jax_compat.is_traced(array):
             raise errors.TracingError(
-                errors.message(
-                    "A variable on a parameter server needs an initial value that is known",
-                    "a compiled function computes it",
-                    "Create the variable outside, or pass a function as initial value.",
-                )
+                "A variable on a parameter server needs an initial value that is known",
+                "a compiled function computes it",
+                "Create the variable outside, or pass a function as initial value.",
             )
         return GivenValue(array)
     bound, knows_parts = _bound(function, kwargs)

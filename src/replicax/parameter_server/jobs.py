@@ -159,23 +159,19 @@ def require_free(
 def taken(held: Job, name: str, task: str, now: float) -> errors.PermissionDeniedError:
     """The error for a server that another job holds until its lease runs out."""
     return errors.PermissionDeniedError(
-        errors.message(
-            f"Job {name!r} needs {task} for itself",
-            f"job {held.name!r} holds it, for its coordinator {held.owner} or the next one of "
-            "that name",
-            f"Pass job={held.name!r} to take that job over, end it, or wait until its lease has "
-            f"run out in {held.remaining_s(now):.0f} s.",
-        )
+        f"Job {name!r} needs {task} for itself",
+        f"job {held.name!r} holds it, for its coordinator {held.owner} or the next one of "
+        "that name",
+        f"Pass job={held.name!r} to take that job over, end it, or wait until its lease has "
+        f"run out in {held.remaining_s(now):.0f} s.",
     )
 
 
 def _taken_by_living(held: Job, name: str, task: str) -> errors.PermissionDeniedError:
     return errors.PermissionDeniedError(
-        errors.message(
-            f"Job {name!r} needs {task} for itself",
-            f"job {held.name!r} holds it, and its coordinator, {held.owner}, is connected",
-            "End that process, or use another cluster.",
-        )
+        f"Job {name!r} needs {task} for itself",
+        f"job {held.name!r} holds it, and its coordinator, {held.owner}, is connected",
+        "End that process, or use another cluster.",
     )
 
 
@@ -186,12 +182,10 @@ def require_newer(held: Job, epoch: int, incarnation: int, task: str) -> None:
         raise _outdated(held, epoch, task)
     if epoch == newest and incarnation != coordinator:
         raise errors.PermissionDeniedError(
-            errors.message(
-                f"A coordinator that takes job {held.name!r} over needs an epoch above "
-                f"{newest} on {task}",
-                f"another process holds it in epoch {epoch}",
-                "Attach with a higher epoch, or under the name of another job.",
-            )
+            f"A coordinator that takes job {held.name!r} over needs an epoch above "
+            f"{newest} on {task}",
+            f"another process holds it in epoch {epoch}",
+            "Attach with a higher epoch, or under the name of another job.",
         )
 
 
@@ -214,11 +208,9 @@ def require_kept(
 def came_back_empty(name: str, found: str, task: str) -> errors.PSIncarnationError:
     """The error for a server that does not hold what it must."""
     return errors.PSIncarnationError(
-        errors.message(
-            f"{task} must hold all variables that job {name!r} has made on it",
-            found,
-            "Make the variables anew under another job, and restore them from a checkpoint.",
-        )
+        f"{task} must hold all variables that job {name!r} has made on it",
+        found,
+        "Make the variables anew under another job, and restore them from a checkpoint.",
     )
 
 
@@ -226,47 +218,36 @@ def require_member(held: Job | None, name: str, epoch: int, incarnation: int, ta
     """Returns the job if the sender of a request belongs to it, and raises otherwise."""
     if held is None:
         raise errors.PSIncarnationError(
-            errors.message(
-                f"{task} needs to be attached to a job first",
-                f"it belongs to none when job {name!r} asks",
-                "Attach it. If it was attached before, it was restarted, or its lease ran out: its "
-                "variables are gone.",
-            )
+            f"{task} needs to be attached to a job first",
+            f"it belongs to none when job {name!r} asks",
+            "Attach it. If it was attached before, it was restarted, or its lease ran out: its "
+            "variables are gone.",
         )
     if held.is_waiting:
         raise errors.PSIncarnationError(
-            errors.message(
-                f"{task} needs a coordinator that attaches it again before anything else",
-                f"job {held.name!r} is restored, waiting for its coordinator, when job {name!r} "
-                "asks",
-                "Attach it, with the parts that it must hold.",
-            )
+            f"{task} needs a coordinator that attaches it again before anything else",
+            f"job {held.name!r} is restored, waiting for its coordinator, when job {name!r} asks",
+            "Attach it, with the parts that it must hold.",
         )
     if held.name != name:
         raise errors.FencedError(
-            errors.message(
-                f"{task} answers job {held.name!r} only",
-                f"job {name!r} asked",
-                "Attach to a server of that job; what it kept here before is gone.",
-            )
+            f"{task} answers job {held.name!r} only",
+            f"job {name!r} asked",
+            "Attach to a server of that job; what it kept here before is gone.",
         )
     if epoch < held.epoch:
         raise _outdated(held, epoch, task)
     if epoch > held.epoch:
         raise errors.PermissionDeniedError(
-            errors.message(
-                f"{task} must be attached in epoch {epoch} of job {name!r} first",
-                f"it is in epoch {held.epoch}",
-                "Attach it again.",
-            )
+            f"{task} must be attached in epoch {epoch} of job {name!r} first",
+            f"it is in epoch {held.epoch}",
+            "Attach it again.",
         )
     if incarnation in held.fenced:
         raise errors.FencedError(
-            errors.message(
-                f"{task} answers processes that job {name!r} counts as alive",
-                f"incarnation {incarnation} was declared dead",
-                "Drop the work at hand and join the job again as a new process.",
-            )
+            f"{task} answers processes that job {name!r} counts as alive",
+            f"incarnation {incarnation} was declared dead",
+            "Drop the work at hand and join the job again as a new process.",
         )
     return held
 
@@ -274,33 +255,27 @@ def require_member(held: Job | None, name: str, epoch: int, incarnation: int, ta
 def ended_meanwhile(task: str) -> errors.FencedError:
     """The error for something that was made for a job that is over."""
     return errors.FencedError(
-        errors.message(
-            f"{task} must keep its job while it makes something for it",
-            "the job ended meanwhile",
-            "Attach the server again, and create its variables again.",
-        )
+        f"{task} must keep its job while it makes something for it",
+        "the job ended meanwhile",
+        "Attach the server again, and create its variables again.",
     )
 
 
 def not_for(role: str, body: messages.Body, task: str) -> errors.PermissionDeniedError:
     """The error for a question that only coordinators may ask."""
     return errors.PermissionDeniedError(
-        errors.message(
-            f"{type(body).__name__} is for coordinators to ask of {task}",
-            f"a {role} asked",
-            "Send it from the coordinator.",
-        )
+        f"{type(body).__name__} is for coordinators to ask of {task}",
+        f"a {role} asked",
+        "Send it from the coordinator.",
     )
 
 
 def unknown(body: messages.Body, task: str) -> errors.ProtocolError:
     """The error for a question that is nothing for parameter servers."""
     return errors.ProtocolError(
-        errors.message(
-            f"{task} must know what it is asked",
-            f"{type(body).__name__} is nothing for parameter servers",
-            "Ask another task.",
-        )
+        f"{task} must know what it is asked",
+        f"{type(body).__name__} is nothing for parameter servers",
+        "Ask another task.",
     )
 
 
@@ -331,11 +306,9 @@ def is_mirrored(attach: messages.Attach) -> bool:
     if isinstance(wanted, bool) and (not wanted or len(attach.servers) > 1):
         return wanted
     raise errors.InvalidArgumentError(
-        errors.message(
-            "The setting 'mirror' must be a bool, and needs two servers or more",
-            f"it is {wanted!r} with {len(attach.servers)} servers",
-            "Correct the setting.",
-        )
+        "The setting 'mirror' must be a bool, and needs two servers or more",
+        f"it is {wanted!r} with {len(attach.servers)} servers",
+        "Correct the setting.",
     )
 
 
@@ -344,19 +317,15 @@ def _seconds(attach: messages.Attach, name: str, default_s: float) -> float:
     if isinstance(found, (int, float)) and not isinstance(found, bool) and 0 < found < math.inf:
         return float(found)
     raise errors.InvalidArgumentError(
-        errors.message(
-            f"The setting {name!r} must be a number of seconds above 0",
-            f"it is {found!r}",
-            "Correct the setting.",
-        )
+        f"The setting {name!r} must be a number of seconds above 0",
+        f"it is {found!r}",
+        "Correct the setting.",
     )
 
 
 def _outdated(held: Job, epoch: int, task: str) -> errors.FencedError:
     return errors.FencedError(
-        errors.message(
-            f"{task} answers epoch {held.master[0]} of job {held.name!r}",
-            f"a request of epoch {epoch} came",
-            "Another coordinator has taken the job over; end this one.",
-        )
+        f"{task} answers epoch {held.master[0]} of job {held.name!r}",
+        f"a request of epoch {epoch} came",
+        "Another coordinator has taken the job over; end this one.",
     )

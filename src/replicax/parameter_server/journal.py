@@ -108,9 +108,7 @@ def decode(octets: Any) -> list[Change]:
         return _decoder.decode(octets)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise errors.ProtocolError(
-            errors.message(
-                "Changes that one parameter server tells another must be such",
-                f"they are not: {error}",
-                "Check that all tasks have the same version of replicax.",
-            )
+            "Changes that one parameter server tells another must be such",
+            f"they are not: {error}",
+            "Check that all tasks have the same version of replicax.",
         ) from error

@@ -228,16 +228,14 @@ class Optimizer:
         if is_known:
             return self._invalid("one gradient for each part", f"part {number} has two")
         return errors.NotFoundError(
-            errors.message(
-                f"{self.label} needs gradients of parts that it was registered for",
-                f"part {number} is none of them",
-                "Build the optimizer with all variables that it trains.",
-            )
+            f"{self.label} needs gradients of parts that it was registered for",
+            f"part {number} is none of them",
+            "Build the optimizer with all variables that it trains.",
         )
 
     def _invalid(self, required: str, found: str) -> errors.InvalidArgumentError:
         return errors.InvalidArgumentError(
-            errors.message(f"{self.label} needs {required}", found, "Register it again.")
+            f"{self.label} needs {required}", found, "Register it again."
         )
 
 
@@ -308,7 +306,7 @@ def _checked(
         return PartGradient(gradient.part, values)
     if not part.shape:
         raise errors.InvalidArgumentError(
-            errors.message("A gradient of rows needs rows", f"{part.label} has none", "Send all.")
+            "A gradient of rows needs rows", f"{part.label} has none", "Send all."
         )
     numbers = rules.as_row_numbers(buffers[0], part)
     shape = (numbers.size, *part.shape[1:])

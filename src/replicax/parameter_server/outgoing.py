@@ -130,11 +130,9 @@ def _elements(target: Any, kind: str, call: int, payload: IndexedSlices) -> Piec
     """Makes a dense change of one of single elements, where that is the same."""
     if kind not in ("scatter_add", "scatter_sub") or isinstance(target, ShardedVariable):
         raise errors.UnsupportedError(
-            errors.message(
-                f"`{kind}` at vectors of indices needs a variable in this process",
-                f"{target.name!r} lives on {target.device}",
-                "Change whole rows, or read, change and assign the value.",
-            )
+            f"`{kind}` at vectors of indices needs a variable in this process",
+            f"{target.name!r} lives on {target.device}",
+            "Change whole rows, or read, change and assign the value.",
         )
     dense = np.zeros(target.shape, np.dtype(target.dtype))
     indices = tuple(np.moveaxis(np.asarray(payload.indices), -1, 0))
@@ -159,31 +157,25 @@ def _as(array: np.ndarray, dtype: Any) -> np.ndarray:
 def no_closure() -> errors.ContextError:
     """Returns the error for a change on a worker that belongs to nothing."""
     return errors.ContextError(
-        errors.message(
-            "A worker changes variables inside of closures",
-            "no closure is running",
-            "Change variables in the function that was scheduled.",
-        )
+        "A worker changes variables inside of closures",
+        "no closure is running",
+        "Change variables in the function that was scheduled.",
     )
 
 
 def no_answer(peer: Task, timeout: float) -> errors.DeadlineExceededError:
     """Returns the error for a server that takes too long."""
     return errors.DeadlineExceededError(
-        errors.message(
-            f"{peer} must answer within {timeout:g} s",
-            "there was no answer",
-            "Check that it runs and is not overloaded.",
-        )
+        f"{peer} must answer within {timeout:g} s",
+        "there was no answer",
+        "Check that it runs and is not overloaded.",
     )
 
 
 def strangers(variable: Any, ids: np.ndarray) -> errors.InvalidArgumentError:
     """Returns the error for row numbers that a variable does not have."""
     return errors.InvalidArgumentError(
-        errors.message(
-            f"A lookup in {variable.name!r} needs indices in [0, {variable.shape[0]})",
-            f"they reach from {ids.min()} to {ids.max()}",
-            "Correct the row numbers.",
-        )
+        f"A lookup in {variable.name!r} needs indices in [0, {variable.shape[0]})",
+        f"they reach from {ids.min()} to {ids.max()}",
+        "Correct the row numbers.",
     )

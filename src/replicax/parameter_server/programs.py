@@ -150,18 +150,14 @@ def _split(arrays: Sequence[Any], num_last: int) -> tuple[Sequence[Any], Sequenc
 
 
 def _invalid(label: str, required: str, found: str) -> errors.InvalidArgumentError:
-    return errors.InvalidArgumentError(
-        errors.message(f"{label} needs {required}", found, "Export it again.")
-    )
+    return errors.InvalidArgumentError(f"{label} needs {required}", found, "Export it again.")
 
 
 def _failed(label: str, error: Exception) -> errors.DistributeError:
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return errors.ResourceExhaustedError(
-            errors.message(
-                f"{label} needs memory to run its program",
-                f"there is not enough: {error}",
-                "Use smaller parts, or more servers.",
-            )
+            f"{label} needs memory to run its program",
+            f"there is not enough: {error}",
+            "Use smaller parts, or more servers.",
         )
     return _invalid(label, "a program that runs", str(error))

@@ -62,9 +62,7 @@ def num_buffers(kind: str) -> int:
     if count is None:
         known = ", ".join(_NUM_BUFFERS)
         raise errors.ProtocolError(
-            errors.message(
-                f"An update must be one of {known}", f"{kind!r} came", "Update both sides."
-            )
+            f"An update must be one of {known}", f"{kind!r} came", "Update both sides."
         )
     return count
 
@@ -79,25 +77,21 @@ def check(update: messages.Update, part: Part, buffers: Sequence[Any]) -> Change
     kind = update.kind
     if kind in _NOT_FOR_BOOL and part.dtype == np.bool_:
         raise errors.InvalidArgumentError(
-            errors.message(f"`{kind}` needs numbers", f"{part.label} is of type bool", "Assign it.")
+            f"`{kind}` needs numbers", f"{part.label} is of type bool", "Assign it."
         )
     if kind in _WHOLE:
         return _Whole(part, _WHOLE[kind], as_array(buffers[0], part.dtype, part.shape, part.label))
     if not part.shape:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{kind}` needs rows", f"{part.label} has none", "Assign it as a whole."
-            )
+            f"`{kind}` needs rows", f"{part.label} has none", "Assign it as a whole."
         )
     if kind == "write_rows":
         rows = as_rows(buffers[0], part.dtype, part)
         if update.start < 0 or update.start + rows.shape[0] > part.num_rows:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"Rows written to {part.label} must lie in [0, {part.num_rows})",
-                    f"they reach from {update.start} to {update.start + rows.shape[0]}",
-                    "Correct the first row.",
-                )
+                f"Rows written to {part.label} must lie in [0, {part.num_rows})",
+                f"they reach from {update.start} to {update.start + rows.shape[0]}",
+                "Correct the first row.",
             )
         return _Block(part, update.start, rows)
     numbers = as_row_numbers(buffers[0], part)
@@ -111,12 +105,9 @@ def as_array(buffer: Any, dtype: np.dtype, shape: tuple[int, ...], label: str) -
     num_bytes = memoryview(buffer).nbytes
     if num_bytes != expected:
         raise errors.ProtocolError(
-            errors.message(
-                f"A payload for {label} of shape {shape} and type {dtype} must have "
-                f"{expected} bytes",
-                f"it has {num_bytes}",
-                "Send what the part holds.",
-            )
+            f"A payload for {label} of shape {shape} and type {dtype} must have {expected} bytes",
+            f"it has {num_bytes}",
+            "Send what the part holds.",
         )
     if num_bytes == 0:
         return np.empty(shape, dtype)
@@ -139,12 +130,10 @@ def as_row_numbers(buffer: Any, part: Part) -> np.ndarray:
         numbers[0] < 0 or numbers[-1] >= part.num_rows or not (numbers[1:] > numbers[:-1]).all()
     ):
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"Row numbers for {part.label} must be sorted, each once, in [0, {part.num_rows})",
-                f"they are {numbers.size} from {numbers.min()} to {numbers.max()}, "
-                f"of which {np.unique(numbers).size} differ",
-                "Correct them, and add up what belongs to one row.",
-            )
+            f"Row numbers for {part.label} must be sorted, each once, in [0, {part.num_rows})",
+            f"they are {numbers.size} from {numbers.min()} to {numbers.max()}, "
+            f"of which {np.unique(numbers).size} differ",
+            "Correct them, and add up what belongs to one row.",
         )
     return numbers.astype(np.intp)
 
@@ -153,17 +142,15 @@ def as_rows_to_read(buffer: Any, part: Part) -> np.ndarray:
     """Returns the numbers of rows to read: in range, in any order."""
     if not part.shape:
         raise errors.InvalidArgumentError(
-            errors.message("Reading rows needs rows", f"{part.label} has none", "Read all of it.")
+            "Reading rows needs rows", f"{part.label} has none", "Read all of it."
         )
     numbers = _numbers(buffer, np.dtype(np.int64), part)
     # Seen as unsigned, a negative number is a huge one.
     if numbers.size and numbers.view(np.uint64).max() >= part.num_rows:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"Row numbers for {part.label} must lie in [0, {part.num_rows})",
-                f"they reach from {numbers.min()} to {numbers.max()}",
-                "Correct them.",
-            )
+            f"Row numbers for {part.label} must lie in [0, {part.num_rows})",
+            f"they reach from {numbers.min()} to {numbers.max()}",
+            "Correct them.",
         )
     return numbers
 

@@ -250,11 +250,9 @@ def restored(loaded: Loaded, task: str, changing: threading.Lock) -> tuple[Job, 
         storage.accumulation.restore(_with_sums(state.waiting, blobs))
     except (StopIteration, ValueError, TypeError) as error:
         raise errors.DataLossError(
-            errors.message(
-                f"What {task} starts from must describe itself",
-                f"its sections do not fit ({error!r})",
-                "Start from an older snapshot.",
-            )
+            f"What {task} starts from must describe itself",
+            f"its sections do not fit ({error!r})",
+            "Start from an older snapshot.",
         ) from error
     storage.clock.steps = state.clock
     storage.once = OnceTable(state.settled, state.newest, state.made)

@@ -96,11 +96,9 @@ class SnapshotDirectory:
             self._next = max(self._files(), default=0) + 1
         except exclusive_files.HeldError as error:
             raise errors.CheckpointError(
-                errors.message(
-                    f"One parameter server may keep its snapshots in {path}",
-                    f"that of process {error.holder or 'unknown'} does so",
-                    "End that process, or use another directory.",
-                )
+                f"One parameter server may keep its snapshots in {path}",
+                f"that of process {error.holder or 'unknown'} does so",
+                "End that process, or use another directory.",
             ) from error
         except OSError as error:
             self.close()
@@ -219,7 +217,7 @@ def write(file: _Target, cut: Cut, is_wanted: Callable[[float], bool] = lambda _
         found = f"that of job {cut.state.job!r} has {first} bytes"
         required = f"The header of a snapshot has at most {_MAX_HEADER_BYTES} bytes"
         todo = "Use fewer variables on each parameter server."
-        raise errors.CheckpointError(errors.message(required, found, todo))
+        raise errors.CheckpointError(required, found, todo)
     offset, end = first, first + sum(size for size, _ in sections)
     for section, (size, piece_size) in enumerate(sections):
         for start, piece in cut.pieces(section):
@@ -305,11 +303,9 @@ def _read_header(file: IO[bytes], num_bytes: int, path: Path | str) -> tuple[_He
         raise _damaged(path, "it is no snapshot")
     if number != FORMAT:
         raise errors.UnsupportedError(
-            errors.message(
-                f"{path} must be of format {FORMAT}, which this version of replicax reads",
-                f"it is of format {number}",
-                "Use the version that wrote it.",
-            )
+            f"{path} must be of format {FORMAT}, which this version of replicax reads",
+            f"it is of format {number}",
+            "Use the version that wrote it.",
         )
     if length > min(_MAX_HEADER_BYTES, num_bytes - _PREAMBLE.size):
         raise _damaged(path, f"its header has {length} bytes, and the file {num_bytes}")
@@ -343,18 +339,14 @@ def _check(header: _Header, num_bytes: int, path: Path | str) -> None:
 
 
 def _damaged(path: Path | str, found: str) -> errors.DataLossError:
-    return errors.DataLossError(
-        errors.message(f"{path} must hold what was saved", found, "Use an older snapshot.")
-    )
+    return errors.DataLossError(f"{path} must hold what was saved", found, "Use an older snapshot.")
 
 
 def _cannot_write(path: Path, error: OSError) -> errors.CheckpointError:
     wrapped = errors.CheckpointError(
-        errors.message(
-            f"The snapshot {path} must be written and synced to disk",
-            f"that failed: {error.strerror or error}",
-            "Those before are untouched; make room or repair the disk.",
-        )
+        f"The snapshot {path} must be written and synced to disk",
+        f"that failed: {error.strerror or error}",
+        "Those before are untouched; make room or repair the disk.",
     )
     wrapped.errno = error.errno
     return wrapped

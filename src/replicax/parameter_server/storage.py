@@ -73,11 +73,9 @@ class Storage:
         part = self._parts.get(number)
         if part is None:
             raise errors.NotFoundError(
-                errors.message(
-                    f"{self._task} must hold part {number}",
-                    f"it does not, among {len(self._parts)} parts",
-                    "Create the variable first; one that was dropped cannot be used.",
-                )
+                f"{self._task} must hold part {number}",
+                f"it does not, among {len(self._parts)} parts",
+                "Create the variable first; one that was dropped cannot be used.",
             )
         return part
 
@@ -142,11 +140,9 @@ class Storage:
         if self.once.is_stale(closure):
             # Not the worker is refused, only this closure: another worker was quicker.
             raise errors.CancelledError(
-                errors.message(
-                    f"Closures below {self.once.settled} are settled on {self._task}",
-                    f"closure {closure} tried to change something",
-                    "Drop its result; it was counted, or given up.",
-                )
+                f"Closures below {self.once.settled} are settled on {self._task}",
+                f"closure {closure} tried to change something",
+                "Drop its result; it was counted, or given up.",
             )
         checked: list[Checked] = []
         seen: set[Key] = set()
@@ -246,11 +242,9 @@ class Storage:
         optimizer = self._optimizers.get(number)
         if optimizer is None:
             raise errors.NotFoundError(
-                errors.message(
-                    f"{self._task} must know optimizer {number}",
-                    "it was not registered, or its variables were dropped",
-                    "Register it again.",
-                )
+                f"{self._task} must know optimizer {number}",
+                "it was not registered, or its variables were dropped",
+                "Register it again.",
             )
         return optimizer
 
@@ -308,12 +302,10 @@ class Storage:
         ):
             found = [f"{result.dtype}{list(result.shape)}" for result in results]
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"{part.label} needs {part.dtype}{list(part.shape)} as result {index} of its "
-                    "program",
-                    f"the results are {', '.join(found) or 'none'}",
-                    "Correct the initial value.",
-                )
+                f"{part.label} needs {part.dtype}{list(part.shape)} as result {index} of its "
+                "program",
+                f"the results are {', '.join(found) or 'none'}",
+                "Correct the initial value.",
             )
         return results[index]
 
@@ -336,54 +328,44 @@ class Storage:
             if is_number and all(size >= 0 for size in spec.shape):
                 return dtype
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"Part {spec.part} ({spec.name!r}) on {self._task} needs a numeric type and "
-                "sizes that are not negative",
-                f"type {spec.dtype!r} and shape {spec.shape} were given",
-                "Correct the variable.",
-            )
+            f"Part {spec.part} ({spec.name!r}) on {self._task} needs a numeric type and "
+            "sizes that are not negative",
+            f"type {spec.dtype!r} and shape {spec.shape} were given",
+            "Correct the variable.",
         )
 
     def _require_number(self, number: int) -> None:
         # The table of changes tells parts and optimizers apart by the sign.
         if number < 0:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"Parts and optimizers on {self._task} need numbers from 0 on",
-                    f"{number} was given",
-                    "Use another number.",
-                )
+                f"Parts and optimizers on {self._task} need numbers from 0 on",
+                f"{number} was given",
+                "Use another number.",
             )
 
     def _require_same(self, known: Part, spec: messages.CreatePart) -> None:
         if known.spec != spec:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"The number of part {spec.part} ({spec.name!r}) must be new on {self._task}",
-                    f"it names {known.label} of shape {known.shape} and type {known.dtype}",
-                    "Drop that part first, or use another number.",
-                )
+                f"The number of part {spec.part} ({spec.name!r}) must be new on {self._task}",
+                f"it names {known.label} of shape {known.shape} and type {known.dtype}",
+                "Drop that part first, or use another number.",
             )
 
     def _exhausted(
         self, spec: messages.CreatePart, dtype: np.dtype, found: str
     ) -> errors.ResourceExhaustedError:
         return errors.ResourceExhaustedError(
-            errors.message(
-                f"Part {spec.part} ({spec.name!r}) of shape {spec.shape} and type {dtype} needs "
-                f"{_size(spec, dtype)} bytes on {self._task}",
-                found,
-                "Partition the variable over more servers, or give the server more memory.",
-            )
+            f"Part {spec.part} ({spec.name!r}) of shape {spec.shape} and type {dtype} needs "
+            f"{_size(spec, dtype)} bytes on {self._task}",
+            found,
+            "Partition the variable over more servers, or give the server more memory.",
         )
 
     def _miscounted(self, expected: int, found: int) -> errors.ProtocolError:
         return errors.ProtocolError(
-            errors.message(
-                f"A request to {self._task} must bring {expected} buffers",
-                f"it brings {found}",
-                "Update both sides.",
-            )
+            f"A request to {self._task} must bring {expected} buffers",
+            f"it brings {found}",
+            "Update both sides.",
         )
 
 

@@ -44,11 +44,9 @@ def of_job(job: str, found: Sequence[messages.Body]) -> Takeover | None:
     if not is_resumed and any(f.parts for f in held):
         empty = next(i for i, f in enumerate(found) if f not in held)
         raise errors.PSIncarnationError(
-            errors.message(
-                f"Every parameter server must hold its part of job {job!r}",
-                f"{Task('ps', empty)} does not, while others do",
-                "Start a job of another name, and restore the variables from a checkpoint.",
-            )
+            f"Every parameter server must hold its part of job {job!r}",
+            f"{Task('ps', empty)} does not, while others do",
+            "Start a job of another name, and restore the variables from a checkpoint.",
         )
     return Takeover(
         epoch=max(f.epoch for f in held) + 1,

@@ -27,11 +27,9 @@ def experimental_get_current_worker_index() -> int:
     index = _index.get()
     if index is None:
         raise errors.ContextError(
-            errors.message(
-                "The index of the worker is known inside functions that a worker runs",
-                "this code runs elsewhere",
-                "Call it in a function that is given to `schedule` or `create_per_worker_dataset`.",
-            )
+            "The index of the worker is known inside functions that a worker runs",
+            "this code runs elsewhere",
+            "Call it in a function that is given to `schedule` or `create_per_worker_dataset`.",
         )
     return index
 

@@ -115,9 +115,7 @@ def _require_eager(api: str) -> None:
     guards.require_cross_replica(f"saved_model.{api}")
     if frames.current().overlay is not None or not jax_compat.is_eager():
         raise errors.ContextError(
-            errors.message(
-                f"`saved_model.{api}` needs values, not traces",
-                "it is called inside rx.function or a JAX transformation",
-                "Call it outside.",
-            )
+            f"`saved_model.{api}` needs values, not traces",
+            "it is called inside rx.function or a JAX transformation",
+            "Call it outside.",
         )

@@ -54,11 +54,9 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         raise errors.UnavailableError(
-            errors.message(
-                f"The process {parent} must be there while its tasks serve",
-                "it has ended",
-                "Start the cluster again.",
-            )
+            f"The process {parent} must be there while its tasks serve",
+            "it has ended",
+            "Start the cluster again.",
         )
 
 

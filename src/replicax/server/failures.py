@@ -49,17 +49,18 @@ def describe(error: BaseException, otherwise: Cause = "closure") -> RemoteError:
         _text_of(error)[:_TEXT_LENGTH],
         _traceback_of(error)[-_TRACEBACK_LENGTH:],
         getattr(error, "task_index", -1) if cause == "server" else -1,
+        _parts_of(error),
     )
 
 
 def cancelled(closure: int, task: str) -> RemoteError:
     """Describes a closure that was taken back before it ran."""
-    text = errors.message(
+    error = errors.CancelledError(
         "A closure runs unless it is cancelled before",
         f"closure {closure} was taken from the queue of {task}",
         "Schedule it again.",
     )
-    return RemoteError("cancelled", errors.CancelledError.__name__, text, "")
+    return RemoteError("cancelled", _kind_of(type(error)), str(error), "", parts=error.parts)
 
 
 def taken_back(calls: Iterable[ClosureCall], task: str) -> list[Result]:
@@ -72,7 +73,7 @@ def taken_back(calls: Iterable[ClosureCall], task: str) -> list[Result]:
 
 def size_of(error: RemoteError) -> int:
     """Returns what an error takes in a header, at most."""
-    texts = (error.kind, error.text, error.traceback)
+    texts = (error.kind, error.text, error.traceback, *error.parts)
     return 64 + sum(len(text.encode(errors="replace")) for text in texts)
 
 
@@ -123,6 +124,13 @@ def _text_of(error: BaseException) -> str:
         return f"(its text cannot be made: {type(failure).__name__})"
 
 
+def _parts_of(error: BaseException) -> tuple[str, ...]:
+    """Returns the parts of one of our errors; none if its text has to be cut."""
+    if not isinstance(error, errors.DistributeError) or len(str(error)) > _TEXT_LENGTH:
+        return ()
+    return tuple(map(_clean, error.parts))
+
+
 def _traceback_of(error: BaseException) -> str:
     with contextlib.suppress(Exception):
         start = _first_foreign(error.__traceback__)
@@ -146,9 +154,7 @@ def _clean(text: Any) -> str:
 
 def _end_of_data() -> errors.OutOfRangeError:
     return errors.OutOfRangeError(
-        errors.message(
-            "A closure needs another element",
-            "the iterator that it reads has come to its end",
-            "Repeat the dataset, or schedule as many steps as it has.",
-        )
+        "A closure needs another element",
+        "the iterator that it reads has come to its end",
+        "Repeat the dataset, or schedule as many steps as it has.",
     )

@@ -59,9 +59,7 @@ class Functions:
     def store(self, sha: str, buffers: Sequence[Any]) -> None:
         """Keeps a function that was sent; again is harmless."""
         if not buffers:
-            raise errors.ProtocolError(
-                errors.message("A function has bytes", "none came", "Send its pickle.")
-            )
+            raise errors.ProtocolError("A function has bytes", "none came", "Send its pickle.")
         with self._lock:
             if sha in self._entries:
                 self._entries.move_to_end(sha)
@@ -88,11 +86,9 @@ class Functions:
             if fingerprint.of_buffers(entry.buffers) != sha:
                 self._forget(sha)
                 raise errors.ProtocolError(
-                    errors.message(
-                        "A function is named by the SHA-256 of its bytes",
-                        f"other bytes came under {sha!r}",
-                        "Send it again.",
-                    )
+                    "A function is named by the SHA-256 of its bytes",
+                    f"other bytes came under {sha!r}",
+                    "Send it again.",
                 )
             entry.function = unpickle(entry.buffers, resolve)
             entry.buffers = None

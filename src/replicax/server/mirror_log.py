@@ -336,12 +336,10 @@ class MirrorLog:
 
     def _too_many(self) -> errors.ResourceExhaustedError:
         return errors.ResourceExhaustedError(
-            errors.message(
-                f"/job:ps/task:{self._index} keeps at most {_MOST_HELD} answers until its mirror "
-                "has confirmed them",
-                "as many wait",
-                "Bring the mirror back, and ask again.",
-            )
+            f"/job:ps/task:{self._index} keeps at most {_MOST_HELD} answers until its mirror "
+            "has confirmed them",
+            "as many wait",
+            "Bring the mirror back, and ask again.",
         )
 
 

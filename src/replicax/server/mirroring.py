@@ -189,11 +189,9 @@ class Mirroring:
 
     def _overdue(self, mirror: Task) -> errors.DeadlineExceededError:
         return errors.DeadlineExceededError(
-            errors.message(
-                f"{mirror} must answer {self._task} within {self._answer_s:g} s, as its mirror",
-                "it has not",
-                "Look into its log, and at the network between the two.",
-            )
+            f"{mirror} must answer {self._task} within {self._answer_s:g} s, as its mirror",
+            "it has not",
+            "Look into its log, and at the network between the two.",
         )
 
     def _follow(self, channel: Channel, job: str) -> None:

@@ -178,11 +178,9 @@ class ParameterServerTask:
         with self._lock:
             if self._waiting.total() >= _LONGEST_LANE:
                 raise errors.ResourceExhaustedError(
-                    errors.message(
-                        f"{self._task} keeps at most {_LONGEST_LANE} slow requests waiting",
-                        f"{caller} sent one more",
-                        "Wait for answers before sending more.",
-                    )
+                    f"{self._task} keeps at most {_LONGEST_LANE} slow requests waiting",
+                    f"{caller} sent one more",
+                    "Wait for answers before sending more.",
                 )
             self._waiting[key] += 1
         self._lane.put((caller, envelope, buffers))

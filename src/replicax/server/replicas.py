@@ -130,20 +130,16 @@ class Replicas:
                 # Copies live as long as the job does here.
                 raise self._unknown(caller)
             raise errors.UnavailableError(
-                errors.message(
-                    f"/job:ps/task:{self._index} must be in job {envelope.job!r} to be a mirror",
-                    "it is in another one" if mine is not None else "it is in none",
-                    "Wait until its coordinator has attached it.",
-                )
+                f"/job:ps/task:{self._index} must be in job {envelope.job!r} to be a mirror",
+                "it is in another one" if mine is not None else "it is in none",
+                "Wait until its coordinator has attached it.",
             )
         owner = (self._index - 1) % len(mine.attach.servers)
         if caller.task != owner:
             raise errors.PermissionDeniedError(
-                errors.message(
-                    f"/job:ps/task:{self._index} is the mirror of /job:ps/task:{owner}",
-                    f"{caller} asked",
-                    "Check the order of the servers in the cluster of each task.",
-                )
+                f"/job:ps/task:{self._index} is the mirror of /job:ps/task:{owner}",
+                f"{caller} asked",
+                "Check the order of the servers in the cluster of each task.",
             )
 
     def _replicate(
@@ -302,31 +298,25 @@ class Replicas:
 
     def _unknown(self, caller: Caller) -> errors.NotFoundError:
         return errors.NotFoundError(
-            errors.message(
-                f"/job:ps/task:{self._index} must have a copy of this life of {caller}",
-                "it has none",
-                "Send it everything.",
-            )
+            f"/job:ps/task:{self._index} must have a copy of this life of {caller}",
+            "it has none",
+            "Send it everything.",
         )
 
     def _replaced(self, caller: Caller) -> errors.FencedError:
         return errors.FencedError(
-            errors.message(
-                f"/job:ps/task:{self._index} follows one process of {caller}",
-                "another one has taken its place",
-                "End this process.",
-            )
+            f"/job:ps/task:{self._index} follows one process of {caller}",
+            "another one has taken its place",
+            "End this process.",
         )
 
     def _differs(self, caller: Caller, error: Exception) -> errors.DataLossError:
         if not isinstance(error, errors.DistributeError):
             _log.exception("/job:ps/task:%d could not follow %s", self._index, caller)
         return errors.DataLossError(
-            errors.message(
-                f"The copy of {caller} must lead to the same as the original",
-                f"it does not: {error}",
-                "Nothing is to be done: it is made anew.",
-            )
+            f"The copy of {caller} must lead to the same as the original",
+            f"it does not: {error}",
+            "Nothing is to be done: it is made anew.",
         )
 
 
@@ -337,4 +327,4 @@ def _is_same(transfer: _Transfer | None, caller: Caller, position: int) -> bool:
 
 def _broken(required: str, found: object) -> errors.DataLossError:
     todo = "Nothing is to be done: it is tried again."
-    return errors.DataLossError(errors.message(required, f"it is {found!r} here", todo))
+    return errors.DataLossError(required, f"it is {found!r} here", todo)

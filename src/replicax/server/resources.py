@@ -59,11 +59,9 @@ class Resources:
         if failure is not None:
             found = f"making it failed with {failure.kind}: {failure.text}"
         raise errors.ClosureInputError(
-            errors.message(
-                f"A closure on {self._task} needs the per-worker object {number}",
-                found,
-                "Correct the function that makes it, and make it anew.",
-            )
+            f"A closure on {self._task} needs the per-worker object {number}",
+            found,
+            "Correct the function that makes it, and make it anew.",
         )
 
     def drop(self, numbers: Iterable[int]) -> None:
@@ -123,9 +121,7 @@ class _FromStart:
 
 def _refuse_variable(next_creator: Any, **kwargs: Any) -> NoReturn:
     raise errors.InvalidArgumentError(
-        errors.message(
-            "A dataset function makes a dataset and nothing else",
-            f"it creates a variable ({kwargs.get('name') or 'without a name'})",
-            "Create variables at the coordinator, inside `with strategy.scope():`.",
-        )
+        "A dataset function makes a dataset and nothing else",
+        f"it creates a variable ({kwargs.get('name') or 'without a name'})",
+        "Create variables at the coordinator, inside `with strategy.scope():`.",
     )

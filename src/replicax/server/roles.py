@@ -110,11 +110,9 @@ def make_task(
         make_session = _session_maker(name.index, found)
         return WorkerTask(name.index, location, make_session, keys=found, on_ending=on_ending)
     raise errors.InvalidArgumentError(
-        errors.message(
-            f"A server is of one of the jobs {', '.join([*SERVING, *_WAITING])}",
-            f"it is {name.label}",
-            "Rename the job in the cluster.",
-        )
+        f"A server is of one of the jobs {', '.join([*SERVING, *_WAITING])}",
+        f"it is {name.label}",
+        "Rename the job in the cluster.",
     )
 
 
@@ -124,20 +122,16 @@ def require_snapshots_fit(
     """Raises if a task cannot keep such snapshots."""
     if snapshots is not None and name.job != "ps":
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`snapshots` are for parameter servers, which hold the variables",
-                f"this is {name.label}",
-                "Leave it out here.",
-            )
+            "`snapshots` are for parameter servers, which hold the variables",
+            f"this is {name.label}",
+            "Leave it out here.",
         )
     is_number = isinstance(every_s, (int, float)) and not isinstance(every_s, bool)
     if not is_number or not 0 < every_s < math.inf:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`snapshot_every` must be a number of seconds above 0",
-                f"it is {every_s!r}",
-                "Correct it.",
-            )
+            "`snapshot_every` must be a number of seconds above 0",
+            f"it is {every_s!r}",
+            "Correct it.",
         )
 
 

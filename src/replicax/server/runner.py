@@ -142,11 +142,9 @@ class Runner:
         now = time.monotonic()
         for closure in list(self._arriving):
             error = errors.DistributeError(
-                errors.message(
-                    f"The servers acknowledge the updates of closure {closure}",
-                    "they have not",
-                    "Report this as a bug.",
-                )
+                f"The servers acknowledge the updates of closure {closure}",
+                "they have not",
+                "Report this as a bug.",
             )
             self._report(self._arriving.pop(closure), error, now)
         self._reports.send_all()
@@ -223,11 +221,9 @@ class Runner:
             case ("layout",):
                 return strategy.extended.layout
         raise errors.ProtocolError(
-            errors.message(
-                "A pickle names variables, resources and the strategy",
-                f"it names {name!r}",
-                "Run the same version of replicax on all tasks.",
-            )
+            "A pickle names variables, resources and the strategy",
+            f"it names {name!r}",
+            "Run the same version of replicax on all tasks.",
         )
 
     def _settle(self, ask: Callable[[], Ended]) -> None:

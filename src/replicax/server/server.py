@@ -150,11 +150,9 @@ class Server:
         with self._lock:
             if self._stopping.is_set():
                 raise errors.ContextError(
-                    errors.message(
-                        "A server serves once",
-                        f"that of {self._name.label} was stopped",
-                        "Make a new one.",
-                    )
+                    "A server serves once",
+                    f"that of {self._name.label} was stopped",
+                    "Make a new one.",
                 )
             if self._task is not None:
                 return
@@ -266,11 +264,9 @@ def _task_name(cluster: ClusterSpec, job: Any, index: Any) -> TaskName:
         (index,) = indices
     if not isinstance(index, int) or isinstance(index, bool):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`task_index` must be a whole number",
-                f"it is {index!r} of type {type(index).__name__}",
-                f"Pass one of {indices}.",
-            )
+            "`task_index` must be a whole number",
+            f"it is {index!r} of type {type(index).__name__}",
+            f"Pass one of {indices}.",
         )
     cluster.task_address(job, index)
     return TaskName(job, index)
@@ -278,9 +274,7 @@ def _task_name(cluster: ClusterSpec, job: Any, index: Any) -> TaskName:
 
 def _missing(name: str, found: str) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        errors.message(
-            f"`{name}` must say which task this is",
-            f"it was not given and {found}",
-            f"Pass `{name}`.",
-        )
+        f"`{name}` must say which task this is",
+        f"it was not given and {found}",
+        f"Pass `{name}`.",
     )

@@ -349,20 +349,16 @@ class WorkerTask:
         if envelope.job == self._newest[0] and envelope.epoch < self._newest[1]:
             raise self._replaced(envelope.job, envelope.epoch)
         raise errors.UnavailableError(
-            errors.message(
-                f"{self._task} takes closures of the job that it is attached to",
-                f"it works for {self._job or 'no job'} now, and {caller} is not its coordinator",
-                "Attach it first.",
-            )
+            f"{self._task} takes closures of the job that it is attached to",
+            f"it works for {self._job or 'no job'} now, and {caller} is not its coordinator",
+            "Attach it first.",
         )
 
     def _replaced(self, job: str, epoch: int) -> errors.FencedError:
         return errors.FencedError(
-            errors.message(
-                f"{self._task} works for the newest coordinator of a job",
-                f"that of job {job!r} has epoch {self._newest[1]}, and epoch {epoch} is over",
-                "Let one coordinator at a time run a job.",
-            )
+            f"{self._task} works for the newest coordinator of a job",
+            f"that of job {job!r} has epoch {self._newest[1]}, and epoch {epoch} is over",
+            "Let one coordinator at a time run a job.",
         )
 
 
@@ -381,11 +377,9 @@ def _calls(body: messages.Run, buffers: list[memoryview]) -> list[Call]:
 def _require_count(count: int, buffers: Sequence[Any]) -> None:
     if count != len(buffers):
         raise errors.ProtocolError(
-            errors.message(
-                f"The message needs {count} buffers",
-                f"{len(buffers)} came",
-                "Run the same version of replicax on all tasks.",
-            )
+            f"The message needs {count} buffers",
+            f"{len(buffers)} came",
+            "Run the same version of replicax on all tasks.",
         )
 
 

@@ -91,15 +91,13 @@ class Strategy:
         del options
         if not isinstance(args, list | tuple):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`args` must be a list or tuple",
-                    f"it is {type(args).__name__}",
-                    "For a single argument pass `args=(value,)`.",
-                )
+                "`args` must be a list or tuple",
+                f"it is {type(args).__name__}",
+                "For a single argument pass `args=(value,)`.",
             )
         if not callable(fn):
             raise errors.ArgumentTypeError(
-                errors.message("`fn` must be callable", f"it is {fn!r}", "Pass a function.")
+                "`fn` must be callable", f"it is {fn!r}", "Pass a function."
             )
         try:
             with entered(self, "run"):
@@ -132,12 +130,10 @@ class Strategy:
         op = resolve_reduce_op(reduce_op)
         if axis is _REQUIRED:
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "`Strategy.reduce` needs an `axis`",
-                    "none was given",
-                    "Pass axis=None to combine across replicas only, or axis=0 to combine the "
-                    "rows of each replica as well.",
-                )
+                "`Strategy.reduce` needs an `axis`",
+                "none was given",
+                "Pass axis=None to combine across replicas only, or axis=0 to combine the "
+                "rows of each replica as well.",
             )
         guards.require_cross_replica(
             "Strategy.reduce", "Use `rx.get_replica_context().all_reduce(...)` there."
@@ -245,11 +241,9 @@ class Strategy:
 
     def __copy__(self) -> Any:
         raise errors.ContextError(
-            errors.message(
-                "Only copy.deepcopy can copy a strategy",
-                "copy.copy was called",
-                "Use copy.deepcopy, or make a new strategy.",
-            )
+            "Only copy.deepcopy can copy a strategy",
+            "copy.copy was called",
+            "Use copy.deepcopy, or make a new strategy.",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

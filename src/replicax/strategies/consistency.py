@@ -34,11 +34,9 @@ class Staleness:
     def __post_init__(self) -> None:
         if not _is_count(self.bound):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "The bound of `Staleness` must be an int from 0 on",
-                    f"it is {self.bound!r}",
-                    "Pass a number of steps; 0 runs one step at a time.",
-                )
+                "The bound of `Staleness` must be an int from 0 on",
+                f"it is {self.bound!r}",
+                "Pass a number of steps; 0 runs one step at a time.",
             )
 
 
@@ -53,22 +51,18 @@ def settings_of(
     is_name = isinstance(consistency, str) and consistency in ("async", "sync")
     if not is_name and not isinstance(consistency, Staleness):
         raise errors.InvalidArgumentError(
-            errors.message(
-                '`consistency` must be "async", "sync" or rx.Staleness(bound)',
-                f"it is {consistency!r}",
-                'Leave it out for "async".',
-            )
+            '`consistency` must be "async", "sync" or rx.Staleness(bound)',
+            f"it is {consistency!r}",
+            'Leave it out for "async".',
         )
     _check_backups(consistency, backup_workers, num_workers)
     if consistency == "async":
         return {}
     if pull_ahead:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"With consistency={consistency!r} each step needs the values of its own time",
-                "`pull_ahead=True` fetches them before",
-                'Leave `pull_ahead` out, or use consistency="async".',
-            )
+            f"With consistency={consistency!r} each step needs the values of its own time",
+            "`pull_ahead=True` fetches them before",
+            'Leave `pull_ahead` out, or use consistency="async".',
         )
     if isinstance(consistency, Staleness):
         return {"staleness": consistency.bound}
@@ -87,12 +81,10 @@ def _check_backups(consistency: Any, backup_workers: Any, num_workers: int) -> N
     else:
         return
     raise errors.InvalidArgumentError(
-        errors.message(
-            "`backup_workers` must be an int from 0 on, below the number of workers, and needs "
-            'consistency="sync"',
-            found,
-            todo,
-        )
+        "`backup_workers` must be an int from 0 on, below the number of workers, and needs "
+        'consistency="sync"',
+        found,
+        todo,
     )
 
 

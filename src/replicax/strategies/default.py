@@ -37,11 +37,9 @@ class DefaultExtended(StrategyExtended):
     @override
     def worker_devices(self) -> tuple[str, ...]:
         raise errors.ContextError(
-            errors.message(
-                "`worker_devices` needs a strategy",
-                "the default strategy is in force, which has no devices of its own",
-                "Ask a strategy such as rx.MirroredStrategy().",
-            )
+            "`worker_devices` needs a strategy",
+            "the default strategy is in force, which has no devices of its own",
+            "Ask a strategy such as rx.MirroredStrategy().",
         )
 
     @property
@@ -82,11 +80,9 @@ class DefaultExtended(StrategyExtended):
         guards.require_same_strategy("extended.broadcast_to", self.container_strategy)
         if destinations is not None:
             raise errors.UnsupportedError(
-                errors.message(
-                    "The default strategy cannot broadcast to devices",
-                    f"destinations={destinations!r} was given",
-                    "Use a strategy with devices.",
-                )
+                "The default strategy cannot broadcast to devices",
+                f"destinations={destinations!r} was given",
+                "Use a strategy with devices.",
             )
         return tensor
 
@@ -95,11 +91,9 @@ class DefaultExtended(StrategyExtended):
         frame = frames.current()
         if not frame.is_default:
             raise errors.ContextError(
-                errors.message(
-                    "A variable created under the default strategy's scope needs it to be current",
-                    f"this is {frame.describe()}",
-                    "Mixing different strategies is not possible: leave one scope first.",
-                )
+                "A variable created under the default strategy's scope needs it to be current",
+                f"this is {frame.describe()}",
+                "Mixing different strategies is not possible: leave one scope first.",
             )
         return next_creator(**kwargs)
 
@@ -118,9 +112,7 @@ class DefaultExtended(StrategyExtended):
     def _require_updatable(self, var: Any) -> None:
         if not isinstance(var, Variable):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`extended.update` needs a variable", f"it got {var!r}", "Pass an rx.Variable."
-                )
+                "`extended.update` needs a variable", f"it got {var!r}", "Pass an rx.Variable."
             )
 
     @override
@@ -169,9 +161,7 @@ class DefaultStrategy(Strategy):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise errors.ContextError(
-            errors.message(
-                "There is one default strategy", "a copy was asked for", "Use it as it is."
-            )
+            "There is one default strategy", "a copy was asked for", "Use it as it is."
         )
 
 
@@ -220,11 +210,9 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Makes a strategy current everywhere, without a `with` block; None undoes it."""
     if frames.stack():
         raise errors.ContextError(
-            errors.message(
-                "`experimental_set_strategy` must be called outside of every scope",
-                f"this is {frames.current().describe()}",
-                "Leave the scope first.",
-            )
+            "`experimental_set_strategy` must be called outside of every scope",
+            f"this is {frames.current().describe()}",
+            "Leave the scope first.",
         )
     if strategy is None:
         frames.install(None)
@@ -232,11 +220,9 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         return
     if not isinstance(strategy, Strategy):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`experimental_set_strategy` needs a strategy or None",
-                f"{strategy!r} was given",
-                "Pass a strategy such as rx.MirroredStrategy().",
-            )
+            "`experimental_set_strategy` needs a strategy or None",
+            f"{strategy!r} was given",
+            "Pass a strategy such as rx.MirroredStrategy().",
         )
     frames.install(strategy.extended.scope_frame(frames.caller_location()))
     creators.install(strategy.extended.creator)

@@ -78,11 +78,9 @@ class StrategyExtended:
         """The number of replicas that are kept in step."""
         if self.layout is None:
             raise errors.UnsupportedError(
-                errors.message(
-                    "A StrategyExtended subclass must know its replicas",
-                    f"{type(self).__name__} was made without a layout",
-                    "Pass layout=ReplicaLayout(devices) to StrategyExtended.__init__.",
-                )
+                "A StrategyExtended subclass must know its replicas",
+                f"{type(self).__name__} was made without a layout",
+                "Pass layout=ReplicaLayout(devices) to StrategyExtended.__init__.",
             )
         return self.layout.num_replicas
 
@@ -263,11 +261,9 @@ class StrategyExtended:
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Variable:
         """Hook: makes a variable of the kind and in the place that the strategy wants."""
         raise errors.UnsupportedError(
-            errors.message(
-                "A StrategyExtended subclass must define `_create_variable`",
-                f"{type(self).__name__} does not",
-                "Override it; `next_creator(**kwargs)` makes a plain variable.",
-            )
+            "A StrategyExtended subclass must define `_create_variable`",
+            f"{type(self).__name__} does not",
+            "Override it; `next_creator(**kwargs)` makes a plain variable.",
         )
 
     def variable_created_in_scope(self, v: Any) -> bool:
@@ -286,11 +282,9 @@ class StrategyExtended:
         """
         if frames.current().strategy is not self.container_strategy:
             raise errors.ContextError(
-                errors.message(
-                    "`colocate_vars_with` needs its own strategy's scope",
-                    f"this is {frames.current().describe()}",
-                    "Call it inside `with strategy.scope():`.",
-                )
+                "`colocate_vars_with` needs its own strategy's scope",
+                f"this is {frames.current().describe()}",
+                "Call it inside `with strategy.scope():`.",
             )
         self._validate_colocate_with_variable(colocate_with_variable)
         targets = resolve_destinations(colocate_with_variable)
@@ -307,11 +301,9 @@ class StrategyExtended:
         is_whole = isinstance(value, Variable) and not isinstance(value, VariableComponent)
         if not is_whole or not self.variable_created_in_scope(value):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`colocate_vars_with` needs a variable created in this strategy's scope",
-                    f"it got {_kind(value)}",
-                    "Pass such a variable, or the result of `non_slot_devices`.",
-                )
+                "`colocate_vars_with` needs a variable created in this strategy's scope",
+                f"it got {_kind(value)}",
+                "Pass such a variable, or the result of `non_slot_devices`.",
             )
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
@@ -353,11 +345,9 @@ class StrategyExtended:
         """Hook: refuses what `update` cannot work on."""
         if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`extended.update` needs a variable created in this strategy's scope",
-                    f"it got {_kind(var)}",
-                    "Create the variable inside `with strategy.scope():`.",
-                )
+                "`extended.update` needs a variable created in this strategy's scope",
+                f"it got {_kind(var)}",
+                "Create the variable inside `with strategy.scope():`.",
             )
 
     def update_non_slot(
@@ -372,11 +362,9 @@ class StrategyExtended:
         self._require_own_cross_replica("extended.update_non_slot")
         if not isinstance(colocate_with, tuple | list):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`colocate_with` must be the result of `non_slot_devices`",
-                    f"it is {_kind(colocate_with)}",
-                    "Call `extended.non_slot_devices(var_list)`.",
-                )
+                "`colocate_with` must be the result of `non_slot_devices`",
+                f"it is {_kind(colocate_with)}",
+                "Call `extended.non_slot_devices(var_list)`.",
             )
         arguments = (tuple(args), dict(kwargs or {}))
         updating.refuse_per_replica("extended.update_non_slot", arguments)

@@ -43,11 +43,9 @@ class MirroredExtended(StrategyExtended):
         kinds = {jnp.dtype(_dtype(v)) == jnp.int32 for v in values if isinstance(v, PerReplica)}
         if len(kinds) > 1:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`batch_reduce_to` needs values that one algorithm can take together",
-                    "int32 values are mixed with others",
-                    "Reduce the int32 values in a batch of their own.",
-                )
+                "`batch_reduce_to` needs values that one algorithm can take together",
+                "int32 values are mixed with others",
+                "Reduce the int32 values in a batch of their own.",
             )
 
 
@@ -148,28 +146,22 @@ class MirroredStrategy(Strategy):
         found = resolve_worker_devices(devices)
         if not isinstance(virtual_replicas, int) or isinstance(virtual_replicas, bool):
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "`virtual_replicas` must be an int",
-                    f"it is {virtual_replicas!r}",
-                    "Pass 2, say.",
-                )
+                "`virtual_replicas` must be an int",
+                f"it is {virtual_replicas!r}",
+                "Pass 2, say.",
             )
         if virtual_replicas < 1 or (virtual_replicas > 1 and len(found) > 1):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`virtual_replicas` above 1 needs exactly one device",
-                    f"virtual_replicas={virtual_replicas} with {len(found)} devices was given",
-                    "Name one device, or leave `virtual_replicas` out.",
-                )
+                "`virtual_replicas` above 1 needs exactly one device",
+                f"virtual_replicas={virtual_replicas} with {len(found)} devices was given",
+                "Name one device, or leave `virtual_replicas` out.",
             )
         ops = cross_device_ops or select_cross_device_ops(found)
         if not isinstance(ops, CrossDeviceOps):
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "`cross_device_ops` must be an rx.CrossDeviceOps",
-                    f"it is {ops!r}",
-                    "Pass e.g. rx.ReductionToOneDevice().",
-                )
+                "`cross_device_ops` must be an rx.CrossDeviceOps",
+                f"it is {ops!r}",
+                "Pass e.g. rx.ReductionToOneDevice().",
             )
         layout = ReplicaLayout(found, virtual_replicas)
         super().__init__(MirroredExtended(self, layout, cross_device_ops=ops))
@@ -181,11 +173,9 @@ def resolve_worker_devices(names: Sequence[str | Device] | None) -> tuple[Device
         names = [names]
     if names is not None and not isinstance(names, list | tuple):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "The devices of a strategy must be a list of names",
-                f"{names!r} was given",
-                'Pass e.g. ["CPU:0", "CPU:1"].',
-            )
+            "The devices of a strategy must be a list of names",
+            f"{names!r} was given",
+            'Pass e.g. ["CPU:0", "CPU:1"].',
         )
     if not names:
         return tuple(devices.default_devices())
@@ -196,11 +186,9 @@ def resolve_worker_devices(names: Sequence[str | Device] | None) -> tuple[Device
     }
     if tasks:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "MirroredStrategy needs devices of this machine",
-                f"{list(names)} names devices of other tasks",
-                "Name local devices; for several machines use rx.ParameterServerStrategy.",
-            )
+            "MirroredStrategy needs devices of this machine",
+            f"{list(names)} names devices of other tasks",
+            "Name local devices; for several machines use rx.ParameterServerStrategy.",
         )
     return devices.resolve_all(names)
 

@@ -94,11 +94,9 @@ class ParameterServerExtended(StrategyExtended):
         """Returns the coordinator's hold on the cluster, or raises on a worker."""
         if self.cluster is None:
             raise errors.ContextError(
-                errors.message(
-                    f"{what} needs the coordinator",
-                    "this is a worker",
-                    "Do it before scheduling, in the program that made the strategy.",
-                )
+                f"{what} needs the coordinator",
+                "this is a worker",
+                "Do it before scheduling, in the program that made the strategy.",
             )
         return self.cluster
 

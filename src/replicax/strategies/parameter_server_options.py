@@ -16,11 +16,9 @@ def require_resolver(resolver: Any) -> None:
     """Raises unless it is a ClusterResolver."""
     if not isinstance(resolver, ClusterResolver):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`cluster_resolver` must be a ClusterResolver",
-                f"it is {resolver!r}",
-                "Pass e.g. rx.cluster_resolver.TFConfigClusterResolver().",
-            )
+            "`cluster_resolver` must be a ClusterResolver",
+            f"it is {resolver!r}",
+            "Pass e.g. rx.cluster_resolver.TFConfigClusterResolver().",
         )
 
 
@@ -28,11 +26,9 @@ def require_partitioner(partitioner: Any) -> None:
     """Raises unless it is None or can be called."""
     if partitioner is not None and not callable(partitioner):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`variable_partitioner` must be callable",
-                f"it is {partitioner!r}",
-                "Pass one of rx.experimental.partitioners, or a function of shape and dtype.",
-            )
+            "`variable_partitioner` must be callable",
+            f"it is {partitioner!r}",
+            "Pass one of rx.experimental.partitioners, or a function of shape and dtype.",
         )
 
 
@@ -41,11 +37,9 @@ def checked_job(name: Any) -> str | None:
     if name is None or (isinstance(name, str) and 0 < len(name) <= _LONGEST_JOB):
         return name
     raise errors.InvalidArgumentError(
-        errors.message(
-            f"`job` must be a name of 1 to {_LONGEST_JOB} characters, or None",
-            f"it is {name!r}",
-            "Choose a name that no other job on these servers has.",
-        )
+        f"`job` must be a name of 1 to {_LONGEST_JOB} characters, or None",
+        f"it is {name!r}",
+        "Choose a name that no other job on these servers has.",
     )
 
 
@@ -55,11 +49,9 @@ def checked_lease(seconds: Any) -> float:
     if is_number and 0 < seconds < math.inf:
         return float(seconds)
     raise errors.InvalidArgumentError(
-        errors.message(
-            "`lease` must be a positive number of seconds",
-            f"it is {seconds!r}",
-            "Choose how long servers are to wait for a coordinator that was lost.",
-        )
+        "`lease` must be a positive number of seconds",
+        f"it is {seconds!r}",
+        "Choose how long servers are to wait for a coordinator that was lost.",
     )
 
 
@@ -68,11 +60,9 @@ def checked_replicas(count: Any) -> int | None:
     if count is None or (isinstance(count, int) and not isinstance(count, bool) and count > 0):
         return count
     raise errors.InvalidArgumentError(
-        errors.message(
-            "`replicas_per_worker` must be a positive int or None",
-            f"it is {count!r}",
-            "Leave it out to use every accelerator of a worker.",
-        )
+        "`replicas_per_worker` must be a positive int or None",
+        f"it is {count!r}",
+        "Leave it out to use every accelerator of a worker.",
     )
 
 
@@ -81,9 +71,7 @@ def checked_mirror(mirror: Any, num_servers: int) -> bool:
     if isinstance(mirror, bool) and (not mirror or num_servers > 1):
         return mirror
     raise errors.InvalidArgumentError(
-        errors.message(
-            "`mirror` must be True or False, and True needs two parameter servers or more",
-            f"it is {mirror!r} in a cluster with {num_servers}",
-            "Add a parameter server, or leave it out.",
-        )
+        "`mirror` must be True or False, and True needs two parameter servers or more",
+        f"it is {mirror!r} in a cluster with {num_servers}",
+        "Add a parameter server, or leave it out.",
     )

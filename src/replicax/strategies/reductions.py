@@ -95,11 +95,9 @@ def require_number(value: Any) -> Any:
         return value.__jax_array__()
     if not is_array_like(value):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "A reduction needs arrays or numbers",
-                f"{type(value).__name__} was given",
-                "Pass results of `strategy.run` that are arrays.",
-            )
+            "A reduction needs arrays or numbers",
+            f"{type(value).__name__} was given",
+            "Pass results of `strategy.run` that are arrays.",
         )
     return value
 
@@ -171,11 +169,9 @@ def resolve_axes(axis: Any) -> tuple[int, ...]:
     for one in axes:
         if isinstance(one, bool) or not isinstance(one, int | np.integer):
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "`axis` must be None, an int, or a list or tuple of ints",
-                    f"it is {axis!r}",
-                    "Pass the batch dimension, usually 0.",
-                )
+                "`axis` must be None, an int, or a list or tuple of ints",
+                f"it is {axis!r}",
+                "Pass the batch dimension, usually 0.",
             )
     return tuple(int(one) for one in axes)
 
@@ -185,11 +181,9 @@ def checked_axes(axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
     for one in axes:
         if not -rank <= one < rank:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"`axis` must name a dimension of the value, which has {rank}",
-                    f"it is {one}",
-                    "Pass axis=None to combine across replicas only.",
-                )
+                f"`axis` must name a dimension of the value, which has {rank}",
+                f"it is {one}",
+                "Pass axis=None to combine across replicas only.",
             )
     return tuple(one % rank for one in axes)
 
@@ -215,11 +209,9 @@ def gather_values(value: Any, axis: Any, target: Device, count: int) -> Any:
     axis = checked_axis(axis, len(shapes[0]))
     if any(len(s) != len(shapes[0]) or _but(s, axis) != _but(shapes[0], axis) for s in shapes):
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"Gathering along axis {axis} needs components that agree in every other dimension",
-                f"their shapes are {', '.join(map(str, shapes))}",
-                "Gather along the dimension in which they differ.",
-            )
+            f"Gathering along axis {axis} needs components that agree in every other dimension",
+            f"their shapes are {', '.join(map(str, shapes))}",
+            "Gather along the dimension in which they differ.",
         )
     if jax_compat.is_eager():
         moved = jax.device_put([jnp.asarray(p) for p in parts], target)

@@ -46,11 +46,9 @@ class Scope:
     def __exit__(self, *_: Any) -> None:
         if not self._opened():
             raise errors.ContextError(
-                errors.message(
-                    "A scope must be entered before it is left",
-                    "this one is not open in this thread",
-                    "Use `with strategy.scope():`.",
-                )
+                "A scope must be entered before it is left",
+                "this one is not open in this thread",
+                "Use `with strategy.scope():`.",
             )
         opened = self._opened()[-1]
         if devices.explicit() is not opened.device:
@@ -95,9 +93,7 @@ def require_scope_allowed(strategy: Any, api: str) -> None:
 
 def _nesting(kind: str) -> errors.ContextError:
     return errors.ContextError(
-        errors.message(
-            f"A {kind} scope opened inside `strategy.scope()` must be left before it",
-            f"a {kind} scope is still open",
-            f"Leave the inner scope first (a {kind} scope nesting error).",
-        )
+        f"A {kind} scope opened inside `strategy.scope()` must be left before it",
+        f"a {kind} scope is still open",
+        f"Leave the inner scope first (a {kind} scope nesting error).",
     )

@@ -40,7 +40,7 @@ class TPUStrategy(Strategy):
         else:
             found = tuple(devices.devices_of_kind("TPU"))
         if not found:
-            raise errors.InvalidArgumentError(devices.missing("TPUStrategy", "TPU"))
+            raise errors.InvalidArgumentError(*devices.missing("TPUStrategy", "TPU"))
         super().__init__(MirroredExtended(self, ReplicaLayout(found)))
 
     @property
@@ -52,11 +52,9 @@ class TPUStrategy(Strategy):
         """Returns the tensor; a replica has one logical device."""
         if not 0 <= logical_device_id < _LOGICAL_DEVICES:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"`logical_device_id` must be in [0, {_LOGICAL_DEVICES})",
-                    f"it is {logical_device_id}",
-                    "A replica has one logical device.",
-                )
+                f"`logical_device_id` must be in [0, {_LOGICAL_DEVICES})",
+                f"it is {logical_device_id}",
+                "A replica has one logical device.",
             )
         return tensor
 
@@ -71,11 +69,9 @@ class TPUStrategy(Strategy):
         rank, parts = jax.numpy.ndim(tensor), list(partition_dimensions)
         if len(parts) != rank or math.prod(parts) != _LOGICAL_DEVICES:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"`partition_dimensions` must have {rank} entries whose product is "
-                    f"{_LOGICAL_DEVICES}",
-                    f"it is {parts}",
-                    "Pass 1 for each dimension.",
-                )
+                f"`partition_dimensions` must have {rank} entries whose product is "
+                f"{_LOGICAL_DEVICES}",
+                f"it is {parts}",
+                "Pass 1 for each dimension.",
             )
         return tensor

@@ -27,9 +27,7 @@ class UnplacedDataset:
 
     def __iter__(self) -> Any:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A distributed dataset of a ParameterServerStrategy is read on workers",
-                "it is iterated on the coordinator",
-                "Pass it to ClusterCoordinator.create_per_worker_dataset.",
-            )
+            "A distributed dataset of a ParameterServerStrategy is read on workers",
+            "it is iterated on the coordinator",
+            "Pass it to ClusterCoordinator.create_per_worker_dataset.",
         )

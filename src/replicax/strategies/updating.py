@@ -30,11 +30,9 @@ def refuse_per_replica(api: str, structure: Any) -> None:
         else:
             continue
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{api}` needs arguments that are equal on all replicas",
-                found,
-                "Combine it first with `extended.reduce_to(op, value, destinations=var)`.",
-            )
+            f"`{api}` needs arguments that are equal on all replicas",
+            found,
+            "Combine it first with `extended.reduce_to(op, value, destinations=var)`.",
         )
 
 

@@ -49,11 +49,9 @@ class ParameterServerSession:
         replicas = attach.settings.get("replicas")
         if replicas is not None and not isinstance(replicas, int):
             raise errors.ProtocolError(
-                errors.message(
-                    "The setting 'replicas' must be an int or None",
-                    f"it is {replicas!r}",
-                    "Check that all tasks run the same version.",
-                )
+                "The setting 'replicas' must be an int or None",
+                f"it is {replicas!r}",
+                "Check that all tasks run the same version.",
             )
         self.strategy = ParameterServerStrategy.on_worker(self._client, replicas)
         self.begin = self._client.begin

@@ -35,9 +35,7 @@ def small_disk(num_bytes: int) -> Iterator[Path]:
     """
     if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A disk has a positive number of bytes", f"it is {num_bytes!r}", "Pass an int."
-            )
+            "A disk has a positive number of bytes", f"it is {num_bytes!r}", "Pass an int."
         )
     directory = Path(tempfile.mkdtemp(prefix="rx-disk-"))
     try:
@@ -60,11 +58,9 @@ def _mount(directory: Path, num_bytes: int) -> None:
         done, reason = None, str(error)
     if done is None or done.returncode:
         raise errors.PermissionDeniedError(
-            errors.message(
-                "A small disk is a tmpfs, which this process must be allowed to mount",
-                f"it is not: {reason}",
-                "Run as root, or in a container with the capability SYS_ADMIN.",
-            )
+            "A small disk is a tmpfs, which this process must be allowed to mount",
+            f"it is not: {reason}",
+            "Run as root, or in a container with the capability SYS_ADMIN.",
         )
 
 

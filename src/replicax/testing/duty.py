@@ -60,11 +60,9 @@ class DutyCycles:
         """
         if isinstance(duty, bool) or not isinstance(duty, int | float) or not 0 < duty <= 1:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`duty` is the part of the time that a process runs, above 0 and at most 1",
-                    f"it is {duty!r}",
-                    "Pass 0.1 for a tenth, or use `stop`.",
-                )
+                "`duty` is the part of the time that a process runs, above 0 and at most 1",
+                f"it is {duty!r}",
+                "Pass 0.1 for a tenth, or use `stop`.",
             )
         with self._lock:
             before = self._cycles.pop(id(child), None)

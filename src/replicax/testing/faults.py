@@ -53,18 +53,14 @@ class Faults:
         for name in (*REQUESTS, *REPLIES, "flips"):
             if not 0.0 <= (value := getattr(self, name)) <= 1.0:
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        f"`{name}` must be a part of all messages, between 0 and 1",
-                        f"it is {value!r}",
-                        "Pass 0.1 for one of ten.",
-                    )
+                    f"`{name}` must be a part of all messages, between 0 and 1",
+                    f"it is {value!r}",
+                    "Pass 0.1 for one of ten.",
                 )
         for name in ("delay_s", "bytes_per_s"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        f"`{name}` must be positive", f"it is {value!r}", "Leave it out."
-                    )
+                    f"`{name}` must be positive", f"it is {value!r}", "Leave it out."
                 )
 
     @property

@@ -224,11 +224,9 @@ def _short_directory() -> Path:
 def _died(child: Child) -> errors.UnavailableError:
     child.reap(5.0)
     return errors.UnavailableError(
-        errors.message(
-            "Every task of a local cluster must start",
-            f"{child} ended with exit code {child.exit_code}",
-            f"It printed last:\n{child.tail(20)}",
-        )
+        "Every task of a local cluster must start",
+        f"{child} ended with exit code {child.exit_code}",
+        f"It printed last:\n{child.tail(20)}",
     )
 
 
@@ -236,9 +234,7 @@ def late(children: Sequence[Child], timeout: float) -> errors.DeadlineExceededEr
     """The error for processes that do not listen in time."""
     names = ", ".join(map(str, children))
     return errors.DeadlineExceededError(
-        errors.message(
-            f"Every task of a local cluster must listen within {timeout:g} s",
-            f"{names} did not",
-            f"{children[0]} printed last:\n{children[0].tail(20)}",
-        )
+        f"Every task of a local cluster must listen within {timeout:g} s",
+        f"{names} did not",
+        f"{children[0]} printed last:\n{children[0].tail(20)}",
     )

@@ -104,11 +104,9 @@ class LocalCluster:
         """Starts every process and waits until all of them listen."""
         if self._running is not None:
             raise errors.ContextError(
-                errors.message(
-                    "A local cluster is started once",
-                    f"{self!r} is running",
-                    "Use it, or close it first.",
-                )
+                "A local cluster is started once",
+                f"{self!r} is running",
+                "Use it, or close it first.",
             )
         self._running = crew = launching.Crew(self._plan)
         self._end = weakref.finalize(self, crew.end)
@@ -280,11 +278,9 @@ class LocalCluster:
         found = crew.proxies.get((job, index))
         if found is None:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"{child} must be called through a proxy",
-                    f"`proxied` is {self._plan.proxied!r}",
-                    f"Pass `proxied=({job!r},)` to LocalCluster.",
-                )
+                f"{child} must be called through a proxy",
+                f"`proxied` is {self._plan.proxied!r}",
+                f"Pass `proxied=({job!r},)` to LocalCluster.",
             )
         return found
 
@@ -312,11 +308,9 @@ class LocalCluster:
     def _crew(self, asked: str) -> launching.Crew:
         if self._running is None:
             raise errors.ContextError(
-                errors.message(
-                    "The tasks of a local cluster are there while it runs",
-                    f"{self!r} was asked for {asked}",
-                    "Use it inside its `with` block.",
-                )
+                "The tasks of a local cluster are there while it runs",
+                f"{self!r} was asked for {asked}",
+                "Use it inside its `with` block.",
             )
         return self._running
 
@@ -326,12 +320,10 @@ class LocalCluster:
         if child is None:
             counts = self._plan.counts
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "A task of the cluster was expected",
-                    f"{job!r} {index!r} was named and it has {counts['worker']} workers "
-                    f"and {counts['ps']} ps",
-                    'Name one of them, such as ("worker", 0).',
-                )
+                "A task of the cluster was expected",
+                f"{job!r} {index!r} was named and it has {counts['worker']} workers "
+                f"and {counts['ps']} ps",
+                'Name one of them, such as ("worker", 0).',
             )
         return crew, child
 
@@ -344,40 +336,30 @@ def _check(workers: int, ps: int, protocol: str, devices_per_worker: int) -> Non
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"{name} must be a whole number of at least {least}",
-                    f"it is {value!r}",
-                    "Pass an int.",
-                )
+                f"{name} must be a whole number of at least {least}",
+                f"it is {value!r}",
+                "Pass an int.",
             )
     if workers + ps == 0:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A cluster has at least one task",
-                "workers and ps are both 0",
-                "Ask for a worker or a parameter server.",
-            )
+            "A cluster has at least one task",
+            "workers and ps are both 0",
+            "Ask for a worker or a parameter server.",
         )
     if protocol not in ("ipc", "tcp"):
         raise errors.InvalidArgumentError(
-            errors.message(
-                'protocol must be "ipc" or "tcp"', f"it is {protocol!r}", "Choose one of them."
-            )
+            'protocol must be "ipc" or "tcp"', f"it is {protocol!r}", "Choose one of them."
         )
 
 
 def _check_more(snapshot_every: float, proxied: Sequence[str]) -> None:
     if not snapshot_every > 0:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`snapshot_every` must be positive", f"it is {snapshot_every!r}", "Pass seconds."
-            )
+            "`snapshot_every` must be positive", f"it is {snapshot_every!r}", "Pass seconds."
         )
     if isinstance(proxied, str) or not set(proxied) <= {"ps", "worker"}:
         raise errors.InvalidArgumentError(
-            errors.message(
-                '`proxied` must be a sequence of jobs, of "ps" and "worker"',
-                f"it is {proxied!r}",
-                'Pass ("ps",).',
-            )
+            '`proxied` must be a sequence of jobs, of "ps" and "worker"',
+            f"it is {proxied!r}",
+            'Pass ("ps",).',
         )

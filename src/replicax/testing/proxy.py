@@ -154,11 +154,9 @@ class Proxy:
 
     def _unsupported(self, what: str, scheme: str) -> errors.UnsupportedError:
         return errors.UnsupportedError(
-            errors.message(
-                f"{what} need {scheme}",
-                f"{self._target} is reached in another way",
-                f'Use `LocalCluster(protocol="{scheme}")`.',
-            )
+            f"{what} need {scheme}",
+            f"{self._target} is reached in another way",
+            f'Use `LocalCluster(protocol="{scheme}")`.',
         )
 
     # The thread.

@@ -63,9 +63,7 @@ def apply(name: str) -> None:
 def _patches_of(name: str) -> list[_Patch]:
     if name not in _SABOTEURS:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"A saboteur is one of {', '.join(NAMES)}", f"it is {name!r}", "Correct the name."
-            )
+            f"A saboteur is one of {', '.join(NAMES)}", f"it is {name!r}", "Correct the name."
         )
     return _SABOTEURS[name]()
 

@@ -46,12 +46,10 @@ class _NoElements:
 
     def _refusal(self) -> errors.TracingError:
         return errors.TracingError(
-            errors.message(
-                "`next(iterator)` in compiled code must be called once per element",
-                f"it is called inside the body of {self._what}",
-                "Take the element before, and pass it in; or call it in the body of rx.scan or "
-                "rx.fori_loop with a known number of rounds, outside of other loops.",
-            )
+            "`next(iterator)` in compiled code must be called once per element",
+            f"it is called inside the body of {self._what}",
+            "Take the element before, and pass it in; or call it in the body of rx.scan or "
+            "rx.fori_loop with a known number of rounds, outside of other loops.",
         )
 
 
@@ -84,13 +82,11 @@ class BodyOverlay(capturing.CapturingOverlay):
     @override
     def record(self, change: Change) -> None:
         raise errors.UnsupportedError(
-            errors.message(
-                f"The body of {self._what} can write variables of this process",
-                f"{change.target.name!r} is kept by parameter servers, which are told of each "
-                "update after the program has run",
-                "Return what is to be written and write it after the loop, or loop outside of "
-                "`rx.function`.",
-            )
+            f"The body of {self._what} can write variables of this process",
+            f"{change.target.name!r} is kept by parameter servers, which are told of each "
+            "update after the program has run",
+            "Return what is to be written and write it after the loop, or loop outside of "
+            "`rx.function`.",
         )
 
     @override
@@ -103,11 +99,9 @@ class BodyOverlay(capturing.CapturingOverlay):
 
     def _creation(self, variable: Any) -> errors.TracingError:
         return errors.TracingError(
-            errors.message(
-                f"The body of {self._what} must use variables that exist",
-                f"it creates {variable.name!r}, which would be a new one in each round",
-                "Create the variable before the loop or branch.",
-            )
+            f"The body of {self._what} must use variables that exist",
+            f"it creates {variable.name!r}, which would be a new one in each round",
+            "Create the variable before the loop or branch.",
         )
 
 
@@ -176,11 +170,9 @@ class Structure:
         stored = None if layout is None else leaf.stored(layout)
         if stored is None:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "A compiled loop or branch needs per-replica values of one shape and type",
-                    f"it got {leaf}",
-                    "Pad them, or run the code outside of `rx.function`.",
-                )
+                "A compiled loop or branch needs per-replica values of one shape and type",
+                f"it got {leaf}",
+                "Pad them, or run the code outside of `rx.function`.",
             )
         self._arrays += stored
         return Slot(start, "per_replica", len(stored), layout, leaf.treedef, leaf.scalars)

@@ -51,11 +51,9 @@ def settled(
             return body, arrays
         arrays = kept
     raise errors.InvalidArgumentError(
-        errors.message(
-            f"The body of {what} must keep the types of what it carries",
-            f"they still change after {_MOST_TRACES} rounds",
-            "Start from arrays of the types that the body returns.",
-        )
+        f"The body of {what} must keep the types of what it carries",
+        f"they still change after {_MOST_TRACES} rounds",
+        "Start from arrays of the types that the body returns.",
     )
 
 
@@ -68,11 +66,9 @@ def _kept(what: str, array: Any, returned: Any) -> Any:
         if jax_compat.is_weak(array):
             return jnp.asarray(array, returned.dtype)
     raise errors.InvalidArgumentError(
-        errors.message(
-            f"The body of {what} must keep the shapes and types of what it carries",
-            f"{array.dtype}{list(array.shape)} became {returned.dtype}{list(returned.shape)}",
-            "Convert what the body returns, or start from an array like it.",
-        )
+        f"The body of {what} must keep the shapes and types of what it carries",
+        f"{array.dtype}{list(array.shape)} became {returned.dtype}{list(returned.shape)}",
+        "Convert what the body returns, or start from an array like it.",
     )
 
 
@@ -99,11 +95,9 @@ def changed_structure(what: str, old: Any, new: Any) -> errors.StructureError:
         return map_structure(lambda leaf: _STAR if hasattr(leaf, "index") else leaf, skeleton)
 
     return errors.StructureError(
-        errors.message(
-            f"The body of {what} must return what it carries in the same structure",
-            f"{sketch(old)} became {sketch(new)}",
-            "Return the same containers, lengths, keys and Python values.",
-        )
+        f"The body of {what} must return what it carries in the same structure",
+        f"{sketch(old)} became {sketch(new)}",
+        "Return the same containers, lengths, keys and Python values.",
     )
 
 

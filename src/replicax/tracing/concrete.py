@@ -119,22 +119,18 @@ class ConcreteFunction:
         }
         if rest or named:
             raise errors.ArgumentTypeError(
-                errors.message(
-                    f"`{self.name}` takes {', '.join([*self._names, *self._kwargs]) or 'nothing'}",
-                    f"{len(args)} positional arguments and {sorted(kwargs)} were given",
-                    "Leave the others out.",
-                )
+                f"`{self.name}` takes {', '.join([*self._names, *self._kwargs]) or 'nothing'}",
+                f"{len(args)} positional arguments and {sorted(kwargs)} were given",
+                "Leave the others out.",
             )
         return positional, by_name
 
     def _fitted(self, name: str, spec: Any, value: Any) -> Any:
         if value is _MISSING:
             raise errors.ArgumentTypeError(
-                errors.message(
-                    f"`{self.name}` needs the argument {name!r}",
-                    "it was not given",
-                    f"Pass {_show(spec)}.",
-                )
+                f"`{self.name}` needs the argument {name!r}",
+                "it was not given",
+                f"Pass {_show(spec)}.",
             )
 
         def fit(spec: Any, value: Any) -> Any:
@@ -144,11 +140,9 @@ class ConcreteFunction:
                 return value
             if spec is not value and signature.static_key(spec) != signature.static_key(value):
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        f"`{self.name}` was compiled with {name} = {spec!r}",
-                        f"{value!r} was given",
-                        "Leave the argument out, or get another concrete function for it.",
-                    )
+                    f"`{self.name}` was compiled with {name} = {spec!r}",
+                    f"{value!r} was given",
+                    "Leave the argument out, or get another concrete function for it.",
                 )
             return spec
 
@@ -180,11 +174,9 @@ def _example(leaf: Any, size: int) -> Any:
         return leaf
     if leaf.shape is None:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A concrete function needs the number of dimensions of each argument",
-                "a TensorSpec with shape None was given",
-                "Pass a shape; None inside it stands for any size.",
-            )
+            "A concrete function needs the number of dimensions of each argument",
+            "a TensorSpec with shape None was given",
+            "Pass a shape; None inside it stands for any size.",
         )
     return np.zeros([size if n is None else n for n in leaf.shape], leaf.dtype)
 

@@ -73,15 +73,13 @@ class Consumption:
             if kind == "iterator":
                 raise self._iterator_error(label, None, "advances")
             raise errors.TracingError(
-                errors.message(
-                    f"{self._name!r} is traced once, and its program runs in every call: the "
-                    "numbers that it draws in Python would be constants",
-                    f"the trace draws from {label}",
-                    "Draw with `jax.random` and a key from `rx.random.Generator` or "
-                    "`rx.random.replica_key`, or pass the numbers, or the iterator that draws, as "
-                    "arguments. For the initial value of a variable, pass a function: "
-                    "rx.Variable(lambda: ...).",
-                )
+                f"{self._name!r} is traced once, and its program runs in every call: the "
+                "numbers that it draws in Python would be constants",
+                f"the trace draws from {label}",
+                "Draw with `jax.random` and a key from `rx.random.Generator` or "
+                "`rx.random.replica_key`, or pass the numbers, or the iterator that draws, as "
+                "arguments. For the initial value of a variable, pass a function: "
+                "rx.Variable(lambda: ...).",
             )
 
     @contextlib.contextmanager
@@ -96,13 +94,11 @@ class Consumption:
     def _iterator_error(self, label: str, iterator: Any, verb: str) -> errors.TracingError:
         kind = "an iterator" if iterator is None else f"a {type(iterator).__name__}"
         return errors.TracingError(
-            errors.message(
-                f"{self._name!r} is traced once, and its program runs in every call: the elements "
-                "of an iterator that it finds by name would be constants",
-                f"the trace {verb} {label!r}, {kind} of Python or another library",
-                "Pass the iterator as an argument of the function, or use `iter` of an "
-                "rx.data.Dataset, which may also be captured.",
-            )
+            f"{self._name!r} is traced once, and its program runs in every call: the elements "
+            "of an iterator that it finds by name would be constants",
+            f"the trace {verb} {label!r}, {kind} of Python or another library",
+            "Pass the iterator as an argument of the function, or use `iter` of an "
+            "rx.data.Dataset, which may also be captured.",
         )
 
 

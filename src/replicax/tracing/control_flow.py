@@ -157,11 +157,9 @@ def _scan_data(
     """Calls `f` for each element of a dataset, or of the rest of an iterator."""
     if reverse:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "rx.scan takes the elements of a dataset in their order",
-                "`reverse` is set",
-                "Leave it out.",
-            )
+            "rx.scan takes the elements of a dataset in their order",
+            "`reverse` is set",
+            "Leave it out.",
         )
     if outer is None:
         carry, results = arrays_of(init), []
@@ -273,15 +271,13 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     index = bodies.as_array(index)
     if not jnp.issubdtype(jnp.result_type(index), jnp.integer):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`rx.switch` needs an integer index",
-                f"it has type {jnp.result_type(index)}",
-                "Convert it, or use `rx.cond` for a boolean.",
-            )
+            "`rx.switch` needs an integer index",
+            f"it has type {jnp.result_type(index)}",
+            "Convert it, or use `rx.cond` for a boolean.",
         )
     if not branches:
         raise errors.InvalidArgumentError(
-            errors.message("`rx.switch` needs branches", "there are none", "Pass functions.")
+            "`rx.switch` needs branches", "there are none", "Pass functions."
         )
     return _branch("rx.switch", index, list(branches), operands)
 
@@ -292,11 +288,9 @@ def _branch(
     """Calls the branch with a number; that of a boolean is 0 or 1."""
     if jnp.ndim(index) != 0:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{what}` chooses by a scalar",
-                f"an array of shape {jnp.shape(index)} was given",
-                "Use jnp.where to choose element by element.",
-            )
+            f"`{what}` chooses by a scalar",
+            f"an array of shape {jnp.shape(index)} was given",
+            "Use jnp.where to choose element by element.",
         )
     outer = _compiled_around()
     if outer is None:
@@ -354,11 +348,9 @@ def _common_types(what: str, branches: list[Body]) -> list[Any]:
         if len({c.shape for c in column}) > 1 or len(types) > 1:
             found = " and ".join(dict.fromkeys(f"{c.dtype}{list(c.shape)}" for c in column))
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"The branches of {what} must return arrays of one shape and type",
-                    f"they return {found}",
-                    "Convert them.",
-                )
+                f"The branches of {what} must return arrays of one shape and type",
+                f"they return {found}",
+                "Convert them.",
             )
         dtypes.append(types.pop())
     return dtypes
@@ -370,19 +362,15 @@ def _require_condition(test: Body) -> None:
     if test.captured.written:
         names = ", ".join(repr(v.name) for v in test.captured.written)
         raise errors.TracingError(
-            errors.message(
-                "The condition of rx.while_loop can read variables",
-                f"it writes {names}",
-                "Write in the body.",
-            )
+            "The condition of rx.while_loop can read variables",
+            f"it writes {names}",
+            "Write in the body.",
         )
     if not is_scalar:
         raise errors.ArgumentTypeError(
-            errors.message(
-                "The condition of rx.while_loop must return a boolean scalar",
-                f"it returned {[f'{s.dtype}{list(s.shape)}' for s in found] or 'no array'}",
-                "Return the result of a comparison.",
-            )
+            "The condition of rx.while_loop must return a boolean scalar",
+            f"it returned {[f'{s.dtype}{list(s.shape)}' for s in found] or 'no array'}",
+            "Return the result of a comparison.",
         )
 
 
@@ -410,11 +398,9 @@ def _agreed(choice: Any) -> Any:
 def _pair(result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise errors.ArgumentTypeError(
-            errors.message(
-                "The body of rx.scan must return a pair: the next carry, and a result",
-                f"it returned {type(result).__name__}",
-                "Return (carry, None) if there is no result.",
-            )
+            "The body of rx.scan must return a pair: the next carry, and a result",
+            f"it returned {type(result).__name__}",
+            "Return (carry, None) if there is no result.",
         )
     return result
 
@@ -423,20 +409,16 @@ def _num_rounds(rows: Structure, columns: list[Any], length: int | None) -> int:
     is_distributed = any(getattr(leaf, "layout", None) for leaf in leaves_of(rows.skeleton))
     if is_distributed or any(not a.shape for a in columns):
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`xs` of rx.scan must be arrays with one row per round",
-                "a scalar or a distributed value was given",
-                "Pass arrays, or index inside of the body.",
-            )
+            "`xs` of rx.scan must be arrays with one row per round",
+            "a scalar or a distributed value was given",
+            "Pass arrays, or index inside of the body.",
         )
     found = {a.shape[0] for a in columns} | ({length} if length is not None else set())
     if len(found) != 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "rx.scan needs one number of rounds",
-                f"`xs` and `length` give {sorted(found) or 'none'}",
-                "Pass `xs` with equal first dimensions, or `length`.",
-            )
+            "rx.scan needs one number of rounds",
+            f"`xs` and `length` give {sorted(found) or 'none'}",
+            "Pass `xs` with equal first dimensions, or `length`.",
         )
     return int(found.pop())
 

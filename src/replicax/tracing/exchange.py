@@ -192,11 +192,9 @@ def _common_home(captured: Capture, variables: list[Any]) -> Home:
     if len(found) > 1:
         names = " and ".join(repr(name) for _, name in found.values())
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A compiled function can use the variables of one cluster",
-                f"{names} live on different ones",
-                "Split the function.",
-            )
+            "A compiled function can use the variables of one cluster",
+            f"{names} live on different ones",
+            "Split the function.",
         )
     return next(iter(found.values()))[0]
 

@@ -199,12 +199,10 @@ class FeedInputs:
             raise EndOfData
         if self._num_single == MOST_ELEMENTS:
             raise errors.TracingError(
-                errors.message(
-                    f"A compiled function can take {MOST_ELEMENTS} elements one by one",
-                    "it asks for more: is there a loop over a long or endless dataset inside?",
-                    "Call next(iterator) in the body of rx.fori_loop or rx.scan, which is "
-                    "compiled once, or loop outside of `rx.function`.",
-                )
+                f"A compiled function can take {MOST_ELEMENTS} elements one by one",
+                "it asks for more: is there a loop over a long or endless dataset inside?",
+                "Call next(iterator) in the body of rx.fori_loop or rx.scan, which is "
+                "compiled once, or loop outside of `rx.function`.",
             )
         self._num_single += 1
         events = range(event, event + 1)
@@ -246,11 +244,9 @@ class RoundElements:
     def supply(self) -> Supply:
         """Where elements come from, for loops over datasets inside the body."""
         raise errors.TracingError(
-            errors.message(
-                "A loop over a dataset must be outside of other compiled loops",
-                "it is inside the body of a loop",
-                "Make the iterator before, and call next(iterator) in the body.",
-            )
+            "A loop over a dataset must be outside of other compiled loops",
+            "it is inside the body of a loop",
+            "Make the iterator before, and call next(iterator) in the body.",
         )
 
     @property
@@ -339,10 +335,8 @@ def _require_numbers(element: signature.Arguments) -> None:
     for array in element.arrays:
         if array.dtype.kind in "OSUMm" or array.dtype.names is not None:
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "A compiled function can take elements of numbers from an iterator",
-                    f"an element has an array of type {array.dtype}",
-                    "Remove or convert that part with `Dataset.map`, or call next(iterator) "
-                    "outside of `rx.function`.",
-                )
+                "A compiled function can take elements of numbers from an iterator",
+                f"an element has an array of type {array.dtype}",
+                "Remove or convert that part with `Dataset.map`, or call next(iterator) "
+                "outside of `rx.function`.",
             )

@@ -204,12 +204,10 @@ class Function(Generic[P, R]):
             if program.created and self._has_created:
                 names = ", ".join(repr(v.name) for v in program.created)
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        f"{self.name!r} may create variables on its first call only",
-                        f"a later trace ({reason}) created {names}",
-                        "Keep the variable in an attribute or an outer name and create it "
-                        "only if it is not there yet.",
-                    )
+                    f"{self.name!r} may create variables on its first call only",
+                    f"a later trace ({reason}) created {names}",
+                    "Keep the variable in an attribute or an outer name and create it "
+                    "only if it is not there yet.",
                 )
             self._has_created = self._has_created or bool(program.created)
             self._reasons.append(reason)
@@ -405,9 +403,7 @@ def function(
         )
     if not callable(func):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`rx.function` needs a function", f"{func!r} was given", "Pass a callable."
-            )
+            "`rx.function` needs a function", f"{func!r} was given", "Pass a callable."
         )
     return Function(func, input_signature, reduce_retracing=reduce_retracing)
 
@@ -419,11 +415,9 @@ def _end_of_data(name: str) -> Iterator[None]:
         yield
     except EndOfData:
         raise errors.OutOfRangeError(
-            errors.message(
-                f"{name!r} needs another element",
-                "the iterator that it reads has come to its end",
-                "Catch rx.errors.OutOfRangeError to end the epoch, or repeat the dataset.",
-            )
+            f"{name!r} needs another element",
+            "the iterator that it reads has come to its end",
+            "Catch rx.errors.OutOfRangeError to end the epoch, or repeat the dataset.",
         ) from None
 
 
@@ -445,14 +439,11 @@ class translated_errors:
             | jax.errors.TracerIntegerConversionError,
         ):
             translated = errors.TracedValueError(
-                errors.message(
-                    f"Compiled code such as {self._name!r} needs values that the compiler can "
-                    "follow",
-                    "a traced value (the replica id, an argument or a variable) was used as a "
-                    f"Python int, bool or NumPy array: {str(error).splitlines()[0]}",
-                    "Use jnp.where, rx.cond, rx.while_loop or array indexing instead, or call "
-                    "`strategy.run` with the plain function, which runs replica by replica.",
-                )
+                f"Compiled code such as {self._name!r} needs values that the compiler can follow",
+                "a traced value (the replica id, an argument or a variable) was used as a "
+                f"Python int, bool or NumPy array: {str(error).splitlines()[0]}",
+                "Use jnp.where, rx.cond, rx.while_loop or array indexing instead, or call "
+                "`strategy.run` with the plain function, which runs replica by replica.",
             )
             # It happened in the user's code, not here.
             raise translated.with_traceback(error.__traceback__) from error

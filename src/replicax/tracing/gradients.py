@@ -286,23 +286,19 @@ def _collect(found: list[Variable], leaf: Any) -> None:
         return
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         raise errors.InvalidArgumentError(
-            errors.message(
-                "Gradients need variables of floating type",
-                f"variable {leaf.name!r} has type {leaf.dtype}",
-                "Leave it out of `variables`.",
-            )
+            "Gradients need variables of floating type",
+            f"variable {leaf.name!r} has type {leaf.dtype}",
+            "Leave it out of `variables`.",
         )
     found.append(leaf)
 
 
 def _nothing_to_differentiate(found: Any) -> errors.ArgumentTypeError:
     return errors.ArgumentTypeError(
-        errors.message(
-            "Gradients need variables to be taken with respect to",
-            f"{type(found).__name__} was given",
-            "Pass `variables=` a variable or a structure of variables; for arrays use "
-            "jax.value_and_grad.",
-        )
+        "Gradients need variables to be taken with respect to",
+        f"{type(found).__name__} was given",
+        "Pass `variables=` a variable or a structure of variables; for arrays use "
+        "jax.value_and_grad.",
     )
 
 
@@ -310,10 +306,8 @@ def _scalar(loss: Any) -> Any:
     if not is_array_like(loss) or jnp.shape(loss) != ():
         found = f"shape {jnp.shape(loss)}" if is_array_like(loss) else type(loss).__name__
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A function to be differentiated must return a scalar",
-                f"it returned {found}",
-                "Sum or average the losses.",
-            )
+            "A function to be differentiated must return a scalar",
+            f"it returned {found}",
+            "Sum or average the losses.",
         )
     return jnp.asarray(loss)

@@ -81,12 +81,10 @@ class PythonIterator(Feed):
             kind = type(self.__dict__.get("_iterator")).__name__
             raise AttributeError(f"{kind!r} object has no attribute {name!r}")
         raise errors.TracingError(
-            errors.message(
-                "An iterator that is an argument of a compiled function gives elements only: one "
-                "trace serves all iterators",
-                f"its attribute {name!r} is read",
-                "Pass the value as another argument, or take it from the dataset.",
-            )
+            "An iterator that is an argument of a compiled function gives elements only: one "
+            "trace serves all iterators",
+            f"its attribute {name!r} is read",
+            "Pass the value as another argument, or take it from the dataset.",
         )
 
     @override
@@ -141,21 +139,17 @@ def _require_one_taker(frame: frames.Frame) -> None:
     """Raises where one `next` of a trace would stand for several at run time."""
     if not frame.overlay.is_current_trace():  # type: ignore[union-attr]
         raise errors.TracingError(
-            errors.message(
-                "`next(iterator)` in compiled code must be called once per element",
-                "it is called inside a jax.lax loop, branch or a nested transformation",
-                "Take the element before, and pass it in; or use rx.fori_loop or rx.scan, whose "
-                "bodies can take elements.",
-            )
+            "`next(iterator)` in compiled code must be called once per element",
+            "it is called inside a jax.lax loop, branch or a nested transformation",
+            "Take the element before, and pass it in; or use rx.fori_loop or rx.scan, whose "
+            "bodies can take elements.",
         )
     if frame.mode is Mode.REPLICA and frame.strategy.num_replicas_in_sync > 1:
         raise errors.TracingError(
-            errors.message(
-                "Compiled replica code is traced once for all replicas, and cannot take an element "
-                "for each of them",
-                f"`next(iterator)` is called in {frame.describe()}",
-                "Call next(iterator) outside of `strategy.run` and pass the element in `args`.",
-            )
+            "Compiled replica code is traced once for all replicas, and cannot take an element "
+            "for each of them",
+            f"`next(iterator)` is called in {frame.describe()}",
+            "Call next(iterator) outside of `strategy.run` and pass the element in `args`.",
         )
 
 

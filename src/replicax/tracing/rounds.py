@@ -110,11 +110,9 @@ class CountedLoop:
             return total - done, []
         if total is None and done >= _MOST_ROUNDS:
             raise errors.TracingError(
-                errors.message(
-                    f"A compiled loop over a dataset can have {_MOST_ROUNDS:,} rounds",
-                    "the dataset has more elements: is it endless?",
-                    "Call next(iterator) in rx.fori_loop with a known number of rounds.",
-                )
+                f"A compiled loop over a dataset can have {_MOST_ROUNDS:,} rounds",
+                "the dataset has more elements: is it endless?",
+                "Call next(iterator) in rx.fori_loop with a known number of rounds.",
             )
         count = elements.count_rounds((_MOST_ROUNDS if total is None else total) - done)
         return count, elements.stacks(count)
@@ -159,12 +157,10 @@ class CountedLoop:
             shapes = {piece.shape[1:] for piece in pieces}
             if len(shapes) > 1:
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        f"The results of all rounds of {self._what} must have one shape",
-                        f"elements of different shapes lead to {sorted(shapes)}",
-                        "Return sums or means instead of one value per row, or drop the last "
-                        "partial batch.",
-                    )
+                    f"The results of all rounds of {self._what} must have one shape",
+                    f"elements of different shapes lead to {sorted(shapes)}",
+                    "Return sums or means instead of one value per row, or drop the last "
+                    "partial batch.",
                 )
             stacks.append(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces))
         return results.filled_with_stacks(stacks)

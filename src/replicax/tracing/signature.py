@@ -300,11 +300,9 @@ def apply_input_signature(
         args = inspect.signature(fn).bind(*args, **kwargs).args
     if len(args) != len(signature):
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"{_name(fn)} has an input_signature of {len(signature)} arguments",
-                f"{len(args)} were given",
-                "Pass one argument per entry.",
-            )
+            f"{_name(fn)} has an input_signature of {len(signature)} arguments",
+            f"{len(args)} were given",
+            "Pass one argument per entry.",
         )
 
     name = _name(fn)
@@ -328,11 +326,9 @@ def fitted(name: str, spec: Any, value: Any) -> Any:
     array = value if isinstance(value, jax.Array) else jnp.asarray(value)
     if not spec.accepts(array.shape) or array.dtype != spec.dtype:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"{name} needs an argument of shape {spec.shape} and type {spec.dtype}",
-                f"shape {array.shape} and type {array.dtype} were given",
-                "Convert the argument, or change the signature.",
-            )
+            f"{name} needs an argument of shape {spec.shape} and type {spec.dtype}",
+            f"shape {array.shape} and type {array.dtype} were given",
+            "Convert the argument, or change the signature.",
         )
     return array
 
@@ -345,11 +341,9 @@ def _require_components(name: str, spec: Any, value: PerReplica) -> None:
     for i, (own, component) in enumerate(zip(spec.value_specs, value.values, strict=True)):
         if not own.accepts(component.shape) or component.dtype != own.dtype:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"{name} needs shape {own.shape} and type {own.dtype} on replica {i}",
-                    f"shape {component.shape} and type {component.dtype} were given",
-                    "Pass elements of the dataset whose element_spec this is.",
-                )
+                f"{name} needs shape {own.shape} and type {own.dtype} on replica {i}",
+                f"shape {component.shape} and type {component.dtype} were given",
+                "Pass elements of the dataset whose element_spec this is.",
             )
 
 
@@ -395,12 +389,10 @@ def static_key(leaf: Any) -> Any:
         hash(leaf)
     except TypeError:
         raise errors.ArgumentTypeError(
-            errors.message(
-                "An argument of a compiled function must be an array, a structure of arrays "
-                "or hashable",
-                f"{type(leaf).__name__} is none of these",
-                "Pass arrays, or capture the object from outside the function.",
-            )
+            "An argument of a compiled function must be an array, a structure of arrays "
+            "or hashable",
+            f"{type(leaf).__name__} is none of these",
+            "Pass arrays, or capture the object from outside the function.",
         ) from None
     return ("static", type(leaf), leaf)
 

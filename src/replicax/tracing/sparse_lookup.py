@@ -55,11 +55,9 @@ def embedding_lookup_sparse(
     entries = _entries("embedding_lookup_sparse", sp_ids, sp_weights)
     if len(entries.rows_shape) != 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`embedding_lookup_sparse` needs ids with one row per example",
-                f"they have {len(entries.rows_shape) + 1} dimensions",
-                "Use rx.nn.safe_embedding_lookup_sparse for more dimensions.",
-            )
+            "`embedding_lookup_sparse` needs ids with one row per example",
+            f"they have {len(entries.rows_shape) + 1} dimensions",
+            "Use rx.nn.safe_embedding_lookup_sparse for more dimensions.",
         )
     combine = _checked_combiner(combiner)
     return _looked_up(params, entries, combine, max_norm, None)
@@ -99,11 +97,9 @@ def safe_embedding_lookup_sparse(
         isinstance(embedding_weights, list | tuple) and not embedding_weights
     ):
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`embedding_weights` must be a table",
-                f"it is {embedding_weights!r}",
-                "Pass a variable or the parts of one.",
-            )
+            "`embedding_weights` must be a table",
+            f"it is {embedding_weights!r}",
+            "Pass a variable or the parts of one.",
         )
     entries = _entries("safe_embedding_lookup_sparse", sparse_ids, sparse_weights)
     combine = _checked_combiner(combiner)
@@ -223,11 +219,9 @@ def _checked_combiner(combiner: str | None) -> str:
         return "mean"
     if combiner not in _COMBINERS:
         raise errors.InvalidArgumentError(
-            errors.message(
-                '`combiner` must be "mean", "sqrtn" or "sum"',
-                f"it is {combiner!r}",
-                "Choose one of them.",
-            )
+            '`combiner` must be "mean", "sqrtn" or "sum"',
+            f"it is {combiner!r}",
+            "Choose one of them.",
         )
     return combiner
 
@@ -236,23 +230,19 @@ def _entries(api: str, ids: Any, weights: Any) -> _Entries:
     values, rows, is_there, rows_shape = _parts(api, "ids", ids)
     if np.dtype(values.dtype).kind not in "iu":
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"`{api}` needs ids that are integers",
-                f"they have type {values.dtype}",
-                "Convert them with `.astype(int)`.",
-            )
+            f"`{api}` needs ids that are integers",
+            f"they have type {values.dtype}",
+            "Convert them with `.astype(int)`.",
         )
     factors = None
     if weights is not None:
         factors, _, _, shape = _parts(api, "weights", weights)
         if factors.shape != values.shape or shape != rows_shape:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"`{api}` needs one weight for each of {values.shape[0]} entries, in "
-                    f"{rows_shape} rows",
-                    f"there are {factors.shape[0]} weights in {shape} rows",
-                    "Make the weights with the indices of the ids.",
-                )
+                f"`{api}` needs one weight for each of {values.shape[0]} entries, in "
+                f"{rows_shape} rows",
+                f"there are {factors.shape[0]} weights in {shape} rows",
+                "Make the weights with the indices of the ids.",
             )
     return _Entries(values, rows, is_there, factors, rows_shape)
 
@@ -273,12 +263,10 @@ def _parts(api: str, what: str, given: Any) -> tuple[Any, Any, Any, tuple[int, .
         values, shape = getattr(given, "data", None), getattr(given, "shape", None)
     if indices is None or values is None or shape is None:
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"`{api}` needs sparse {what}: an rx.SparseTensor, a BCOO matrix, a triple "
-                "(indices, values, dense_shape) or a pair (values, row_splits)",
-                f"{type(given).__name__} was given",
-                "Use rx.nn.embedding_lookup for dense ids.",
-            )
+            f"`{api}` needs sparse {what}: an rx.SparseTensor, a BCOO matrix, a triple "
+            "(indices, values, dense_shape) or a pair (values, row_splits)",
+            f"{type(given).__name__} was given",
+            "Use rx.nn.embedding_lookup for dense ids.",
         )
     return _sparse_parts(api, what, SparseTensor(_array(indices), _array(values), shape))
 
@@ -289,13 +277,11 @@ def _sparse_parts(api: str, what: str, given: SparseTensor) -> tuple[Any, Any, A
         indices = np.zeros((0, len(shape)), np.int32)
     if values.ndim != 1 or indices.shape != (values.shape[0], len(shape)) or len(shape) < 2:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{api}` needs sparse {what} with a vector of values, one index for each, and at "
-                "least two dimensions",
-                f"there are values of shape {values.shape}, indices of shape {indices.shape} and "
-                f"the dense shape {shape}",
-                "Make indices of shape (entries, dimensions).",
-            )
+            f"`{api}` needs sparse {what} with a vector of values, one index for each, and at "
+            "least two dimensions",
+            f"there are values of shape {values.shape}, indices of shape {indices.shape} and "
+            f"the dense shape {shape}",
+            "Make indices of shape (entries, dimensions).",
         )
     xp = jnp if jax_compat.is_traced(indices) else np
     is_there = xp.all((indices >= 0) & (indices < np.asarray(shape)), axis=1)
@@ -308,11 +294,9 @@ def _sparse_parts(api: str, what: str, given: SparseTensor) -> tuple[Any, Any, A
 def _ragged_parts(values: Any, splits: Any) -> tuple[Any, Any, Any, Any]:
     if values.ndim != 1 or splits.ndim != 1 or not splits.shape[0]:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "Ragged ids must be a vector of values and a vector of row splits",
-                f"they have shapes {values.shape} and {splits.shape}",
-                "Pass (values, row_splits), with one split more than there are rows.",
-            )
+            "Ragged ids must be a vector of values and a vector of row splits",
+            f"they have shapes {values.shape} and {splits.shape}",
+            "Pass (values, row_splits), with one split more than there are rows.",
         )
     xp = jnp if jax_compat.is_traced(splits) else np
     number = xp.arange(values.shape[0])

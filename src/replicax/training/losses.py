@@ -35,11 +35,9 @@ def compute_average_loss(
     losses = jnp.asarray(as_operand(per_example_loss))
     if losses.ndim < 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`per_example_loss` needs at least one dimension, that of the examples",
-                "it is a scalar",
-                "Do not reduce the loss first: pass one loss per example.",
-            )
+            "`per_example_loss` needs at least one dimension, that of the examples",
+            "it is a scalar",
+            "Do not reduce the loss first: pass one loss per example.",
         )
     dtype = losses.dtype
     if sample_weight is not None:
@@ -68,11 +66,9 @@ def _num_replicas(api: str) -> int:
     frame = frames.current()
     if frame.mode is not Mode.REPLICA and not frame.is_default:
         raise errors.ContextError(
-            errors.message(
-                f"`{api}` needs a replica context",
-                f"this is {frame.describe()}",
-                "Call it inside the function that `strategy.run` runs.",
-            )
+            f"`{api}` needs a replica context",
+            f"this is {frame.describe()}",
+            "Call it inside the function that `strategy.run` runs.",
         )
     return frame.strategy.num_replicas_in_sync
 
@@ -87,11 +83,9 @@ def _fitting(weights: jax.Array, losses: jax.Array) -> jax.Array:
         np.broadcast_shapes(weights.shape, losses.shape)
     except ValueError:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`sample_weight` must fit losses of shape {losses.shape}",
-                f"it has shape {weights.shape}",
-                "Give one weight per example, or one for all.",
-            )
+            f"`sample_weight` must fit losses of shape {losses.shape}",
+            f"it has shape {weights.shape}",
+            "Give one weight per example, or one for all.",
         ) from None
     return weights
 
@@ -100,22 +94,18 @@ def _checked_size(size: Any) -> jax.Array:
     found = jnp.asarray(as_operand(size))
     if found.ndim:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`global_batch_size` must be one number",
-                f"it has shape {found.shape}",
-                "Pass how many examples all replicas have together.",
-            )
+            "`global_batch_size` must be one number",
+            f"it has shape {found.shape}",
+            "Pass how many examples all replicas have together.",
         )
     if not jnp.issubdtype(found.dtype, jnp.integer):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`global_batch_size` must be a whole number",
-                f"it has type {found.dtype}",
-                "Pass an int.",
-            )
+            "`global_batch_size` must be a whole number",
+            f"it has type {found.dtype}",
+            "Pass an int.",
         )
     if not jax_compat.is_traced(found) and found < 0:
         raise errors.InvalidArgumentError(
-            errors.message("`global_batch_size` must be 0 or more", f"it is {found}", "Pass it so.")
+            "`global_batch_size` must be 0 or more", f"it is {found}", "Pass it so."
         )
     return found

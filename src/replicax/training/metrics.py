@@ -85,11 +85,9 @@ class Metric(Module):
         """
         if name in self._weights:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"Each weight of metric {self.name!r} needs a name of its own",
-                    f"there already is one called {name!r}",
-                    "Choose another name.",
-                )
+                f"Each weight of metric {self.name!r} needs a name of its own",
+                f"there already is one called {name!r}",
+                "Choose another name.",
             )
         dtype = jnp.dtype(dtype or self._dtype)
         variable = Variable(
@@ -210,11 +208,9 @@ def _initial_value(initializer: Initializer, shape: tuple[int, ...], dtype: Any)
     if isinstance(initializer, str):
         if initializer not in _NAMED_INITIALIZERS:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    '`initializer` must be a number, "zeros", "ones" or a function',
-                    f"it is {initializer!r}",
-                    "Pass a number or a function of shape and dtype.",
-                )
+                '`initializer` must be a number, "zeros", "ones" or a function',
+                f"it is {initializer!r}",
+                "Pass a number or a function of shape and dtype.",
             )
         initializer = _NAMED_INITIALIZERS[initializer]
     fill = 0 if initializer is None else initializer
@@ -229,12 +225,10 @@ def _on_one_replica(update_state: Callable[..., None]) -> Callable[..., None]:
         frame = frames.current()
         if _is_seen_from_outside(frame) and _num_copies(self) > 1:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"`update_state` of metric {self.name!r} needs a replica context, because "
-                    f"each of {_num_copies(self)} replicas counts on its own",
-                    f"this is {frame.describe()}",
-                    "Call it inside the function that `strategy.run` runs.",
-                )
+                f"`update_state` of metric {self.name!r} needs a replica context, because "
+                f"each of {_num_copies(self)} replicas counts on its own",
+                f"this is {frame.describe()}",
+                "Call it inside the function that `strategy.run` runs.",
             )
         _require_own_scope(self, frame)
         update_state(self, *args, **kwargs)
@@ -255,13 +249,11 @@ def _require_own_scope(metric: Metric, frame: Frame) -> None:
             continue
         where = "outside of every scope" if owner is None else "in the scope of another strategy"
         raise errors.ContextError(
-            errors.message(
-                f"Metric {metric.name!r} needs the strategy that runs `update_state`, "
-                f"{type(frame.strategy).__name__}, to keep a count for each replica",
-                f"the metric was made {where}",
-                "Make it inside `with strategy.scope():`, with the strategy that you call "
-                "`strategy.run` of.",
-            )
+            f"Metric {metric.name!r} needs the strategy that runs `update_state`, "
+            f"{type(frame.strategy).__name__}, to keep a count for each replica",
+            f"the metric was made {where}",
+            "Make it inside `with strategy.scope():`, with the strategy that you call "
+            "`strategy.run` of.",
         )
 
 

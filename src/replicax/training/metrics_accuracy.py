@@ -120,11 +120,9 @@ def positive(argument: str, value: int) -> int:
     """Returns a whole number above 0, or raises."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{argument}` must be a whole number of at least 1",
-                f"it is {value!r}",
-                f"Pass {argument}=1 or more.",
-            )
+            f"`{argument}` must be a whole number of at least 1",
+            f"it is {value!r}",
+            f"Pass {argument}=1 or more.",
         )
     return value
 
@@ -135,11 +133,9 @@ def _classes(metric: MeanOfTwo, y_true: jax.Array, y_pred: jax.Array) -> jax.Arr
         y_true = y_true[..., 0]
     if not y_pred.ndim or y_true.shape != y_pred.shape[:-1]:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"Metric {metric.name!r} needs one class number per row of scores",
-                f"labels have shape {y_true.shape} and scores have shape {y_pred.shape}",
-                "Use the metric without `Sparse` for one-hot labels.",
-            )
+            f"Metric {metric.name!r} needs one class number per row of scores",
+            f"labels have shape {y_true.shape} and scores have shape {y_pred.shape}",
+            "Use the metric without `Sparse` for one-hot labels.",
         )
     return y_true.astype(jnp.int32)
 
@@ -147,11 +143,9 @@ def _classes(metric: MeanOfTwo, y_true: jax.Array, y_pred: jax.Array) -> jax.Arr
 def _one_hot_classes(metric: MeanOfTwo, y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
     if y_true.ndim < 1 or y_true.shape != y_pred.shape:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"Metric {metric.name!r} needs one-hot labels of the shape of the scores",
-                f"labels have shape {y_true.shape} and scores have shape {y_pred.shape}",
-                "Use the metric with `Sparse` for class numbers.",
-            )
+            f"Metric {metric.name!r} needs one-hot labels of the shape of the scores",
+            f"labels have shape {y_true.shape} and scores have shape {y_pred.shape}",
+            "Use the metric with `Sparse` for class numbers.",
         )
     return jnp.argmax(y_true, -1)
 

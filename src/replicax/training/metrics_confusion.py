@@ -300,11 +300,9 @@ def _checked_thresholds(metric: Metric, thresholds: Any) -> np.ndarray:
     found = np.atleast_1d(np.asarray(thresholds, float))
     if not ((found >= 0) & (found <= 1)).all():
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`thresholds` of {type(metric).__name__} must lie between 0 and 1",
-                f"they are {found.tolist()}",
-                "Predictions are taken as probabilities.",
-            )
+            f"`thresholds` of {type(metric).__name__} must lie between 0 and 1",
+            f"they are {found.tolist()}",
+            "Predictions are taken as probabilities.",
         )
     return found
 

@@ -61,11 +61,9 @@ class AUC(Counts):
         self._label_weights = None if label_weights is None else np.asarray(label_weights, float)
         if multi_label and num_labels is None:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "AUC with multi_label=True needs to know the number of labels",
-                    "`num_labels` is None",
-                    "Pass num_labels, the last dimension of the predictions.",
-                )
+                "AUC with multi_label=True needs to know the number of labels",
+                "`num_labels` is None",
+                "Pass num_labels, the last dimension of the predictions.",
             )
         # Below and above everything, so that the curve has both its ends.
         inner = _inner_thresholds(num_thresholds, thresholds)
@@ -137,11 +135,9 @@ class _BestUnderConstraint(Counts):
     ) -> None:
         if not 0 <= bound <= 1:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"`{argument}` must lie between 0 and 1",
-                    f"it is {bound}",
-                    "It is a share of examples.",
-                )
+                f"`{argument}` must lie between 0 and 1",
+                f"it is {bound}",
+                "It is a share of examples.",
             )
         self._bound, self._class_id = bound, class_id
         count = positive("num_thresholds", num_thresholds)
@@ -289,7 +285,7 @@ def _inner_thresholds(count: int, given: Sequence[float] | None) -> list[float]:
         return np.sort(np.asarray(given, float)).tolist()
     if positive("num_thresholds", count) < 2:
         raise errors.InvalidArgumentError(
-            errors.message("`num_thresholds` must be 2 or more", "it is 1", "The default is 200.")
+            "`num_thresholds` must be 2 or more", "it is 1", "The default is 200."
         )
     return (np.arange(1, count - 1) / (count - 1)).tolist()
 
@@ -297,10 +293,8 @@ def _inner_thresholds(count: int, given: Sequence[float] | None) -> list[float]:
 def _one_of(argument: str, value: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{argument}` must be one of {', '.join(map(repr, choices))}",
-                f"it is {value!r}",
-                "Choose one of them.",
-            )
+            f"`{argument}` must be one of {', '.join(map(repr, choices))}",
+            f"it is {value!r}",
+            "Choose one of them.",
         )
     return value

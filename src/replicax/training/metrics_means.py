@@ -99,11 +99,9 @@ class MeanTensor(Metric):
         values = as_array(values).astype(self.dtype)
         if values.shape != self._shape:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"Metric {self.name!r} needs values of shape {self._shape}",
-                    f"they have shape {values.shape}",
-                    "Make the metric with the shape of the values.",
-                )
+                f"Metric {self.name!r} needs values of shape {self._shape}",
+                f"they have shape {values.shape}",
+                "Make the metric with the shape of the values.",
             )
         weights = _fitting(self, as_array(1 if sample_weight is None else sample_weight), values)
         self._total.add(values * weights)
@@ -193,11 +191,9 @@ def same_rank(metric: Metric, y_true: jax.Array, y_pred: jax.Array) -> tuple[jax
         y_pred = y_pred[..., 0]
     if y_true.shape != y_pred.shape:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"Metric {metric.name!r} needs labels and predictions of one shape",
-                f"they have shapes {y_true.shape} and {y_pred.shape}",
-                "Reshape one of them.",
-            )
+            f"Metric {metric.name!r} needs labels and predictions of one shape",
+            f"they have shapes {y_true.shape} and {y_pred.shape}",
+            "Reshape one of them.",
         )
     return y_true, y_pred
 
@@ -226,12 +222,9 @@ def _fitting(metric: Metric, weights: jax.Array, values: jax.Array) -> jax.Array
     fits = not weights.ndim or (weights.ndim == values.ndim and all(a in (1, b) for a, b in sizes))
     if not fits:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`sample_weight` of metric {metric.name!r} must fit values of shape "
-                f"{values.shape}",
-                f"it has shape {weights.shape}",
-                "Give one weight per value, per example, or one for all.",
-            )
+            f"`sample_weight` of metric {metric.name!r} must fit values of shape {values.shape}",
+            f"it has shape {weights.shape}",
+            "Give one weight per value, per example, or one for all.",
         )
     return jnp.broadcast_to(weights.astype(metric.dtype), values.shape)
 

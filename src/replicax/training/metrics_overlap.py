@@ -59,11 +59,9 @@ class FBetaScore(Metric):
         true, pred = as_array(y_true).astype(self.dtype), as_array(y_pred).astype(self.dtype)
         if true.ndim != 2 or true.shape != pred.shape:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"Metric {self.name!r} needs labels and predictions of shape (batch, classes)",
-                    f"they have shapes {true.shape} and {pred.shape}",
-                    "Reshape them, or make labels one-hot.",
-                )
+                f"Metric {self.name!r} needs labels and predictions of shape (batch, classes)",
+                f"they have shapes {true.shape} and {pred.shape}",
+                "Reshape them, or make labels one-hot.",
             )
         if not self._totals:
             shape = () if self._average == "micro" else true.shape[1:]
@@ -90,11 +88,9 @@ class FBetaScore(Metric):
     def result(self) -> Any:
         if not self._totals:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"Metric {self.name!r} learns the number of classes from its first batch",
-                    "it has seen none",
-                    "Call `update_state` first.",
-                )
+                f"Metric {self.name!r} learns the number of classes from its first batch",
+                "it has seen none",
+                "Call `update_state` first.",
             )
         true_positives, false_positives, false_negatives, truths = (t.value() for t in self._totals)
         precision = divide(true_positives, true_positives + false_positives)
@@ -179,11 +175,9 @@ class IoU(Metric):
         true, pred = true.astype(jnp.int32).reshape(-1), pred.astype(jnp.int32).reshape(-1)
         if true.shape != pred.shape:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"Metric {self.name!r} needs as many labels as predictions",
-                    f"there are {true.size} and {pred.size}",
-                    "Reshape them, or say which of them are not sparse.",
-                )
+                f"Metric {self.name!r} needs as many labels as predictions",
+                f"there are {true.size} and {pred.size}",
+                "Reshape them, or say which of them are not sparse.",
             )
         weights = as_array(1 if sample_weight is None else sample_weight).astype(self.dtype)
         weights = jnp.broadcast_to(weights.reshape(-1) if weights.ndim else weights, true.shape)
@@ -301,5 +295,5 @@ class OneHotMeanIoU(MeanIoU):
 def _require(argument: str, value: Any, is_right: bool, wanted: str) -> None:
     if not is_right:
         raise errors.InvalidArgumentError(
-            errors.message(f"`{argument}` {wanted}", f"it is {value!r}", "Pass such a value.")
+            f"`{argument}` {wanted}", f"it is {value!r}", "Pass such a value."
         )

@@ -114,28 +114,22 @@ class ExponentialMovingAverage:
             var_list = [variable for variable, _ in self._shadows.values()]
             if not var_list:
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        "`apply` needs variables in its first call",
-                        "`var_list` is None",
-                        "Pass a list, such as model.trainable_variables.",
-                    )
+                    "`apply` needs variables in its first call",
+                    "`var_list` is None",
+                    "Pass a list, such as model.trainable_variables.",
                 )
         for variable in var_list:
             if not isinstance(variable, Variable):
                 raise errors.ArgumentTypeError(
-                    errors.message(
-                        "`apply` averages variables",
-                        f"{type(variable).__name__} was given",
-                        "Make an rx.Variable of it.",
-                    )
+                    "`apply` averages variables",
+                    f"{type(variable).__name__} was given",
+                    "Make an rx.Variable of it.",
                 )
             if not jnp.issubdtype(variable.dtype, jnp.floating):
                 raise errors.ArgumentTypeError(
-                    errors.message(
-                        "`apply` averages variables of floating-point types",
-                        f"variable {variable.name!r} has type {variable.dtype}",
-                        "Leave it out of `var_list`.",
-                    )
+                    "`apply` averages variables of floating-point types",
+                    f"variable {variable.name!r} has type {variable.dtype}",
+                    "Leave it out of `var_list`.",
                 )
         return list(var_list)
 

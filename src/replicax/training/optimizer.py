@@ -197,11 +197,9 @@ class Optimizer:
             if trained is variable:
                 return self._state.slots(number)
         raise errors.InvalidArgumentError(
-            errors.message(
-                "Slots belong to the variables that the optimizer was made for",
-                f"{getattr(variable, 'name', variable)!r} is not one of them",
-                "Pass one of them.",
-            )
+            "Slots belong to the variables that the optimizer was made for",
+            f"{getattr(variable, 'name', variable)!r} is not one of them",
+            "Pass one of them.",
         )
 
     def get_slot(self, variable: Variable, name: str) -> Variable:
@@ -223,11 +221,9 @@ class Optimizer:
         rate = _named(self.hyperparams, "learning_rate", "hyperparameter")
         if self._state.is_scheduled(rate):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "Only a constant learning rate can be set",
-                    "a schedule sets this one at each update",
-                    "Pass a number to optax.inject_hyperparams(...)(learning_rate=...).",
-                )
+                "Only a constant learning rate can be set",
+                "a schedule sets this one at each update",
+                "Pass a number to optax.inject_hyperparams(...)(learning_rate=...).",
             )
         rate.assign(value)
 
@@ -283,11 +279,9 @@ class Optimizer:
             self._apply(frame.strategy, found, extra_args, False)
         else:
             raise errors.ContextError(
-                errors.message(
-                    "`apply_gradients` needs replica or cross-replica code",
-                    f"this is {frame.describe()}",
-                    "Call it in the function that `strategy.run` calls.",
-                )
+                "`apply_gradients` needs replica or cross-replica code",
+                f"this is {frame.describe()}",
+                "Call it in the function that `strategy.run` calls.",
             )
 
     def _apply(
@@ -381,11 +375,9 @@ class Optimizer:
             if "required keyword-only argument" not in str(error):
                 raise
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "The transformation needs further arguments",
-                    str(error),
-                    "Pass them by name, e.g. apply_gradients(gradients, value=loss).",
-                )
+                "The transformation needs further arguments",
+                str(error),
+                "Pass them by name, e.g. apply_gradients(gradients, value=loss).",
             ) from error
         new = optax.apply_updates(tree, updates)
         return self._by_number(updates), self._by_number(new), self._state.arrays_of(state)
@@ -417,12 +409,10 @@ class Optimizer:
             return False
         if misfit is not None:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    'sparse="rows" needs a transformation whose slots have a row per row of '
-                    f"{variable.name!r}",
-                    f"slot {getattr(misfit, 'name', '')!r} has shape {misfit.shape}",
-                    'Use sparse="auto" or "dense".',
-                )
+                'sparse="rows" needs a transformation whose slots have a row per row of '
+                f"{variable.name!r}",
+                f"slot {getattr(misfit, 'name', '')!r} has shape {misfit.shape}",
+                'Use sparse="auto" or "dense".',
             )
         if self._sparse == "rows":
             return True
@@ -466,11 +456,9 @@ def _first_copy(leaf: Any) -> Any:
 def _store(variable: Variable, frame: Frame, value: Any) -> None:
     if jnp.shape(value) != variable.shape:
         raise errors.UnsupportedError(
-            errors.message(
-                "A transformation and a constraint must keep shapes",
-                f"{variable.name!r} of shape {variable.shape} became {jnp.shape(value)}",
-                "Return arrays of the shape that went in.",
-            )
+            "A transformation and a constraint must keep shapes",
+            f"{variable.name!r} of shape {variable.shape} became {jnp.shape(value)}",
+            "Return arrays of the shape that went in.",
         )
     variable.store_everywhere(frame, jnp.asarray(value, variable.dtype))
 
@@ -480,12 +468,10 @@ def _named(found: dict[str, Variable], name: str, kind: str) -> Variable:
         return found[name]
     known = ", ".join(map(repr, sorted(found))) or "none"
     raise errors.NotFoundError(
-        errors.message(
-            f"There must be a {kind} called {name!r}",
-            f"there is: {known}",
-            "Wrap the transformation, e.g. optax.inject_hyperparams(optax.sgd)"
-            "(learning_rate=0.1), to be able to change hyperparameters."
-            if kind == "hyperparameter"
-            else "Use one of these names.",
-        )
+        f"There must be a {kind} called {name!r}",
+        f"there is: {known}",
+        "Wrap the transformation, e.g. optax.inject_hyperparams(optax.sgd)"
+        "(learning_rate=0.1), to be able to change hyperparameters."
+        if kind == "hyperparameter"
+        else "Use one of these names.",
     )

@@ -32,11 +32,9 @@ def check_loss_scale(loss_scale: Any) -> None:
     if isinstance(loss_scale, DynamicLossScale | None) or (is_number and loss_scale > 0):
         return
     raise errors.InvalidArgumentError(
-        errors.message(
-            "`loss_scale` must be an rx.optimizers.DynamicLossScale, a positive number or None",
-            f"it is {loss_scale!r}",
-            "Pass rx.optimizers.DynamicLossScale().",
-        )
+        "`loss_scale` must be an rx.optimizers.DynamicLossScale, a positive number or None",
+        f"it is {loss_scale!r}",
+        "Pass rx.optimizers.DynamicLossScale().",
     )
 
 
@@ -45,29 +43,22 @@ def check_options(transformation: Any, steps: Any, sparse: Any) -> None:
     for method in ("init", "update"):
         if not callable(getattr(transformation, method, None)):
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "`transformation` must be an optax.GradientTransformation",
-                    f"a {type(transformation).__name__} has no `{method}`",
-                    "Pass e.g. optax.adam(1e-3) first, and the variables after it.",
-                )
+                "`transformation` must be an optax.GradientTransformation",
+                f"a {type(transformation).__name__} has no `{method}`",
+                "Pass e.g. optax.adam(1e-3) first, and the variables after it.",
             )
     is_count = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
     if steps is not None and not is_count:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`gradient_accumulation_steps` must be a positive int or None",
-                f"it is {steps!r}",
-                "Pass the number of calls that make one update.",
-            )
+            "`gradient_accumulation_steps` must be a positive int or None",
+            f"it is {steps!r}",
+            "Pass the number of calls that make one update.",
         )
     if sparse not in _SPARSE or (sparse == "rows" and steps is not None):
         raise errors.InvalidArgumentError(
-            errors.message(
-                '`sparse` must be "auto", "rows" or "dense", and not "rows" with gradient '
-                "accumulation",
-                f"sparse={sparse!r} and gradient_accumulation_steps={steps!r} were given",
-                "Rows of several calls differ; leave `sparse` out.",
-            )
+            '`sparse` must be "auto", "rows" or "dense", and not "rows" with gradient accumulation',
+            f"sparse={sparse!r} and gradient_accumulation_steps={steps!r} were given",
+            "Rows of several calls differ; leave `sparse` out.",
         )
 
 
@@ -89,11 +80,9 @@ def refuse_lookahead(state: Any) -> None:
 
     if any(map(is_lookahead, jax.tree.leaves(state, is_leaf=is_lookahead))):
         raise errors.UnsupportedError(
-            errors.message(
-                "`transformation` must work on one set of parameters",
-                "optax.lookahead works on two, of which it keeps neither",
-                "Leave it out; optax.contrib.schedule_free averages parameters as well.",
-            )
+            "`transformation` must work on one set of parameters",
+            "optax.lookahead works on two, of which it keeps neither",
+            "Leave it out; optax.contrib.schedule_free averages parameters as well.",
         )
 
 
@@ -113,20 +102,16 @@ def trainable_list(variables: Any) -> tuple[Any, list[Variable]]:
         _require_trainable(leaf)
     if not found:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "An optimizer needs variables to change",
-                "there are none",
-                "Create the variables first, e.g. pass `model.trainable_variables`.",
-            )
+            "An optimizer needs variables to change",
+            "there are none",
+            "Create the variables first, e.g. pass `model.trainable_variables`.",
         )
     twice = [v.name for i, v in enumerate(found) if any(v is w for w in found[:i])]
     if twice:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "An optimizer needs each variable once",
-                f"{twice[0]!r} is there twice",
-                "Leave the second one out.",
-            )
+            "An optimizer needs each variable once",
+            f"{twice[0]!r} is there twice",
+            "Leave the second one out.",
         )
     return variables, found
 
@@ -159,11 +144,9 @@ def explained_init() -> Iterator[None]:
         yield
     except (AttributeError, TypeError, ValueError) as error:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`transformation` must be able to start from the values of the variables",
-                f"its `init` raised {type(error).__name__}: {error}",
-                "Compare the structure of the variables with masks and labels in it.",
-            )
+            "`transformation` must be able to start from the values of the variables",
+            f"its `init` raised {type(error).__name__}: {error}",
+            "Compare the structure of the variables with masks and labels in it.",
         ) from error
 
 
@@ -171,22 +154,18 @@ def refuse_extra(extra: dict[str, Any]) -> None:
     """Raises for arguments of an update that the programs on servers do not take."""
     if extra:
         raise errors.UnsupportedError(
-            errors.message(
-                "Updates on parameter servers take gradients only",
-                f"{sorted(extra)} were given as well",
-                "Use a transformation without further arguments.",
-            )
+            "Updates on parameter servers take gradients only",
+            f"{sorted(extra)} were given as well",
+            "Use a transformation without further arguments.",
         )
 
 
 def _require_trainable(leaf: Any) -> None:
     if not isinstance(leaf, Variable) or isinstance(leaf, VariableComponent):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "An optimizer needs rx.Variable objects",
-                f"{type(leaf).__name__} was given",
-                "Pass variables; `rx.make_variables` turns a pytree of arrays into them.",
-            )
+            "An optimizer needs rx.Variable objects",
+            f"{type(leaf).__name__} was given",
+            "Pass variables; `rx.make_variables` turns a pytree of arrays into them.",
         )
     found = None
     if isinstance(leaf, ShardedVariable) and not leaf.is_whole_remote:
@@ -199,11 +178,9 @@ def _require_trainable(leaf: Any) -> None:
         found = f"{leaf.name!r} is not trainable"
     if found is not None:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "An optimizer needs trainable variables of floating type with equal copies",
-                found,
-                "Leave it out, or create it differently.",
-            )
+            "An optimizer needs trainable variables of floating type with equal copies",
+            found,
+            "Leave it out, or create it differently.",
         )
 
 
@@ -212,11 +189,9 @@ def _require_one_kind(variables: Sequence[Variable]) -> None:
     if len(kinds) > 1:
         near = next(v for v in variables if not v.is_remote)
         raise errors.InvalidArgumentError(
-            errors.message(
-                "An optimizer needs variables that all live on parameter servers, or none",
-                f"{near.name!r} lives on {near.device}",
-                "Create all of them in the scope of the strategy.",
-            )
+            "An optimizer needs variables that all live on parameter servers, or none",
+            f"{near.name!r} lives on {near.device}",
+            "Create all of them in the scope of the strategy.",
         )
 
 
@@ -225,11 +200,9 @@ def common_strategy(variables: Sequence[Variable]) -> Any:
     frame = frames.current()
     if frame.mode is not Mode.CROSS_REPLICA and not frame.is_default:
         raise errors.ContextError(
-            errors.message(
-                "An optimizer must be made once for all replicas",
-                f"this is {frame.describe()}",
-                "Make it inside `with strategy.scope():`, before `strategy.run`.",
-            )
+            "An optimizer must be made once for all replicas",
+            f"this is {frame.describe()}",
+            "Make it inside `with strategy.scope():`, before `strategy.run`.",
         )
     here = None if frame.is_default else frame.strategy.extended
     for variable in variables:
@@ -238,27 +211,21 @@ def common_strategy(variables: Sequence[Variable]) -> Any:
             home = "no scope" if owner is None else type(owner.container_strategy).__name__
             place = "outside of every scope" if here is None else frame.describe()
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "An optimizer must be made in the scope in which its variables were made",
-                    f"variable {variable.name!r} belongs to {home} and this is {place}",
-                    "Make variables and optimizer inside one `with strategy.scope():`.",
-                )
+                "An optimizer must be made in the scope in which its variables were made",
+                f"variable {variable.name!r} belongs to {home} and this is {place}",
+                "Make variables and optimizer inside one `with strategy.scope():`.",
             )
         if variable.stored is None and not variable.is_remote:
             raise errors.TracingError(
-                errors.message(
-                    "An optimizer needs the values of its variables",
-                    f"{variable.name!r} is being created by the function being compiled",
-                    "Make the optimizer after the first call of that function.",
-                )
+                "An optimizer needs the values of its variables",
+                f"{variable.name!r} is being created by the function being compiled",
+                "Make the optimizer after the first call of that function.",
             )
     _require_one_kind(variables)
     if here is None and len({variable.placement for variable in variables}) > 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "An optimizer outside of every scope needs variables on one device",
-                "they are on several",
-                "Create them on one device, or in the scope of a strategy.",
-            )
+            "An optimizer outside of every scope needs variables on one device",
+            "they are on several",
+            "Create them on one device, or in the scope of a strategy.",
         )
     return frame.strategy

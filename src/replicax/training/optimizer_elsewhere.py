@@ -258,12 +258,10 @@ class StateProgram:
     def _coupled(self, owner: int | None, other: Any) -> errors.UnsupportedError:
         what = "what it counts" if owner is None else repr(self.variables[owner].name)
         return errors.UnsupportedError(
-            errors.message(
-                "A transformation on parameter servers must treat each variable by itself",
-                f"{what} depends on the gradient of {self.variables[other].name!r}",
-                "Do what combines gradients, such as optax.clip_by_global_norm, in the step "
-                "function before `apply_gradients`.",
-            )
+            "A transformation on parameter servers must treat each variable by itself",
+            f"{what} depends on the gradient of {self.variables[other].name!r}",
+            "Do what combines gradients, such as optax.clip_by_global_norm, in the step "
+            "function before `apply_gradients`.",
         )
 
     def exported(self, owner: int) -> bytes:
@@ -276,12 +274,10 @@ class StateProgram:
         is_open = bool(rows) and all(s.shape[:1] == rows for s in slots)
         if not is_open and isinstance(variable, ShardedVariable):
             raise errors.UnsupportedError(
-                errors.message(
-                    f"A transformation of {variable.name!r}, which is cut into parts, needs slots "
-                    "with a row per row",
-                    f"it has slots of shapes {[s.shape for s in slots]}",
-                    "Use another transformation, or create the variable in one part.",
-                )
+                f"A transformation of {variable.name!r}, which is cut into parts, needs slots "
+                "with a row per row",
+                f"it has slots of shapes {[s.shape for s in slots]}",
+                "Use another transformation, or create the variable in one part.",
             )
 
         def spec(like: Any) -> Any:
@@ -315,11 +311,9 @@ def make_remote(
         place = next(places)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise errors.UnsupportedError(
-                errors.message(
-                    "The state of a transformation on parameter servers must consist of arrays",
-                    f"{name!r} is a key of jax.random",
-                    "Use jax.random.PRNGKey instead, or a strategy on this machine.",
-                )
+                "The state of a transformation on parameter servers must consist of arrays",
+                f"{name!r} is a key of jax.random",
+                "Use jax.random.PRNGKey instead, or a strategy on this machine.",
             )
         if origin.owner is None:
             return host.make_shared(variables, name, program.first_shared(place))

@@ -55,11 +55,9 @@ def by_variable(
         found[place] = checked(gradient, whole)
     if all(gradient is None for gradient in found):
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`apply_gradients` needs at least one gradient",
-                "there is none for any variable",
-                "Check that the loss depends on the variables.",
-            )
+            "`apply_gradients` needs at least one gradient",
+            "there is none for any variable",
+            "Check that the loss depends on the variables.",
         )
     return found
 
@@ -89,12 +87,10 @@ def _joined(whole: ShardedVariable, gradients: list[Any]) -> Any:
     kinds = {isinstance(gradient, IndexedSlices) for gradient in gradients}
     if None in gradients or len(kinds) > 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"The parts of {whole.name!r} need gradients of one kind: all dense, all "
-                "rx.IndexedSlices, or none",
-                f"they have {[type(g).__name__ for g in gradients]}",
-                "Take the gradients with respect to all parts together.",
-            )
+            f"The parts of {whole.name!r} need gradients of one kind: all dense, all "
+            "rx.IndexedSlices, or none",
+            f"they have {[type(g).__name__ for g in gradients]}",
+            "Take the gradients with respect to all parts together.",
         )
     if kinds == {False}:
         return jnp.concatenate([jnp.asarray(as_operand(g)) for g in gradients])
@@ -138,12 +134,10 @@ def _zipped(gradients: Any, variables: Any) -> list[tuple[Any, Any]]:
         if isinstance(gradients, list) and _are_pairs(_swapped(gradients)):
             found = "each pair has its variable first"
         raise errors.StructureError(
-            errors.message(
-                "`apply_gradients` needs a structure of gradients like that of the variables",
-                found,
-                "Pass the gradients that `rx.value_and_grad(loss, variables)()` returned, or pairs "
-                "(gradient, variable), in this order.",
-            )
+            "`apply_gradients` needs a structure of gradients like that of the variables",
+            found,
+            "Pass the gradients that `rx.value_and_grad(loss, variables)()` returned, or pairs "
+            "(gradient, variable), in this order.",
         ) from None
     return pairs
 
@@ -167,16 +161,12 @@ def _not_expected(variable: Any, place: int | None) -> errors.DistributeError:
     if place is not None:
         found = f"there are two for {name}"
         return errors.InvalidArgumentError(
-            errors.message(
-                "`apply_gradients` needs one gradient per variable", found, "Add them up first."
-            )
+            "`apply_gradients` needs one gradient per variable", found, "Add them up first."
         )
     return errors.InvalidArgumentError(
-        errors.message(
-            "`apply_gradients` needs variables that the optimizer was made for",
-            f"{name} is not one of them",
-            "Pass it to rx.optimizers.Optimizer(transformation, variables).",
-        )
+        "`apply_gradients` needs variables that the optimizer was made for",
+        f"{name} is not one of them",
+        "Pass it to rx.optimizers.Optimizer(transformation, variables).",
     )
 
 
@@ -195,11 +185,9 @@ def checked(gradient: Any, variable: Variable) -> Any:
     gradient = as_operand(gradient)
     if not is_array_like(gradient):
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"The gradient of {variable.name!r} must be an array, rx.IndexedSlices or None",
-                f"it is a {type(gradient).__name__}",
-                "Pass what `rx.value_and_grad` returned.",
-            )
+            f"The gradient of {variable.name!r} must be an array, rx.IndexedSlices or None",
+            f"it is a {type(gradient).__name__}",
+            "Pass what `rx.value_and_grad` returned.",
         )
     array = gradient if isinstance(gradient, jax.Array) else jnp.asarray(gradient)
     if array.shape != variable.shape:
@@ -212,12 +200,10 @@ def _checked_slices(slices: IndexedSlices, variable: Variable) -> IndexedSlices:
     ids, rows = slices.indices, slices.values
     if not variable.shape or ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"A sparse gradient of {variable.name!r} needs a list of integer row numbers",
-                f"they have type {ids.dtype} and shape {ids.shape}; the variable has shape "
-                f"{variable.shape}",
-                "Pass rx.IndexedSlices(rows, row_numbers).",
-            )
+            f"A sparse gradient of {variable.name!r} needs a list of integer row numbers",
+            f"they have type {ids.dtype} and shape {ids.shape}; the variable has shape "
+            f"{variable.shape}",
+            "Pass rx.IndexedSlices(rows, row_numbers).",
         )
     expected = (*ids.shape, *variable.shape[1:])
     if rows.shape != expected:
@@ -232,11 +218,9 @@ def _floating(array: Any, variable: Variable) -> Any:
 
 def _misfit(variable: Variable, required: str, shape: Any) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        errors.message(
-            f"Variable {variable.name!r} needs {required}",
-            f"it has shape {shape}",
-            "Check which gradient goes with which variable.",
-        )
+        f"Variable {variable.name!r} needs {required}",
+        f"it has shape {shape}",
+        "Check which gradient goes with which variable.",
     )
 
 
@@ -269,11 +253,9 @@ def _require_from_all(value: PerReplica, variable: Variable) -> None:
     without = [i for i, component in enumerate(value.values) if component is None]
     if without:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"The gradient of {variable.name!r} must come from all replicas or from none",
-                f"it is None on replica {without[0]}",
-                "Pass zeros there.",
-            )
+            f"The gradient of {variable.name!r} must come from all replicas or from none",
+            f"it is None on replica {without[0]}",
+            "Pass zeros there.",
         )
 
 

@@ -166,11 +166,9 @@ class StateVariables:
         leaves, treedef = jax.tree.flatten(state)
         if treedef != self._treedef:
             raise errors.UnsupportedError(
-                errors.message(
-                    "A transformation must keep the structure of its state",
-                    f"{self._treedef} became {treedef}",
-                    "Return the same containers from `update` as from `init`.",
-                )
+                "A transformation must keep the structure of its state",
+                f"{self._treedef} became {treedef}",
+                "Return the same containers from `update` as from `init`.",
             )
         return [
             leaf if kind is None else jax.random.key_data(leaf)
@@ -251,11 +249,9 @@ def _kind_of_key(leaf: Any) -> Any:
 def _as_array(leaf: Any, origin: LeafOrigin) -> Any:
     if not is_array_like(leaf):
         raise errors.UnsupportedError(
-            errors.message(
-                "The state of a transformation must consist of arrays",
-                f"it has a {type(leaf).__name__} at {'/'.join(origin.path)!r}",
-                "Keep such objects outside of the state.",
-            )
+            "The state of a transformation must consist of arrays",
+            f"it has a {type(leaf).__name__} at {'/'.join(origin.path)!r}",
+            "Keep such objects outside of the state.",
         )
     with jax_compat.eagerly():
         return jnp.asarray(leaf if _kind_of_key(leaf) is None else jax.random.key_data(leaf))

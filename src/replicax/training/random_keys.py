@@ -49,11 +49,9 @@ def replica_key(key: Any, *data: Any) -> Any:
         return _folded(base, frame.replica_context.replica_id_in_sync_group, *data)
     if frame.mode is Mode.UPDATE or frame.layout is None:
         raise errors.ContextError(
-            errors.message(
-                "`rx.random.replica_key` must be called in replica or cross-replica context",
-                f"this is {frame.describe()}",
-                "Make the key before, and pass it in `args`.",
-            )
+            "`rx.random.replica_key` must be called in replica or cross-replica context",
+            f"this is {frame.describe()}",
+            "Make the key before, and pass it in `args`.",
         )
     keys = [_folded(base, i, *data) for i in range(frame.layout.num_replicas)]
     return keys[0] if len(keys) == 1 else PerReplica(keys, frame.layout)
@@ -79,11 +77,9 @@ class Generator(Module):
         is_number = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
         if not is_number or not 0 <= seed <= _MOST_SEED:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"`seed` must be a whole number from 0 to {_MOST_SEED}",
-                    f"it is {seed!r}",
-                    "Choose such a number.",
-                )
+                f"`seed` must be a whole number from 0 to {_MOST_SEED}",
+                f"it is {seed!r}",
+                "Choose such a number.",
             )
         # Each replica counts for itself: no communication, also inside gradients.
         options: dict[str, Any] = {
@@ -113,11 +109,9 @@ def _key_of(key: Any) -> Any:
         if jnp.issubdtype(array.dtype, jnp.integer) and array.ndim == 0:
             return jax.random.key(array)
     raise errors.ArgumentTypeError(
-        errors.message(
-            "`rx.random.replica_key` needs one key of jax.random, or a whole number as a seed",
-            f"{key!r} was given",
-            "Pass jax.random.key(seed), or the seed.",
-        )
+        "`rx.random.replica_key` needs one key of jax.random, or a whole number as a seed",
+        f"{key!r} was given",
+        "Pass jax.random.key(seed), or the seed.",
     )
 
 

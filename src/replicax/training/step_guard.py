@@ -42,11 +42,9 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         if not (self.initial_scale >= 1 and self.growth_steps >= 1 and self.factor > 1):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "A DynamicLossScale needs initial_scale >= 1, growth_steps >= 1 and factor > 1",
-                    f"it is {self}",
-                    "Leave them out for the usual values.",
-                )
+                "A DynamicLossScale needs initial_scale >= 1, growth_steps >= 1 and factor > 1",
+                f"it is {self}",
+                "Leave them out for the usual values.",
             )
 
 

@@ -72,11 +72,9 @@ def resolve(address: str, protocol: str | None = None, keys: Keys | None = None)
     """
     if protocol not in (None, "grpc", "ipc", "tcp"):
         raise errors.InvalidArgumentError(
-            errors.message(
-                "The protocol must be None, 'grpc', 'ipc' or 'tcp'",
-                f"{protocol!r} was given",
-                "Leave it out to choose by the address.",
-            )
+            "The protocol must be None, 'grpc', 'ipc' or 'tcp'",
+            f"{protocol!r} was given",
+            "Leave it out to choose by the address.",
         )
     scheme, _, rest = address.partition("://")
     if not rest:
@@ -109,11 +107,9 @@ def _host_and_port(text: str, address: str) -> tuple[str, int]:
         raise _malformed(address)
     if host is None or host == "*" or _is_wildcard(host):
         raise errors.InvalidArgumentError(
-            errors.message(
-                "A task listens at one address",
-                f"{address!r} stands for every interface of the host",
-                "Name the interface, such as '10.0.0.5:2222', or use localhost.",
-            )
+            "A task listens at one address",
+            f"{address!r} stands for every interface of the host",
+            "Name the interface, such as '10.0.0.5:2222', or use localhost.",
         )
     return host, port
 
@@ -134,33 +130,27 @@ def _is_wildcard(host: str) -> bool:
 
 def _malformed(address: str) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        errors.message(
-            "An address is 'host:port', '[v6 host]:port' or 'ipc://path'",
-            f"{address!r} was given",
-            "Correct the cluster specification.",
-        )
+        "An address is 'host:port', '[v6 host]:port' or 'ipc://path'",
+        f"{address!r} was given",
+        "Correct the cluster specification.",
     )
 
 
 def _needs_keys(address: str) -> errors.PermissionDeniedError:
     return errors.PermissionDeniedError(
-        errors.message(
-            "Tasks that others on the network can reach must have keys",
-            f"there are none for {address!r}",
-            "Make them with `replicax keys make DIR`, copy DIR to each host, and set "
-            "REPLICAX_KEYS=DIR.",
-        )
+        "Tasks that others on the network can reach must have keys",
+        f"there are none for {address!r}",
+        "Make them with `replicax keys make DIR`, copy DIR to each host, and set "
+        "REPLICAX_KEYS=DIR.",
     )
 
 
 def _at_path(path: str, address: str) -> Location:
     if not path.startswith("/") or len(os.fsencode(path)) > _MAX_PATH:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"The path of a socket must be absolute and have at most {_MAX_PATH} bytes",
-                f"{path!r} was given",
-                "Use a shorter directory; XDG_RUNTIME_DIR or TMPDIR set the usual one.",
-            )
+            f"The path of a socket must be absolute and have at most {_MAX_PATH} bytes",
+            f"{path!r} was given",
+            "Use a shorter directory; XDG_RUNTIME_DIR or TMPDIR set the usual one.",
         )
     _check_directory(Path(path).parent)
     return Location("ipc", f"ipc://{path}", address)
@@ -183,20 +173,16 @@ def _check_directory(directory: Path) -> None:
         found = os.lstat(directory)
     except OSError as error:
         raise errors.NotFoundError(
-            errors.message(
-                "A socket lies in a directory of its user",
-                f"there is no {str(directory)!r}",
-                "Make it with `mkdir -m 700`.",
-            )
+            "A socket lies in a directory of its user",
+            f"there is no {str(directory)!r}",
+            "Make it with `mkdir -m 700`.",
         ) from error
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or mode & 0o077:
         raise errors.PermissionDeniedError(
-            errors.message(
-                "A socket lies in a directory that only its user can enter",
-                f"{str(directory)!r} has mode {mode:o} and belongs to user {found.st_uid}",
-                "Use a directory made with `mkdir -m 700`.",
-            )
+            "A socket lies in a directory that only its user can enter",
+            f"{str(directory)!r} has mode {mode:o} and belongs to user {found.st_uid}",
+            "Use a directory made with `mkdir -m 700`.",
         )
 
 
@@ -244,11 +230,9 @@ def in_use(address: str, pid: str = "") -> errors.AddressInUseError:
     """Makes the error for a place where somebody else listens."""
     holder = f"process {pid} listens there" if pid else "another process listens there"
     return errors.AddressInUseError(
-        errors.message(
-            f"The address {address!r} must be free",
-            holder,
-            "Stop it, or choose another port; port 0 takes any.",
-        )
+        f"The address {address!r} must be free",
+        holder,
+        "Stop it, or choose another port; port 0 takes any.",
     )
 
 
@@ -259,11 +243,9 @@ def numeric(location: Location) -> str:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "The address of a task must be one of this host",
-                f"{host!r} is not known ({error.strerror or error})",
-                "Correct the cluster specification or the name service.",
-            )
+            "The address of a task must be one of this host",
+            f"{host!r} is not known ({error.strerror or error})",
+            "Correct the cluster specification or the name service.",
         ) from error
     if _is_wildcard(str(found)):
         raise _malformed(location.address)

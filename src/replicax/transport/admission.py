@@ -40,23 +40,19 @@ def check(
     theirs = (hello.version, hello.python, _minor(hello.library))
     if mine != theirs:
         raise errors.ProtocolError(
-            errors.message(
-                f"All tasks must have the same versions; {task} has protocol "
-                f"{mine[0]}, Python {mine[1]}, replicax {library}",
-                f"/job:{role}/task:{hello.task} has protocol {theirs[0]}, Python "
-                f"{theirs[1]}, replicax {hello.library}"[:200],
-                "Install the same versions everywhere.",
-            )
+            f"All tasks must have the same versions; {task} has protocol "
+            f"{mine[0]}, Python {mine[1]}, replicax {library}",
+            f"/job:{role}/task:{hello.task} has protocol {theirs[0]}, Python "
+            f"{theirs[1]}, replicax {hello.library}"[:200],
+            "Install the same versions everywhere.",
         )
     if hello.role != role or role not in callers:
         raise errors.PermissionDeniedError(
-            errors.message(
-                f"{task} is called by {' and '.join(sorted(callers))}",
-                f"a {hello.role} with the key of a {role} called"
-                if hello.role != role
-                else f"a {role} called",
-                "Check the role of that task and its keys.",
-            )
+            f"{task} is called by {' and '.join(sorted(callers))}",
+            f"a {hello.role} with the key of a {role} called"
+            if hello.role != role
+            else f"a {role} called",
+            "Check the role of that task and its keys.",
         )
 
 

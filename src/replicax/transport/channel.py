@@ -233,11 +233,9 @@ class Channel:
             raise failures.new_life(self.peer, self.location)
         if len(self._unanswered) >= limits.UNANSWERED:
             raise errors.ResourceExhaustedError(
-                errors.message(
-                    f"At most {limits.UNANSWERED} questions to {self.peer} may be under way",
-                    "as many have no answer yet",
-                    "Collect some answers first.",
-                )
+                f"At most {limits.UNANSWERED} questions to {self.peer} may be under way",
+                "as many have no answer yet",
+                "Collect some answers first.",
             )
         number, life = self._next, self.incarnation
         connection = self._connection

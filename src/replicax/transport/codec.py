@@ -54,11 +54,9 @@ def as_bytes(buffer: Buffer) -> memoryview | bytes:
     if isinstance(buffer, np.ndarray):
         if not buffer.flags.c_contiguous:
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "Arrays travel as they lie in memory",
-                    f"one of shape {buffer.shape} is not contiguous",
-                    "Pass `np.ascontiguousarray(array)`.",
-                )
+                "Arrays travel as they lie in memory",
+                f"one of shape {buffer.shape} is not contiguous",
+                "Pass `np.ascontiguousarray(array)`.",
             )
         if buffer.size == 0:
             return b""
@@ -69,11 +67,9 @@ def as_bytes(buffer: Buffer) -> memoryview | bytes:
         return view.cast("B") if view.nbytes else b""
     except TypeError as error:
         raise errors.ArgumentTypeError(
-            errors.message(
-                "A message carries bytes and contiguous arrays",
-                f"found {type(buffer).__name__}: {error}",
-                "Pass NumPy arrays or bytes.",
-            )
+            "A message carries bytes and contiguous arrays",
+            f"found {type(buffer).__name__}: {error}",
+            "Pass NumPy arrays or bytes.",
         ) from error
 
 
@@ -156,11 +152,9 @@ def _check_lengths(header: int, total: int, body: messages.Body) -> None:
     ):
         if found > limit:
             raise errors.ResourceExhaustedError(
-                errors.message(
-                    f"The {what} of a message may have {limit} bytes",
-                    f"a {type(body).__name__} has {found}",
-                    "Send it in parts.",
-                )
+                f"The {what} of a message may have {limit} bytes",
+                f"a {type(body).__name__} has {found}",
+                "Send it in parts.",
             )
 
 
@@ -301,9 +295,7 @@ def decode_greeting(frames: Sequence[Any]) -> tuple[int, messages.Hello] | None:
 
 def _broken(found: str) -> errors.ProtocolError:
     return errors.ProtocolError(
-        errors.message(
-            f"A message of version {messages.VERSION} of the protocol was expected",
-            found,
-            "Check that all tasks have the same version of replicax.",
-        )
+        f"A message of version {messages.VERSION} of the protocol was expected",
+        found,
+        "Check that all tasks have the same version of replicax.",
     )

@@ -134,11 +134,9 @@ class Connection:
     def _guard(self, socket: zmq.Socket) -> None:
         if self._keys is None:
             raise errors.PermissionDeniedError(
-                errors.message(
-                    "TCP needs keys",
-                    f"there are none to call {self.peer} at {self.location}",
-                    "Make them with `replicax keys make DIR` and set REPLICAX_KEYS=DIR.",
-                )
+                "TCP needs keys",
+                f"there are none to call {self.peer} at {self.location}",
+                "Make them with `replicax keys make DIR` and set REPLICAX_KEYS=DIR.",
             )
         socket.ipv6 = "[" in self.location.url
         # Hosts that vanish without a word; see RESET for those that say one.
@@ -260,11 +258,9 @@ class Connection:
         found = Task(welcome.role, welcome.task)
         if found != self.peer:
             self.refusal = errors.UnavailableError(
-                errors.message(
-                    f"{self.peer} must listen at {self.location}",
-                    f"{found} does",
-                    "Correct the cluster specification.",
-                )
+                f"{self.peer} must listen at {self.location}",
+                f"{found} does",
+                "Correct the cluster specification.",
             )
             return
         self.incarnation = welcome.incarnation
@@ -318,11 +314,9 @@ class Connection:
                     self._explain(now)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refusal = errors.PermissionDeniedError(
-                errors.message(
-                    f"{self.peer} at {self.location} lets in only keys that it knows",
-                    f"it does not know that of {self.me}",
-                    "Use the keys of the same `replicax keys make` for all tasks.",
-                )
+                f"{self.peer} at {self.location} lets in only keys that it knows",
+                f"it does not know that of {self.me}",
+                "Use the keys of the same `replicax keys make` for all tasks.",
             )
         else:
             # Also if a good connection brought what cannot be deciphered. ZeroMQ ends it.

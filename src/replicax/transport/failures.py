@@ -14,11 +14,9 @@ def unavailable(peer: Task, location: Location, reason: str) -> errors.Unavailab
     """Makes the error for a task that cannot be reached."""
     kind = errors.PSUnavailableError if peer.role == "ps" else errors.UnavailableError
     return kind(
-        errors.message(
-            f"{peer} must be reachable at {location}",
-            reason,
-            "Look at its log; start it again if it has ended.",
-        )
+        f"{peer} must be reachable at {location}",
+        reason,
+        "Look at its log; start it again if it has ended.",
     )
 
 
@@ -27,13 +25,11 @@ def new_life(peer: Task, location: Location) -> errors.UnavailableError:
     kind = errors.PSIncarnationError if peer.role == "ps" else errors.UnavailableError
     lost = "its variables" if peer.role == "ps" else "what it held"
     return kind(
-        errors.message(
-            f"{peer} at {location} must be the process that this job began with",
-            f"it was restarted, and {lost} are gone"
-            if peer.role == "ps"
-            else f"it was restarted, and {lost} is gone",
-            "Restore from a checkpoint." if peer.role == "ps" else "Set it up again.",
-        )
+        f"{peer} at {location} must be the process that this job began with",
+        f"it was restarted, and {lost} are gone"
+        if peer.role == "ps"
+        else f"it was restarted, and {lost} is gone",
+        "Restore from a checkpoint." if peer.role == "ps" else "Set it up again.",
     )
 
 
@@ -50,27 +46,21 @@ def deadline(
     """
     if reason is not None:
         return errors.DeadlineExceededError(
-            errors.message(
-                f"{peer} must answer {type(body).__name__} within {timeout:g} s",
-                f"there is no connection to it: {reason}",
-                "Look at its log; start it again if it has ended.",
-            )
+            f"{peer} must answer {type(body).__name__} within {timeout:g} s",
+            f"there is no connection to it: {reason}",
+            "Look at its log; start it again if it has ended.",
         )
     return errors.DeadlineExceededError(
-        errors.message(
-            f"{peer} must answer {type(body).__name__} within {timeout:g} s",
-            "there is no answer",
-            "It may be stopped or overloaded; look at its log.",
-        )
+        f"{peer} must answer {type(body).__name__} within {timeout:g} s",
+        "there is no answer",
+        "It may be stopped or overloaded; look at its log.",
     )
 
 
 def forked(peer: Task, parent: int) -> errors.ContextError:
     """Makes the error for a connection that is used by a forked child of its process."""
     return errors.ContextError(
-        errors.message(
-            f"{peer} is called by the process that has connected to it, process {parent}",
-            f"process {os.getpid()}, which was forked from it, called",
-            "Read variables before the fork and pass their values; change them after it.",
-        )
+        f"{peer} is called by the process that has connected to it, process {parent}",
+        f"process {os.getpid()}, which was forked from it, called",
+        "Read variables before the fork and pass their values; change them after it.",
     )

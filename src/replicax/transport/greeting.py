@@ -77,31 +77,25 @@ def _listens_without_keys(address: str) -> bool:
 
 def _wrong_keys(peer: Task, location: Location, me: Task) -> errors.PermissionDeniedError:
     return errors.PermissionDeniedError(
-        errors.message(
-            f"{me} and {peer} at {location} must have keys of the same `replicax keys make`",
-            "it listens there, and the handshake fails: their keys do not match",
-            "Copy the directory of keys of the cluster to this host, and pass `keys=DIR` or set "
-            "REPLICAX_KEYS=DIR.",
-        )
+        f"{me} and {peer} at {location} must have keys of the same `replicax keys make`",
+        "it listens there, and the handshake fails: their keys do not match",
+        "Copy the directory of keys of the cluster to this host, and pass `keys=DIR` or set "
+        "REPLICAX_KEYS=DIR.",
     )
 
 
 def _missing_keys(peer: Task, location: Location) -> errors.PermissionDeniedError:
     return errors.PermissionDeniedError(
-        errors.message(
-            f"{peer} at {location} lets in callers that have keys",
-            "this process has none",
-            "Pass `keys=DIR` or set REPLICAX_KEYS=DIR, with the keys of the cluster.",
-        )
+        f"{peer} at {location} lets in callers that have keys",
+        "this process has none",
+        "Pass `keys=DIR` or set REPLICAX_KEYS=DIR, with the keys of the cluster.",
     )
 
 
 def _needless_keys(peer: Task, location: Location) -> errors.PermissionDeniedError:
     return errors.PermissionDeniedError(
-        errors.message(
-            f"{peer} at {location} and this process must both have keys, or both have none",
-            "it was started without keys, and listens where only processes of this user on this "
-            "machine can call it; this process has keys",
-            "Start it with the keys of the cluster, or unset REPLICAX_KEYS here.",
-        )
+        f"{peer} at {location} and this process must both have keys, or both have none",
+        "it was started without keys, and listens where only processes of this user on this "
+        "machine can call it; this process has keys",
+        "Start it with the keys of the cluster, or unset REPLICAX_KEYS here.",
     )

@@ -150,11 +150,9 @@ class Hub:
         """
         if threading.current_thread() is self._thread:
             raise errors.ContextError(
-                errors.message(
-                    "The hub's thread cannot wait for answers",
-                    f"a callback asked {task} and would wait",
-                    "Use `send`, and take the answer in `on_message`.",
-                )
+                "The hub's thread cannot wait for answers",
+                f"a callback asked {task} and would wait",
+                "Use `send`, and take the answer in `on_message`.",
             )
         number, life = next(self._numbers), self.incarnation
         waiter = Waiter(codec.encode(self.job, self.epoch, life, number, body, buffers))
@@ -242,9 +240,7 @@ class Hub:
     @staticmethod
     def _closed(task: Task) -> errors.UnavailableError:
         return errors.UnavailableError(
-            errors.message(
-                f"{task} must be connected", "this side has closed the connection", "Connect again."
-            )
+            f"{task} must be connected", "this side has closed the connection", "Connect again."
         )
 
     def _call(self, callback: Callable[..., None], *args: Any) -> None:

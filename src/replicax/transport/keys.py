@@ -84,11 +84,9 @@ class Keys:
     def __reduce__(self) -> NoReturn:
         # A closure that captured them would carry the coordinator's secret to the workers.
         raise errors.ArgumentTypeError(
-            errors.message(
-                "Keys stay in the process that has read them",
-                f"those of a {self.role} were to be pickled or copied",
-                "Pass the directory of the keys, and read them where they are needed.",
-            )
+            "Keys stay in the process that has read them",
+            f"those of a {self.role} were to be pickled or copied",
+            "Pass the directory of the keys, and read them where they are needed.",
         )
 
 
@@ -109,11 +107,9 @@ def make(directory: str | os.PathLike[str]) -> Path:
     names = [f"{role}.{kind}" for role in ROLES for kind in ("public", "secret")]
     if found := [n for n in names if (path / n).exists()]:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "New keys go into a directory without keys",
-                f"{str(path)!r} has {', '.join(found)}",
-                "Choose another directory, or remove the old keys.",
-            )
+            "New keys go into a directory without keys",
+            f"{str(path)!r} has {', '.join(found)}",
+            "Choose another directory, or remove the old keys.",
         )
     for role in ROLES:
         public, secret = zmq.curve_keypair()
@@ -168,11 +164,9 @@ def load(directory: str | os.PathLike[str], role: messages.Role) -> Keys:
     path = Path(directory)
     if role not in ROLES:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"Keys are for the roles {', '.join(ROLES)}",
-                f"{role!r} was given",
-                "Use one of them.",
-            )
+            f"Keys are for the roles {', '.join(ROLES)}",
+            f"{role!r} was given",
+            "Use one of them.",
         )
     _check_private(path)
     found = _read_public(path)
@@ -180,11 +174,9 @@ def load(directory: str | os.PathLike[str], role: messages.Role) -> Keys:
     public = zmq.curve_public(secret)
     if public not in found[role]:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "The two keys of a role belong together",
-                f"{role}.public in {str(path)!r} is not that of {role}.secret",
-                "Copy both from the same `replicax keys make`.",
-            )
+            "The two keys of a role belong together",
+            f"{role}.public in {str(path)!r} is not that of {role}.secret",
+            "Copy both from the same `replicax keys make`.",
         )
     return _with_public(Keys(role, public, secret, {}, directory=path), found)
 
@@ -221,13 +213,11 @@ def _read(path: Path, most: int) -> list[bytes]:
     lines = path.read_bytes().split()
     if not 1 <= len(lines) <= most or not all(map(_KEY.fullmatch, lines)):
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"A file of keys has a line of 40 characters, or up to {most}"
-                if most > 1
-                else "A file with a secret has one line of 40 characters",
-                f"{str(path)!r} holds something else",
-                "Make new ones with `replicax keys make DIR`.",
-            )
+            f"A file of keys has a line of 40 characters, or up to {most}"
+            if most > 1
+            else "A file with a secret has one line of 40 characters",
+            f"{str(path)!r} holds something else",
+            "Make new ones with `replicax keys make DIR`.",
         )
     return lines
 
@@ -237,19 +227,14 @@ def _check_private(path: Path) -> None:
         found = os.stat(path)
     except FileNotFoundError as error:
         raise errors.NotFoundError(
-            errors.message(
-                "The keys of a cluster lie in one directory",
-                f"there is no {str(path)!r}",
-                f"Make them with `replicax keys make DIR` and set {VARIABLE}=DIR.",
-            )
+            "The keys of a cluster lie in one directory",
+            f"there is no {str(path)!r}",
+            f"Make them with `replicax keys make DIR` and set {VARIABLE}=DIR.",
         ) from error
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077 or found.st_uid not in (os.getuid(), 0):
         raise errors.PermissionDeniedError(
-            errors.message(
-                "Keys must be readable by their user alone",
-                f"{str(path)!r} has mode {mode:o} and belongs to user {found.st_uid}",
-                "Run `chmod -R go= ` on the directory, or make new keys if others may have "
-                "read them.",
-            )
+            "Keys must be readable by their user alone",
+            f"{str(path)!r} has mode {mode:o} and belongs to user {found.st_uid}",
+            "Run `chmod -R go= ` on the directory, or make new keys if others may have read them.",
         )

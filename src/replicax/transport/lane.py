@@ -126,19 +126,15 @@ class LaneReader:
         is_inside = start >= 0 and end <= limits.LANE_BYTES and min(sizes) > 0
         if not is_inside or not is_ordered or start % _HEAD:
             raise errors.ProtocolError(
-                errors.message(
-                    "Buffers in shared memory must lie inside of it, in order",
-                    f"some of {list(sizes)} bytes are said to lie at {list(places)}",
-                    "Check that all tasks have the same version of replicax.",
-                )
+                "Buffers in shared memory must lie inside of it, in order",
+                f"some of {list(sizes)} bytes are said to lie at {list(places)}",
+                "Check that all tasks have the same version of replicax.",
             )
         if _number_at(self._region.bytes, start) != number:
             raise OutdatedError(
-                errors.message(
-                    "A block of shared memory must be there until its question is answered",
-                    "it belongs to a later question",
-                    "Nothing is to be done: this one was repeated, and answered before.",
-                )
+                "A block of shared memory must be there until its question is answered",
+                "it belongs to a later question",
+                "Nothing is to be done: this one was repeated, and answered before.",
             )
         first = start + _HEAD
         key = (self._region.file, number, first, end)

@@ -58,11 +58,9 @@ class Listener:
         is_tcp = location.scheme == "tcp"
         if is_tcp and (keys is None or keys.role != task.role):
             raise errors.PermissionDeniedError(
-                errors.message(
-                    f"{task} must have the keys of a {task.role} to listen on TCP",
-                    "it has none" if keys is None else f"it has those of a {keys.role}",
-                    "Make keys with `replicax keys make DIR` and set REPLICAX_KEYS=DIR.",
-                )
+                f"{task} must have the keys of a {task.role} to listen on TCP",
+                "it has none" if keys is None else f"it has those of a {keys.role}",
+                "Make keys with `replicax keys make DIR` and set REPLICAX_KEYS=DIR.",
             )
         target = addresses.numeric(location) if is_tcp else location.url
         # Ending a context of its own waits until nothing listens any more; a shared one would go
@@ -115,11 +113,9 @@ class Listener:
             if error.errno == errno.EADDRINUSE:
                 raise addresses.in_use(self.address) from error
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"{self.address!r} must be an address of this host",
-                    f"it cannot be bound ({error})",
-                    "Correct the cluster specification.",
-                )
+                f"{self.address!r} must be an address of this host",
+                f"it cannot be bound ({error})",
+                "Correct the cluster specification.",
             ) from error
 
     def _read_port(self) -> None:

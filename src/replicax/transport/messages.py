@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from replicax.transport.body import Body as Body
+from replicax.transport.body import Refused as Refused
 from replicax.transport.server_messages import Apply as Apply
 from replicax.transport.server_messages import ApplyRest as ApplyRest
 from replicax.transport.server_messages import Attached as Attached
@@ -47,7 +48,7 @@ from replicax.transport.worker_messages import Run as Run
 from replicax.transport.worker_messages import Ship as Ship
 
 # Raised whenever a message changes its meaning; both sides must have the same.
-VERSION = 2
+VERSION = 3
 
 Role = Literal["coordinator", "worker", "ps"]
 
@@ -79,18 +80,6 @@ class Welcome(Body, frozen=True):
     incarnation: int
     # Whether buffers may go through the memory that the caller shares.
     has_lane: bool = False
-
-
-class Refused(Body, frozen=True):
-    """The answer to a question that cannot be answered.
-
-    Attributes:
-      code: The name of the class in `replicax.foundation.errors` that the caller raises.
-      text: The message of that error.
-    """
-
-    code: str
-    text: str
 
 
 class Done(Body, frozen=True):

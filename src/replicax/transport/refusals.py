@@ -15,11 +15,13 @@ def from_error(error: BaseException) -> messages.Refused:
     """Turns an error into an answer.
 
     Example:
-      >>> from_error(errors.NotFoundError("There is no part 3."))
-      Refused(code='NotFoundError', text='There is no part 3.')
+      >>> to_error(from_error(errors.NotFoundError("a", "b", "c"))).found
+      'b'
     """
     if isinstance(error, errors.DistributeError):
-        return messages.Refused(type(error).__name__, str(error)[:_TEXT_LENGTH])
+        text = str(error)
+        parts = error.parts if len(text) <= _TEXT_LENGTH else ()
+        return messages.Refused(type(error).__name__, text[:_TEXT_LENGTH], parts)
     text = f"{type(error).__name__}: {error}"
     return messages.Refused(errors.DistributeError.__name__, text[:_TEXT_LENGTH])
 
@@ -33,10 +35,11 @@ def to_error(refused: messages.Refused) -> errors.DistributeError:
       >>> to_error(messages.Refused("os.system", "x"))
       DistributeError('x')
     """
-    found = vars(errors).get(refused.code)
-    if isinstance(found, type) and issubclass(found, errors.DistributeError):
-        return found(refused.text)
-    return errors.DistributeError(refused.text)
+    parts = refused.parts if len(refused.parts) == 3 else (refused.text,)
+    kind = vars(errors).get(refused.code)
+    if isinstance(kind, type) and issubclass(kind, errors.DistributeError):
+        return kind(*parts)
+    return errors.DistributeError(*parts)
 
 
 def is_hello_first(body: messages.Body) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicax.transport.body import Body
+from replicax.transport.body import Body, Refused
 
 
 class Look(Body, frozen=True):
@@ -214,8 +214,7 @@ class PushFailure(Body, frozen=True):
     """A closure whose changes could not be made; see `Refused`."""
 
     closure: int
-    code: str
-    text: str
+    error: Refused
 
 
 class Exchanged(Body, frozen=True):

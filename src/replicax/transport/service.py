@@ -308,11 +308,9 @@ class Service:
 
     def _forbidden(self, caller: Caller, body: messages.Body) -> errors.PermissionDeniedError:
         return errors.PermissionDeniedError(
-            errors.message(
-                f"{self.task} takes from a {caller.role} only what a {caller.role} may ask",
-                f"{caller} sent {type(body).__name__}",
-                "Check the role of that task and its keys.",
-            )
+            f"{self.task} takes from a {caller.role} only what a {caller.role} may ask",
+            f"{caller} sent {type(body).__name__}",
+            "Check the role of that task and its keys.",
         )
 
     def _answer(

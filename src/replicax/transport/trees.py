@@ -259,21 +259,17 @@ class _Encoder:
     def _refusal(self, found: str) -> errors.ArgumentTypeError:
         place = f" at {''.join(self._path)}" if self._path else ""
         return errors.ArgumentTypeError(
-            errors.message(
-                "What travels between tasks is None, numbers, str, bytes, arrays, and lists, "
-                "tuples and dicts of them",
-                f"{self._name}{place} is {found}",
-                "Convert it to arrays, or leave it out.",
-            )
+            "What travels between tasks is None, numbers, str, bytes, arrays, and lists, "
+            "tuples and dicts of them",
+            f"{self._name}{place} is {found}",
+            "Convert it to arrays, or leave it out.",
         )
 
     def _too_large(self, required: str, found: str, todo: str) -> errors.ResourceExhaustedError:
         return errors.ResourceExhaustedError(
-            errors.message(
-                f"{self._name[0].upper()}{self._name[1:]} may have {required}",
-                f"it has {found}",
-                todo,
-            )
+            f"{self._name[0].upper()}{self._name[1:]} may have {required}",
+            f"it has {found}",
+            todo,
         )
 
 
@@ -410,9 +406,7 @@ def _named_tuple_type(name: str, fields: tuple[str, ...]) -> Any:
 
 def _malformed(found: str) -> errors.ProtocolError:
     return errors.ProtocolError(
-        errors.message(
-            "A result must be a well-formed tree",
-            found,
-            "Run the same version of replicax on all tasks.",
-        )
+        "A result must be a well-formed tree",
+        found,
+        "Run the same version of replicax on all tasks.",
     )

@@ -24,11 +24,9 @@ def decode(text: str) -> Any:
         return _as_tuples(msgspec.json.decode(text))
     except (msgspec.MsgspecError, RecursionError):
         raise errors.ProtocolError(
-            errors.message(
-                "A result names a variable by its key",
-                f"{text[:40]!r} is none",
-                "Run the same version of replicax on all tasks.",
-            )
+            "A result names a variable by its key",
+            f"{text[:40]!r} is none",
+            "Run the same version of replicax on all tasks.",
         ) from None
 
 

@@ -109,6 +109,7 @@ class RemoteError(Body, frozen=True):
       text: Its text.
       traceback: Where it happened.
       task: The index of the parameter server, with cause "server".
+      parts: What was required, found and advised, if it is an error of replicax that says so.
     """
 
     cause: Literal["closure", "input", "server", "fenced", "unknown_function", "cancelled"]
@@ -116,6 +117,7 @@ class RemoteError(Body, frozen=True):
     text: str
     traceback: str
     task: int = -1
+    parts: tuple[str, ...] = ()
 
 
 class Result(Body, frozen=True):

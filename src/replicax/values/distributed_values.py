@@ -97,11 +97,9 @@ class PerReplica(DistributedValues, ArrayOperators):
         """Raises unless there is one component for each of `count` replicas."""
         if len(self.values) != count:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"A PerReplica value needs one component for each of the {count} replicas",
-                    f"this one has {len(self.values)}",
-                    "Make it under the strategy that uses it.",
-                )
+                f"A PerReplica value needs one component for each of the {count} replicas",
+                f"this one has {len(self.values)}",
+                "Make it under the strategy that uses it.",
             )
 
     def stored(self, layout: ReplicaLayout) -> tuple[Any, ...] | None:
@@ -132,12 +130,10 @@ class PerReplica(DistributedValues, ArrayOperators):
         own = own_component.find(self)
         if own is own_component.NOT_HERE:
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "Arithmetic on a PerReplica value needs a replica context",
-                    "this is the value of all replicas at once",
-                    "Pass it to `strategy.run(fn, args=(value,))`, or combine it first with "
-                    "`strategy.reduce(...)`.",
-                )
+                "Arithmetic on a PerReplica value needs a replica context",
+                "this is the value of all replicas at once",
+                "Pass it to `strategy.run(fn, args=(value,))`, or combine it first with "
+                "`strategy.reduce(...)`.",
             )
         return own
 
@@ -146,12 +142,10 @@ class PerReplica(DistributedValues, ArrayOperators):
         own = own_component.find(self)
         if own is own_component.NOT_HERE:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "Only a single value can become an array",
-                    "this is a PerReplica value outside of a replica context",
-                    "Use `strategy.reduce`, `strategy.gather` or "
-                    "`strategy.experimental_local_results`.",
-                )
+                "Only a single value can become an array",
+                "this is a PerReplica value outside of a replica context",
+                "Use `strategy.reduce`, `strategy.gather` or "
+                "`strategy.experimental_local_results`.",
             )
         return own
 
@@ -162,12 +156,10 @@ class PerReplica(DistributedValues, ArrayOperators):
         count = self.layout.num_replicas if self._components is None and self.layout else None
         count = len(self.values) if count is None else count
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`if`, `and`, `or`, `not` and `bool()` need one truth value",
-                f"a PerReplica value has {count}, one for each replica",
-                "Combine them first with `strategy.reduce(...)`, look at each one with "
-                "`strategy.experimental_local_results(value)`, or test inside `strategy.run`.",
-            )
+            "`if`, `and`, `or`, `not` and `bool()` need one truth value",
+            f"a PerReplica value has {count}, one for each replica",
+            "Combine them first with `strategy.reduce(...)`, look at each one with "
+            "`strategy.experimental_local_results(value)`, or test inside `strategy.run`.",
         )
 
     def __jax_array__(self) -> Any:

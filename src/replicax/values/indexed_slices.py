@@ -41,11 +41,9 @@ class IndexedSlices:
         """Adds the rows into an array of zeros."""
         if self.dense_shape is None:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`to_dense` needs to know the shape of the dense array",
-                    "these IndexedSlices were made without `dense_shape`",
-                    "Pass dense_shape= when making them.",
-                )
+                "`to_dense` needs to know the shape of the dense array",
+                "these IndexedSlices were made without `dense_shape`",
+                "Pass dense_shape= when making them.",
             )
         zeros = jnp.zeros(self.dense_shape, self.dtype)
         return zeros.at[self.indices].add(self.values)

@@ -106,11 +106,9 @@ def select(replica_id: int, structure: Any) -> Any:
             values = leaf.values
             if replica_id >= len(values):
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        f"Replica {replica_id} needs a component of its own",
-                        f"a distributed value has only {len(values)}",
-                        "Make the value under the strategy that uses it.",
-                    )
+                    f"Replica {replica_id} needs a component of its own",
+                    f"a distributed value has only {len(values)}",
+                    "Make the value under the strategy that uses it.",
                 )
             return values[replica_id]
         return leaf
@@ -124,11 +122,9 @@ def select_mirrored(replica_id: int, structure: Any) -> Any:
     def pick(leaf: Any) -> Any:
         if isinstance(leaf, PerReplica):
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "Only values that are equal on all replicas can be used here",
-                    "a PerReplica value was given",
-                    "Reduce it first.",
-                )
+                "Only values that are equal on all replicas can be used here",
+                "a PerReplica value was given",
+                "Reduce it first.",
             )
         return leaf.values[replica_id] if isinstance(leaf, Mirrored) else leaf
 
@@ -210,12 +206,10 @@ def mapping_like(example: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
         return type(example)(mapped)  # type: ignore[call-arg]
     except TypeError as error:
         raise errors.ArgumentTypeError(
-            errors.message(
-                "A mapping in what replicas return or are given must be writable, or be made "
-                "from a dict",
-                f"{type(example).__name__} is neither ({error})",
-                "Register it with jax.tree_util.register_pytree_node, or return a dict.",
-            )
+            "A mapping in what replicas return or are given must be writable, or be made "
+            "from a dict",
+            f"{type(example).__name__} is neither ({error})",
+            "Register it with jax.tree_util.register_pytree_node, or return a dict.",
         ) from None
 
 
@@ -243,11 +237,9 @@ def _flatten_once(value: Any) -> tuple[list[Any], Any]:
 
 def _mismatch(first: Any, other: Any) -> errors.StructureError:
     return errors.StructureError(
-        errors.message(
-            "All replicas must return (or pass) the same structure",
-            f"one has {_sketch(first)} and another {_sketch(other)}",
-            "Make every replica return the same containers, lengths and keys.",
-        )
+        "All replicas must return (or pass) the same structure",
+        f"one has {_sketch(first)} and another {_sketch(other)}",
+        "Make every replica return the same containers, lengths and keys.",
     )
 
 

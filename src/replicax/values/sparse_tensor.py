@@ -62,9 +62,7 @@ def _whole(size: Any) -> int:
         return int(size)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         raise errors.ArgumentTypeError(
-            errors.message(
-                "`dense_shape` of a SparseTensor must be whole numbers",
-                f"it contains {size!r}",
-                "Pass numbers, not values of compiled code: shapes are part of the program.",
-            )
+            "`dense_shape` of a SparseTensor must be whole numbers",
+            f"it contains {size!r}",
+            "Pass numbers, not values of compiled code: shapes are part of the program.",
         ) from None

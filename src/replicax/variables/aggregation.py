@@ -93,24 +93,19 @@ def require_aggregation(variable: Any, kind: str) -> None:
     """Raises where the writes of several replicas cannot become one."""
     if variable.aggregation is VariableAggregation.NONE:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{api_of(kind)}` on variable {variable.name!r} in replica context needs a rule "
-                "to combine what the replicas write",
-                "its aggregation is NONE",
-                "Create it with aggregation=rx.VariableAggregation.SUM, MEAN or "
-                "ONLY_FIRST_REPLICA.",
-            )
+            f"`{api_of(kind)}` on variable {variable.name!r} in replica context needs a rule "
+            "to combine what the replicas write",
+            "its aggregation is NONE",
+            "Create it with aggregation=rx.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA.",
         )
     first = variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
     if kind in updates.NOT_REDUCIBLE and not first:
         raise errors.UnsupportedError(
-            errors.message(
-                f"`{api_of(kind)}` on variable {variable.name!r} in replica context needs "
-                "aggregation ONLY_FIRST_REPLICA",
-                f"its aggregation is {variable.aggregation.name}",
-                "Rows of several replicas cannot be summed or averaged there: change the "
-                "aggregation, or write in cross-replica context.",
-            )
+            f"`{api_of(kind)}` on variable {variable.name!r} in replica context needs "
+            "aggregation ONLY_FIRST_REPLICA",
+            f"its aggregation is {variable.aggregation.name}",
+            "Rows of several replicas cannot be summed or averaged there: change the "
+            "aggregation, or write in cross-replica context.",
         )
 
 
@@ -121,13 +116,11 @@ def _of_common_part(variable: Any, kind: str, payload: SlicedValue) -> SlicedVal
     common = payload.with_known_arrays()
     if common is None:
         raise errors.UnsupportedError(
-            errors.message(
-                f"`{api_of(kind)}` of a part of variable {variable.name!r} in replica context "
-                "needs the same index on all replicas",
-                "the index is computed by the compiled program, on each replica by itself",
-                "Use Python numbers, aggregation ONLY_FIRST_REPLICA, or `scatter_add`, which "
-                "joins the rows of all replicas.",
-            )
+            f"`{api_of(kind)}` of a part of variable {variable.name!r} in replica context "
+            "needs the same index on all replicas",
+            "the index is computed by the compiled program, on each replica by itself",
+            "Use Python numbers, aggregation ONLY_FIRST_REPLICA, or `scatter_add`, which "
+            "joins the rows of all replicas.",
         )
     return common
 

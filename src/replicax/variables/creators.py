@@ -132,22 +132,18 @@ def _checked_name(name: Any) -> str | None:
     if name is None or isinstance(name, str):
         return name
     raise errors.ArgumentTypeError(
-        errors.message(
-            "`name` of a variable must be a str",
-            f"it is {name!r} of type {type(name).__name__}",
-            f"Pass name={str(name)!r}, or leave it out.",
-        )
+        "`name` of a variable must be a str",
+        f"it is {name!r} of type {type(name).__name__}",
+        f"Pass name={str(name)!r}, or leave it out.",
     )
 
 
 def _require_known(unknown: Set[str], known: Iterable[str]) -> None:
     if unknown:
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"rx.Variable takes {', '.join(known)}",
-                f"{', '.join(f'`{name}`' for name in sorted(unknown))} was given",
-                spelling.advice(sorted(unknown), known),
-            )
+            f"rx.Variable takes {', '.join(known)}",
+            f"{', '.join(f'`{name}`' for name in sorted(unknown))} was given",
+            spelling.advice(sorted(unknown), known),
         )
 
 
@@ -191,11 +187,9 @@ def variable_creator_scope(variable_creator: Creator) -> Iterator[None]:
             _creators.set(before)
         else:
             raise errors.ContextError(
-                errors.message(
-                    "Variable creator scopes must be left in the reverse order of entering",
-                    "an inner one is still open",
-                    "Leave the inner scope first (a variable creator scope nesting error).",
-                )
+                "Variable creator scopes must be left in the reverse order of entering",
+                "an inner one is still open",
+                "Leave the inner scope first (a variable creator scope nesting error).",
             )
 
 
@@ -215,20 +209,16 @@ def resolve_attributes(kwargs: dict[str, Any], initial: Any) -> VariableAttribut
     aggregation = _member(VariableAggregation, "aggregation", kwargs)
     if synchronization is VariableSynchronization.NONE:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`synchronization` must be AUTO, ON_WRITE or ON_READ",
-                "it is NONE",
-                "Leave it out, or pass ON_READ for copies that are combined when read.",
-            )
+            "`synchronization` must be AUTO, ON_WRITE or ON_READ",
+            "it is NONE",
+            "Leave it out, or pass ON_READ for copies that are combined when read.",
         )
     is_float = jnp.issubdtype(initial.dtype, jnp.inexact)
     if aggregation is VariableAggregation.MEAN and not is_float:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "aggregation MEAN needs a variable of floating type",
-                f"the type is {initial.dtype}",
-                "Pass dtype=, or aggregate with SUM or ONLY_FIRST_REPLICA.",
-            )
+            "aggregation MEAN needs a variable of floating type",
+            f"the type is {initial.dtype}",
+            "Pass dtype=, or aggregate with SUM or ONLY_FIRST_REPLICA.",
         )
     on_read = synchronization is VariableSynchronization.ON_READ
     trainable = kwargs.get("trainable")
@@ -252,11 +242,9 @@ def initial_array(kwargs: dict[str, Any]) -> Any:
     value, dtype = kwargs.get("initial_value"), kwargs.get("dtype")
     if value is None:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "rx.Variable needs an initial value",
-                "none was given",
-                "Pass an array, a number, or a function that returns one.",
-            )
+            "rx.Variable needs an initial value",
+            "none was given",
+            "Pass an array, a number, or a function that returns one.",
         )
     overlay = frames.current().overlay
     if callable(value):
@@ -273,11 +261,9 @@ def initial_array(kwargs: dict[str, Any]) -> Any:
                 value = jnp.array(array, dtype=dtype or array.dtype, copy=True)
             except (TypeError, ValueError) as error:
                 raise errors.ArgumentTypeError(
-                    errors.message(
-                        "The initial value of a variable must become an array",
-                        f"{type(value).__name__} cannot: {error}",
-                        "Pass numbers, arrays or nested lists of equal lengths.",
-                    )
+                    "The initial value of a variable must become an array",
+                    f"{type(value).__name__} cannot: {error}",
+                    "Pass numbers, arrays or nested lists of equal lengths.",
                 ) from None
     if jax_compat.is_traced(value):
         value = jnp.array(value, dtype=dtype or value.dtype)
@@ -289,11 +275,9 @@ def require_shape(wanted: Any, found: tuple[int, ...]) -> None:
     """Raises if an initial value does not have the shape that was asked for."""
     if wanted is not None and tuple(np.atleast_1d(wanted) if wanted != () else ()) != found:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"The initial value must have shape {wanted}",
-                f"it has shape {found}",
-                "Correct `shape=` or the initial value.",
-            )
+            f"The initial value must have shape {wanted}",
+            f"it has shape {found}",
+            "Correct `shape=` or the initial value.",
         )
 
 
@@ -304,9 +288,7 @@ def _member(enum_type: Any, argument: str, kwargs: dict[str, Any]) -> Any:
     if isinstance(value, enum_type):
         return value
     raise errors.InvalidArgumentError(
-        errors.message(
-            f"`{argument}` must be a member of rx.{enum_type.__name__}",
-            f"it is {value!r}",
-            f"Pass one of {', '.join(enum_type.__members__)}.",
-        )
+        f"`{argument}` must be a member of rx.{enum_type.__name__}",
+        f"it is {value!r}",
+        f"Pass one of {', '.join(enum_type.__members__)}.",
     )

@@ -33,11 +33,9 @@ class Partitioner:
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         """Returns the number of parts along each axis, 1 for all but `axis`."""
         raise errors.UnsupportedError(
-            errors.message(
-                "A Partitioner defines __call__(shape, dtype, axis=0)",
-                f"{type(self).__name__} does not",
-                "Define it, or use one of the partitioners that do.",
-            )
+            "A Partitioner defines __call__(shape, dtype, axis=0)",
+            f"{type(self).__name__} does not",
+            "Define it, or use one of the partitioners that do.",
         )
 
 
@@ -183,12 +181,10 @@ def _bad_answer(
     name = getattr(partitioner, "__qualname__", type(partitioner).__name__)
     ones = ", 1" * (len(shape) - 1)
     return errors.InvalidArgumentError(
-        errors.message(
-            "A partitioner returns the number of parts along each axis, and only the "
-            "first axis can be cut",
-            f"{name} returned {answer!r} for the shape {tuple(shape)}",
-            f"Return [n{ones}] with n of at least 1.",
-        )
+        "A partitioner returns the number of parts along each axis, and only the "
+        "first axis can be cut",
+        f"{name} returned {answer!r} for the shape {tuple(shape)}",
+        f"Return [n{ones}] with n of at least 1.",
     )
 
 
@@ -213,18 +209,14 @@ def _positive(name: str, value: int) -> int:
         number = operator.index(value)
     except TypeError:
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"{name} must be a whole number",
-                f"it is {value!r}",
-                "Pass an int of at least 1.",
-            )
+            f"{name} must be a whole number",
+            f"it is {value!r}",
+            "Pass an int of at least 1.",
         ) from None
     if number < 1:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"{name} must be at least 1",
-                f"it is {value!r}",
-                "Pass a positive number.",
-            )
+            f"{name} must be at least 1",
+            f"it is {value!r}",
+            "Pass a positive number.",
         )
     return number

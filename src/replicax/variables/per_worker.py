@@ -78,11 +78,9 @@ class PerWorkerVariable(Variable):
     def _require_copies(self) -> Copies:
         if self._copies is None:
             raise errors.ContextError(
-                errors.message(
-                    f"The copies of {self.name!r} are made by an rx.coordinator.ClusterCoordinator",
-                    "the strategy has none yet",
-                    "Make one before the variable is used.",
-                )
+                f"The copies of {self.name!r} are made by an rx.coordinator.ClusterCoordinator",
+                "the strategy has none yet",
+                "Make one before the variable is used.",
             )
         return self._copies
 
@@ -113,11 +111,9 @@ class PerWorkerVariable(Variable):
 
     def _not_here(self, what: str) -> errors.ContextError:
         return errors.ContextError(
-            errors.message(
-                f"The copies of {self.name!r} are on the workers",
-                f"it is {what} at the coordinator",
-                "Do that in a function that is scheduled; `read_all()` returns all values.",
-            )
+            f"The copies of {self.name!r} are on the workers",
+            f"it is {what} at the coordinator",
+            "Do that in a function that is scheduled; `read_all()` returns all values.",
         )
 
     @override

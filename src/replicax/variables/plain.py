@@ -61,12 +61,10 @@ def adopt(variable: Variable, initial: Any) -> None:
     overlay = frames.current().overlay
     if overlay is None:
         raise errors.TracingError(
-            errors.message(
-                f"A variable such as {variable.name!r} whose initial value is traced must be "
-                "created inside `rx.function`",
-                "it is created under a bare jax.jit or another JAX transformation",
-                "Create it outside, or pass a function as initial value.",
-            )
+            f"A variable such as {variable.name!r} whose initial value is traced must be "
+            "created inside `rx.function`",
+            "it is created under a bare jax.jit or another JAX transformation",
+            "Create it outside, or pass a function as initial value.",
         )
     overlay.adopt(variable, initial)
 

@@ -36,11 +36,9 @@ def cache_variable_reads() -> Iterator[None]:
     """
     if _scope.get() is not None:
         raise errors.InvalidArgumentError(
-            errors.message(
-                "`cache_variable_reads` cannot be nested",
-                "a scope is open already",
-                "Leave it first.",
-            )
+            "`cache_variable_reads` cannot be nested",
+            "a scope is open already",
+            "Leave it first.",
         )
     token = _scope.set(_Scope())
     try:

@@ -215,23 +215,18 @@ class SyncOnReadVariable(ReplicatedVariable):
     def change_in(self, frame: Frame, kind: str, payload: Any) -> None:
         if kind.startswith("scatter"):
             raise errors.UnsupportedError(
-                errors.message(
-                    f"`{kind}` needs a variable that is synchronized on write",
-                    f"variable {self.name!r} is synchronized ON_READ",
-                    "Use assign, assign_add or assign_sub with a dense value.",
-                )
+                f"`{kind}` needs a variable that is synchronized on write",
+                f"variable {self.name!r} is synchronized ON_READ",
+                "Use assign, assign_add or assign_sub with a dense value.",
             )
         if frame.mode is not Mode.CROSS_REPLICA and not frame.is_default:
             self.change_alone(frame, kind, payload)
             return
         if kind not in ("assign", "slice_assign"):
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"`{api_of(kind)}` on the ON_READ variable {self.name!r} needs a replica "
-                    "context",
-                    f"this is {frame.describe()}",
-                    "Call it inside `strategy.run`, or use `assign` here.",
-                )
+                f"`{api_of(kind)}` on the ON_READ variable {self.name!r} needs a replica context",
+                f"this is {frame.describe()}",
+                "Call it inside `strategy.run`, or use `assign` here.",
             )
         self._require_aggregation("Assigning")
         if kind == "slice_assign":
@@ -286,13 +281,11 @@ class SyncOnReadVariable(ReplicatedVariable):
     def _require_aggregation(self, what: str) -> None:
         if self.aggregation is VariableAggregation.NONE:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"{what} the ON_READ variable {self.name!r} in cross-replica context needs "
-                    "a rule to combine its copies",
-                    "its aggregation is NONE",
-                    "Create it with aggregation=rx.VariableAggregation.SUM, MEAN or "
-                    "ONLY_FIRST_REPLICA.",
-                )
+                f"{what} the ON_READ variable {self.name!r} in cross-replica context needs "
+                "a rule to combine its copies",
+                "its aggregation is NONE",
+                "Create it with aggregation=rx.VariableAggregation.SUM, MEAN or "
+                "ONLY_FIRST_REPLICA.",
             )
 
     @override
@@ -357,22 +350,18 @@ class VariableComponent(Variable):
             overlay.write(self.container, new)
         else:
             raise errors.UnsupportedError(
-                errors.message(
-                    f"A write to one copy of {self.container.name!r} in compiled code needs "
-                    "`extended.update`",
-                    "it would make the copies differ",
-                    "Write to the variable itself.",
-                )
+                f"A write to one copy of {self.container.name!r} in compiled code needs "
+                "`extended.update`",
+                "it would make the copies differ",
+                "Write to the variable itself.",
             )
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         raise errors.UnsupportedError(
-            errors.message(
-                "Only whole variables can be copied",
-                f"{self.name!r} is one copy of {self.container.name!r}",
-                "Copy the variable.",
-            )
+            "Only whole variables can be copied",
+            f"{self.name!r} is one copy of {self.container.name!r}",
+            "Copy the variable.",
         )
 
 

@@ -25,21 +25,16 @@ def checked(api: str, table: Any, indices: Any, depth: int = 1) -> Any:
         # An empty list is of floating type to JAX.
         if jax_compat.is_traced(ids) or ids.size:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"`{api}` needs indices that are integers",
-                    f"they have type {ids.dtype}",
-                    "Convert them with `.astype(int)`.",
-                )
+                f"`{api}` needs indices that are integers",
+                f"they have type {ids.dtype}",
+                "Convert them with `.astype(int)`.",
             )
         ids = ids.astype(np.int32)
     if depth > len(table.shape):
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{api}` on {_named(table)} needs indices of at most {len(table.shape)} "
-                "numbers each",
-                f"they have {depth}",
-                "Give one number per dimension, or fewer.",
-            )
+            f"`{api}` on {_named(table)} needs indices of at most {len(table.shape)} numbers each",
+            f"they have {depth}",
+            "Give one number per dimension, or fewer.",
         )
     require_in_range(api, table, ids, depth)
     return ids
@@ -53,11 +48,9 @@ def require_in_range(api: str, table: Any, indices: Any, depth: int) -> None:
     found = np.asarray(indices)
     if (found < 0).any() or (found >= limits).any():
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{api}` on {_named(table)} needs indices in [0, {', '.join(map(str, limits))})",
-                f"they reach from {found.min()} to {found.max()}",
-                "Correct the indices.",
-            )
+            f"`{api}` on {_named(table)} needs indices in [0, {', '.join(map(str, limits))})",
+            f"they reach from {found.min()} to {found.max()}",
+            "Correct the indices.",
         )
 
 

@@ -58,11 +58,9 @@ def select_rows(key: Any, num_rows: int, name: str) -> RowSelection | None:
         return None
     if ids.size and not (-num_rows <= ids.min() and ids.max() < num_rows):
         raise errors.OutOfRangeError(
-            errors.message(
-                f"Row numbers of {name!r} must be in [{-num_rows}, {num_rows})",
-                f"{ids.max() if ids.max() >= num_rows else ids.min()} was given",
-                "Correct the index.",
-            )
+            f"Row numbers of {name!r} must be in [{-num_rows}, {num_rows})",
+            f"{ids.max() if ids.max() >= num_rows else ids.min()} was given",
+            "Correct the index.",
         )
     ids = np.where(ids < 0, ids + num_rows, ids)
     return RowSelection(ids.reshape(-1), (_places(ids.shape), *rest))

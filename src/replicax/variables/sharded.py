@@ -208,21 +208,17 @@ class ShardedVariable(ElsewhereVariable):
         expected = [stop - start for start, stop in split_rows(self.shape[0], len(self.variables))]
         if [part.shape[0] for part in self.variables] != expected:
             raise errors.UnsupportedError(
-                errors.message(
-                    f"`{kind}` on {self.name!r} needs parts of equal size, the first ones with one "
-                    "row more",
-                    f"they have {[part.shape[0] for part in self.variables]} rows",
-                    "Change the parts themselves: `sharded.variables[i]`.",
-                )
+                f"`{kind}` on {self.name!r} needs parts of equal size, the first ones with one "
+                "row more",
+                f"they have {[part.shape[0] for part in self.variables]} rows",
+                "Change the parts themselves: `sharded.variables[i]`.",
             )
         indices = payload.indices if isinstance(payload, IndexedSlices) else None
         if indices is not None and np.ndim(as_operand(indices)) != 1:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    f"`{kind}` on {self.name!r} needs a list of row numbers",
-                    f"the indices have {np.ndim(as_operand(indices))} dimensions",
-                    "Flatten them, and the rows with them.",
-                )
+                f"`{kind}` on {self.name!r} needs a list of row numbers",
+                f"the indices have {np.ndim(as_operand(indices))} dimensions",
+                "Flatten them, and the rows with them.",
             )
 
     def shipping_key(self) -> tuple[Any, ...]:
@@ -231,12 +227,10 @@ class ShardedVariable(ElsewhereVariable):
         for part in self.variables:
             if not isinstance(part, RemoteVariable):
                 raise errors.InvalidArgumentError(
-                    errors.message(
-                        f"A function for workers needs variables on parameter servers; "
-                        f"{self.name!r} is used in it",
-                        f"its part {part.name!r} lives on {part.device}",
-                        "Create the parts inside `with strategy.scope():`.",
-                    )
+                    f"A function for workers needs variables on parameter servers; "
+                    f"{self.name!r} is used in it",
+                    f"its part {part.name!r} lives on {part.device}",
+                    "Create the parts inside `with strategy.scope():`.",
                 )
             keys.append(part.own_key())
         return ("sharded", self.name, tuple(keys))
@@ -251,31 +245,25 @@ class ShardedVariable(ElsewhereVariable):
 def _checked_parts(variables: Any) -> list[Variable]:
     if not isinstance(variables, list | tuple) or not variables:
         raise errors.ArgumentTypeError(
-            errors.message(
-                "A ShardedVariable needs a list of variables, at least one",
-                f"{variables!r} was given",
-                "Pass the parts in order.",
-            )
+            "A ShardedVariable needs a list of variables, at least one",
+            f"{variables!r} was given",
+            "Pass the parts in order.",
         )
     for part in variables:
         if not isinstance(part, Variable) or isinstance(part, ShardedVariable):
             raise errors.ArgumentTypeError(
-                errors.message(
-                    "The parts of a ShardedVariable must be variables",
-                    f"one is a {type(part).__name__}",
-                    "Pass rx.Variable objects.",
-                )
+                "The parts of a ShardedVariable must be variables",
+                f"one is a {type(part).__name__}",
+                "Pass rx.Variable objects.",
             )
     first = variables[0]
     for part in variables:
         if not part.shape or part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "The parts of a ShardedVariable must have one type and shapes that differ "
-                    "in the first dimension only",
-                    f"{first.name!r} is {first.dtype}{list(first.shape)} and {part.name!r} is "
-                    f"{part.dtype}{list(part.shape)}",
-                    "Convert or reshape the parts.",
-                )
+                "The parts of a ShardedVariable must have one type and shapes that differ "
+                "in the first dimension only",
+                f"{first.name!r} is {first.dtype}{list(first.shape)} and {part.name!r} is "
+                f"{part.dtype}{list(part.shape)}",
+                "Convert or reshape the parts.",
             )
     return list(variables)

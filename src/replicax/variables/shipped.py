@@ -63,11 +63,9 @@ class VariableBook:
         if kind == "copies":
             return self._copies(*rest)
         raise errors.ProtocolError(
-            errors.message(
-                "A variable must have a key of a known kind",
-                f"it has {kind!r}",
-                "Check that all tasks run the same version.",
-            )
+            "A variable must have a key of a known kind",
+            f"it has {kind!r}",
+            "Check that all tasks run the same version.",
         )
 
     def _part(self, number: int, server: int, attributes: VariableAttributes) -> RemoteVariable:

@@ -202,12 +202,10 @@ def _positions(variable: Any, api: str, item: Any) -> list[Any]:
 
 def _wrong(variable: Any, api: str, found: str, todo: str) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        errors.message(
-            f"`{api}` of a part of variable {variable.name!r} needs an index into shape "
-            f"{variable.shape}",
-            found,
-            todo,
-        )
+        f"`{api}` of a part of variable {variable.name!r} needs an index into shape "
+        f"{variable.shape}",
+        found,
+        todo,
     )
 
 
@@ -246,12 +244,10 @@ def as_rows(
         is_array and (rest or None in part.key)
     ):
         raise errors.UnsupportedError(
-            errors.message(
-                f"`{api_of(kind)}` of a part of {variable.name!r}, which is kept "
-                "in rows, needs numbers and slices as index, or one array of row numbers",
-                f"the index is that of {part!r}",
-                "Use `scatter_update` or `scatter_add` with whole rows.",
-            )
+            f"`{api_of(kind)}` of a part of {variable.name!r}, which is kept "
+            "in rows, needs numbers and slices as index, or one array of row numbers",
+            f"the index is that of {part!r}",
+            "Use `scatter_update` or `scatter_add` with whole rows.",
         )
     ids = _row_numbers(first, shape[0])
     whole = (slice(None), *rest)

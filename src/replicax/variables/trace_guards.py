@@ -14,11 +14,9 @@ def require_readable(variable: Any, frame: Frame) -> None:
     """Raises where a read would be frozen into a program that JAX caches."""
     if variable.stored is None:
         raise errors.TracingError(
-            errors.message(
-                f"Variable {variable.name!r} needs a value",
-                "the compiled function that creates it has not finished its first call",
-                "Read it after that call, or inside the same function.",
-            )
+            f"Variable {variable.name!r} needs a value",
+            "the compiled function that creates it has not finished its first call",
+            "Read it after that call, or inside the same function.",
         )
     require_outside_traces(variable, frame)
 
@@ -29,12 +27,10 @@ def require_outside_traces(variable: Any, frame: Frame) -> None:
         return
     if frame.eager_reads is None:
         raise errors.TracingError(
-            errors.message(
-                f"A read of variable {variable.name!r} inside traced code needs `rx.function`",
-                "the surrounding jax.jit, scan, cond or while would keep today's value for ever",
-                "Use `rx.function` instead of `jax.jit`, rx.scan, rx.fori_loop, rx.while_loop or "
-                "rx.cond in the place of jax.lax, or read the variable before the loop.",
-            )
+            f"A read of variable {variable.name!r} inside traced code needs `rx.function`",
+            "the surrounding jax.jit, scan, cond or while would keep today's value for ever",
+            "Use `rx.function` instead of `jax.jit`, rx.scan, rx.fori_loop, rx.while_loop or "
+            "rx.cond in the place of jax.lax, or read the variable before the loop.",
         )
     frame.eager_reads.note()
 
@@ -43,10 +39,8 @@ def require_concrete(variable: Any, value: Any) -> None:
     """Raises if the value would leave the trace it belongs to."""
     if any(map(jax_compat.is_traced, jax.tree.leaves(value))) or jax_compat.is_staging():
         raise errors.TracingError(
-            errors.message(
-                f"A write to variable {variable.name!r} inside traced code needs `rx.function`",
-                "the code runs under a bare jax.jit, jax.grad, jax.vmap, scan or the like",
-                "Use `rx.function` and `rx.value_and_grad` instead, and rx.scan, rx.fori_loop, "
-                "rx.while_loop or rx.cond in the place of jax.lax.",
-            )
+            f"A write to variable {variable.name!r} inside traced code needs `rx.function`",
+            "the code runs under a bare jax.jit, jax.grad, jax.vmap, scan or the like",
+            "Use `rx.function` and `rx.value_and_grad` instead, and rx.scan, rx.fori_loop, "
+            "rx.while_loop or rx.cond in the place of jax.lax.",
         )

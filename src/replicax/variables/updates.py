@@ -95,11 +95,9 @@ def checked_payload(variable: Any, kind: str, value: Any) -> Any:
     array = value if isinstance(value, jax.Array) else _as_numpy(variable, kind, value)
     if array.shape != variable.shape:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{kind}` on variable {variable.name!r} needs a value of shape {variable.shape}",
-                f"the value has shape {array.shape}",
-                "Reshape or broadcast the value first.",
-            )
+            f"`{kind}` on variable {variable.name!r} needs a value of shape {variable.shape}",
+            f"the value has shape {array.shape}",
+            "Reshape or broadcast the value first.",
         )
     return cast(variable, kind, value)
 
@@ -111,11 +109,9 @@ def cast(variable: Any, kind: str, value: Any) -> Any:
         source, variable.dtype
     ):
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{kind}` on variable {variable.name!r} needs a value of type {variable.dtype}",
-                f"the value has type {source}",
-                f"Convert it with `.astype({variable.dtype})` if that is meant.",
-            )
+            f"`{kind}` on variable {variable.name!r} needs a value of type {variable.dtype}",
+            f"the value has type {source}",
+            f"Convert it with `.astype({variable.dtype})` if that is meant.",
         )
     if isinstance(value, jax.Array) and value.dtype == variable.dtype:
         return value
@@ -123,11 +119,9 @@ def cast(variable: Any, kind: str, value: Any) -> Any:
         return jnp.asarray(value, dtype=variable.dtype)
     except OverflowError as error:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{kind}` on variable {variable.name!r} needs values that {variable.dtype} holds",
-                str(error),
-                "Use smaller values or a wider variable.",
-            )
+            f"`{kind}` on variable {variable.name!r} needs values that {variable.dtype} holds",
+            str(error),
+            "Use smaller values or a wider variable.",
         ) from None
 
 
@@ -140,11 +134,9 @@ def _as_numpy(variable: Any, kind: str, value: Any) -> np.ndarray:
         array = np.zeros(())
     if not is_number:
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{kind}` on variable {variable.name!r} needs numbers of shape {variable.shape}",
-                f"{value!r} was given",
-                "Pass an array, a number or a nested list with rows of one length.",
-            )
+            f"`{kind}` on variable {variable.name!r} needs numbers of shape {variable.shape}",
+            f"{value!r} was given",
+            "Pass an array, a number or a nested list with rows of one length.",
         )
     return array
 
@@ -164,11 +156,9 @@ def _checked_part(variable: Any, api: str, index: Any, value: Any) -> slicing.Sl
     array = value if isinstance(value, jax.Array) else _as_numpy(variable, api, value)
     if array.shape != shape and array.shape != ():
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{api}` of a part of variable {variable.name!r} needs a value of shape {shape}",
-                f"the value has shape {array.shape}",
-                "Reshape the value, or correct the index.",
-            )
+            f"`{api}` of a part of variable {variable.name!r} needs a value of shape {shape}",
+            f"the value has shape {array.shape}",
+            "Reshape the value, or correct the index.",
         )
     part.value = jnp.broadcast_to(cast(variable, api, value), shape)
     return part
@@ -177,11 +167,9 @@ def _checked_part(variable: Any, api: str, index: Any, value: Any) -> slicing.Sl
 def _checked_slices(variable: Any, kind: str, value: Any) -> IndexedSlices:
     if not isinstance(value, IndexedSlices):
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"`{kind}` needs rx.IndexedSlices",
-                f"{type(value).__name__} was given",
-                "Pass rx.IndexedSlices(values, indices).",
-            )
+            f"`{kind}` needs rx.IndexedSlices",
+            f"{type(value).__name__} was given",
+            "Pass rx.IndexedSlices(values, indices).",
         )
     indices = jnp.asarray(as_operand(value.indices))
     depth = indices.shape[-1] if indices.ndim > 1 else 1
@@ -191,12 +179,10 @@ def _checked_slices(variable: Any, kind: str, value: Any) -> IndexedSlices:
     expected = (*count, *variable.shape[depth:])
     if rows.shape != expected and rows.shape != ():
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{kind}` on variable {variable.name!r} of shape {variable.shape} with "
-                f"{count} indices needs values of shape {expected}",
-                f"they have shape {rows.shape}",
-                "Give one row per index.",
-            )
+            f"`{kind}` on variable {variable.name!r} of shape {variable.shape} with "
+            f"{count} indices needs values of shape {expected}",
+            f"they have shape {rows.shape}",
+            "Give one row per index.",
         )
     rows = jnp.broadcast_to(cast(variable, kind, rows), expected)
     if kind == "scatter_div":
@@ -208,22 +194,18 @@ def batch_slices(variable: Any, api: str, slices: Any) -> IndexedSlices:
     """Returns indices into parts along the first dimensions as vectors of indices."""
     if not isinstance(slices, IndexedSlices):
         raise errors.ArgumentTypeError(
-            errors.message(
-                f"`{api}` needs rx.IndexedSlices",
-                f"{type(slices).__name__} was given",
-                "Pass rx.IndexedSlices(values, indices).",
-            )
+            f"`{api}` needs rx.IndexedSlices",
+            f"{type(slices).__name__} was given",
+            "Pass rx.IndexedSlices(values, indices).",
         )
     indices = jnp.asarray(as_operand(slices.indices))
     depth = max(indices.ndim, 1)
     if indices.shape[:-1] != tuple(variable.shape[: depth - 1]):
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`{api}` on variable {variable.name!r} of shape {variable.shape} needs indices "
-                "whose shape begins like that of the variable",
-                f"their shape is {indices.shape}",
-                "Give a list of row numbers for each part.",
-            )
+            f"`{api}` on variable {variable.name!r} of shape {variable.shape} needs indices "
+            "whose shape begins like that of the variable",
+            f"their shape is {indices.shape}",
+            "Give a list of row numbers for each part.",
         )
     prefix = jnp.indices(indices.shape)[: depth - 1]
     vectors = jnp.stack([*prefix.astype(indices.dtype), indices], -1) if depth > 1 else indices
@@ -236,10 +218,8 @@ def _refuse_zero_divisors(variable: Any, divisors: Any) -> None:
         return
     if not np.asarray(divisors).all():
         raise errors.InvalidArgumentError(
-            errors.message(
-                f"`scatter_div` on variable {variable.name!r} of type {variable.dtype} needs "
-                "divisors other than 0",
-                "there is a 0 among them",
-                "Correct the values.",
-            )
+            f"`scatter_div` on variable {variable.name!r} of type {variable.dtype} needs "
+            "divisors other than 0",
+            "there is a 0 among them",
+            "Correct the values.",
         )

@@ -113,11 +113,9 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         # The arguments of `rx.Variable`; the metaclass hands them to the creators, which make
         # a variable of one of the kinds below. So this is reached for a kind without its own.
         raise errors.UnsupportedError(
-            errors.message(
-                "Variables are made with rx.Variable, in the scope of a strategy",
-                f"{type(self).__name__} was called",
-                "Call rx.Variable; the strategy decides of which kind it is.",
-            )
+            "Variables are made with rx.Variable, in the scope of a strategy",
+            f"{type(self).__name__} was called",
+            "Call rx.Variable; the strategy decides of which kind it is.",
         )
 
     def set_up(
@@ -190,11 +188,9 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
     def initial_value(self) -> Any:
         """Not kept, as it may be as large as the variable: raises, as TensorFlow does eagerly."""
         raise errors.ContextError(
-            errors.message(
-                "The initial value of a variable is not kept after it was made",
-                f"that of variable {self.name!r} was asked for",
-                "Keep the value or the initialiser, or copy `read_value()` before training.",
-            )
+            "The initial value of a variable is not kept after it was made",
+            f"that of variable {self.name!r} was asked for",
+            "Keep the value or the initialiser, or copy `read_value()` before training.",
         )
 
     def get_shape(self) -> Shape:
@@ -252,9 +248,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         vectors = jnp.asarray(as_operand(indices))
         if not vectors.ndim:
             raise errors.InvalidArgumentError(
-                errors.message(
-                    "`gather_nd` needs vectors of indices", "a scalar was given", "Pass `[index]`."
-                )
+                "`gather_nd` needs vectors of indices", "a scalar was given", "Pass `[index]`."
             )
         vectors = row_numbers.checked("gather_nd", self, vectors, vectors.shape[-1])
         return row_numbers.take_at(self.read_value(), vectors)
@@ -415,12 +409,10 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         layout = frame.layout
         if frame.mode is Mode.REPLICA and layout is not None and layout.num_replicas > 1:
             raise errors.ContextError(
-                errors.message(
-                    f"A write to variable {self.name!r} by several replicas needs copies "
-                    "that the strategy keeps in agreement",
-                    f"the variable was created outside the scope of {frame.describe()}",
-                    "Create it inside `with strategy.scope():`, with an `aggregation=`.",
-                )
+                f"A write to variable {self.name!r} by several replicas needs copies "
+                "that the strategy keeps in agreement",
+                f"the variable was created outside the scope of {frame.describe()}",
+                "Create it inside `with strategy.scope():`, with an `aggregation=`.",
             )
         self.change_alone(frame, kind, payload)
 
@@ -462,12 +454,10 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         if owner is None or frame.is_default or frame.strategy is owner.container_strategy:
             return
         raise errors.ContextError(
-            errors.message(
-                f"{what} variable {self.name!r} needs the strategy that owns it, "
-                f"{type(owner.container_strategy).__name__}",
-                f"this is {frame.describe()}",
-                "Leave that scope first, or create the variable in it.",
-            )
+            f"{what} variable {self.name!r} needs the strategy that owns it, "
+            f"{type(owner.container_strategy).__name__}",
+            f"this is {frame.describe()}",
+            "Leave that scope first, or create the variable in it.",
         )
 
     def initialize(self, value: Any) -> None:

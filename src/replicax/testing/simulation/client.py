@@ -116,8 +116,7 @@ class Client:
         post.is_over = True
         if isinstance(body, messages.Exchanged):
             for failure in body.failures:
-                refusal = messages.Refused(failure.code, failure.text)
-                self._failed.setdefault(failure.closure, refusals.to_error(refusal))
+                self._failed.setdefault(failure.closure, refusals.to_error(failure.error))
             return
         assert isinstance(body, messages.Refused), body
         post.error = refusals.to_error(body)
