@@ -27,7 +27,7 @@ _SECURE = """
 import sys
 from replicax.transport import addresses, keys, messages
 from replicax.transport.service import Service
-from replicax.transport.tasks import Task
+from replicax.protocol.tasks import Task
 own = keys.load(sys.argv[1], "ps")
 where = addresses.resolve("127.0.0.1:0", "tcp", own)
 with Service(where, Task("ps", 0), lambda *_: (messages.Done(), ()), own) as service:
@@ -76,9 +76,10 @@ def best_of(step: Callable[[], Any], seconds: float) -> float:
 
 
 def ours(case: str, seconds: float) -> dict[str, float]:
-    from replicax.transport import addresses, keys, messages
+    from replicax.protocol import messages
+    from replicax.protocol.tasks import Task
+    from replicax.transport import addresses, keys
     from replicax.transport.channel import Channel
-    from replicax.transport.tasks import Task
 
     with tempfile.TemporaryDirectory() as directory:
         made = keys.make(f"{directory}/keys")

@@ -19,11 +19,12 @@ import psutil
 import pytest
 from transport_partners import Stranger
 
-from replicax.transport import addresses, messages
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.transport import addresses
 from replicax.transport import keys as key_files
-from replicax.transport.authenticator import guard_client
 from replicax.transport.channel import Channel
-from replicax.transport.tasks import Task
+from replicax.transport.zmq.authenticator import guard_client
 
 PROGRAMS = Path(__file__).parent / "programs"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import replicax as rx
-from replicax.coordinator.timing import Timing
+from replicax.coordinator.scheduling.timing import Timing
 
 FixedShards = rx.experimental.partitioners.FixedShardsPartitioner
 

@@ -11,8 +11,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.parameter_server.service import ParameterStore
-from replicax.transport import messages
+from replicax.protocol import messages
+from replicax.ps.store.service import ParameterStore
 
 COORDINATOR = 1
 WORKER = 2

@@ -18,17 +18,17 @@ from parameter_store_client import Caller, exported, open_rows
 
 import replicax as rx
 from replicax.contexts.overlay import Change
-from replicax.coordinator.allotment import Crew
-from replicax.coordinator.closures import Closure
-from replicax.coordinator.pacing import BoundedStaleness, Rounds
-from replicax.coordinator.queue import ClosureQueue
-from replicax.coordinator.workers import WorkerState
+from replicax.coordinator.scheduling.assignment import Crew
+from replicax.coordinator.scheduling.closures import Closure
+from replicax.coordinator.scheduling.pacing import BoundedStaleness, Rounds
+from replicax.coordinator.scheduling.queue import ClosureQueue
+from replicax.coordinator.scheduling.workers import WorkerState
 from replicax.foundation import errors
-from replicax.parameter_server.accumulation import Accumulation
-from replicax.parameter_server.client import ParameterClient
-from replicax.parameter_server.clock import Clock
-from replicax.transport import messages
-from replicax.transport.tasks import Task
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.ps.client.variable_client import ParameterClient
+from replicax.ps.store.accumulation import Accumulation
+from replicax.ps.store.clock import Clock
 from replicax.variables.remote import Read
 
 APPLY = messages.Apply

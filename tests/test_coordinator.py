@@ -26,13 +26,14 @@ import replicax as rx
 from replicax.coordinator.cluster_coordinator import ClusterCoordinator
 from replicax.coordinator.progress import Progress
 from replicax.coordinator.remote_value import PerWorkerValues, RemoteValue
-from replicax.coordinator.timing import Timing
+from replicax.coordinator.scheduling.timing import Timing
 from replicax.foundation import errors
-from replicax.server.worker import WorkerTask
-from replicax.transport import addresses, messages
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task, new_incarnation
+from replicax.transport import addresses
 from replicax.transport.service import Service
-from replicax.transport.tasks import Task, new_incarnation
 from replicax.variables.per_worker import PerWorkerVariables
+from replicax.worker.worker import WorkerTask
 
 # Nobody is given up because the machine has much else to do. Tests of what is done when a time is
 # over make that one time short.

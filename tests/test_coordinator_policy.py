@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from replicax.coordinator import actions as act
-from replicax.coordinator.closures import Closure, State
-from replicax.coordinator.policy import Policy
-from replicax.coordinator.queue import ClosureQueue
-from replicax.coordinator.timing import Timing
-from replicax.coordinator.workers import WINDOW, WorkerState
+from replicax.coordinator.scheduling import actions as act
+from replicax.coordinator.scheduling.closures import Closure, State
+from replicax.coordinator.scheduling.policy import Policy
+from replicax.coordinator.scheduling.queue import ClosureQueue
+from replicax.coordinator.scheduling.timing import Timing
+from replicax.coordinator.scheduling.workers import WINDOW, WorkerState
 from replicax.foundation import errors
 
 FAST = Timing.fast()

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from test_coordinator_policy import FAST, Desk, Shipped, of
 
-from replicax.coordinator import actions as act
-from replicax.coordinator import speculation
-from replicax.coordinator.closures import Closure, State
-from replicax.coordinator.workers import WorkerState
+from replicax.coordinator.scheduling import actions as act
+from replicax.coordinator.scheduling import speculation
+from replicax.coordinator.scheduling.closures import Closure, State
+from replicax.coordinator.scheduling.workers import WorkerState
 from replicax.foundation import errors
-from replicax.server import mirror_log
+from replicax.ps.process import mirror_log
 
 
 def saved_desk(num_workers: int = 2) -> Desk:

@@ -18,7 +18,7 @@ from vocabulary import refused
 
 import replicax as rx
 from replicax.foundation import errors
-from replicax.parameter_server import jobs
+from replicax.ps.store import jobs
 
 PROGRAM = Path(__file__).parent / "programs" / "coordinate.py"
 

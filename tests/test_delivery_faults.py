@@ -13,7 +13,7 @@ import pytest
 from parameter_servers import STEADY, Desk, becomes, kept_cluster, tasks_of
 
 import replicax as rx
-from replicax.coordinator.timing import Timing
+from replicax.coordinator.scheduling.timing import Timing
 from replicax.testing import LocalCluster
 
 WORKERS = 4

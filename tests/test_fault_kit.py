@@ -22,14 +22,15 @@ from vocabulary import refused
 
 import replicax as rx
 from replicax.foundation import errors
+from replicax.protocol import limits, messages
+from replicax.protocol.tasks import Task
 from replicax.testing import Faults, LocalCluster, Proxy, fill, small_disk
 from replicax.testing.child import Child
 from replicax.testing.faults import REPLIES, REQUESTS, Dice
 from replicax.testing.supervisor import START_AGAIN, Backoff, Supervisor
 from replicax.testing.zmtp import Splitter, joined
-from replicax.transport import addresses, limits, messages
+from replicax.transport import addresses
 from replicax.transport.channel import Channel
-from replicax.transport.tasks import Task
 
 # An answer that does not come in so many seconds was lost for good.
 SECONDS = 30.0

@@ -28,9 +28,9 @@ from parameter_servers import becomes
 from transport_partners import Place, random_body
 
 from replicax import errors
-from replicax.transport import codec, limits, messages
+from replicax.protocol import codec, limits, messages
 from replicax.transport.channel import Channel
-from replicax.transport.visitors import Visitors
+from replicax.transport.zmq.pending_connections import Visitors
 
 PING = messages.Ping(0)
 MIB = 1 << 20

@@ -15,12 +15,13 @@ from vocabulary import refused
 import replicax as rx
 from replicax import errors
 from replicax.cli.main import app
-from replicax.coordinator.timing import Timing
-from replicax.transport import addresses, messages
+from replicax.coordinator.scheduling.timing import Timing
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.transport import addresses
 from replicax.transport import keys as key_files
 from replicax.transport.channel import Channel
 from replicax.transport.service import Service
-from replicax.transport.tasks import Task
 
 PS = Task("ps", 0)
 PING = messages.Ping(0)

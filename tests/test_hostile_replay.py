@@ -14,10 +14,11 @@ from hostile_partners import ByteProxy, dial, seconds_until_closed
 from transport_partners import COORDINATOR, PS, Place, Stranger
 
 from replicax import errors
-from replicax.server.parameter_server import ParameterServerTask
-from replicax.transport import addresses, limits, messages
+from replicax.protocol import limits, messages
+from replicax.protocol.tasks import Task
+from replicax.ps.process.parameter_server import ParameterServerTask
+from replicax.transport import addresses
 from replicax.transport.channel import Channel
-from replicax.transport.tasks import Task
 
 NUM_FRAMES = 1_000
 

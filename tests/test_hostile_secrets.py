@@ -20,9 +20,9 @@ from rich.traceback import Traceback
 from transport_partners import Place
 
 import replicax as rx
+from replicax.protocol import messages
+from replicax.protocol.tasks import ROLES
 from replicax.transport import keys as key_files
-from replicax.transport import messages
-from replicax.transport.tasks import ROLES
 
 
 def _secrets(directory: Path) -> list[str]:
@@ -155,4 +155,4 @@ def test_bar48_secrets_are_compared_with_nothing_and_written_nowhere_else() -> N
         for path in source.rglob("*.py")
         if ".secret" in path.read_text()
     }
-    assert users == {"cli/keys.py", "transport/authenticator.py", "transport/keys.py"}
+    assert users == {"cli/keys.py", "transport/zmq/authenticator.py", "transport/keys.py"}

@@ -29,11 +29,12 @@ from parameter_servers import Desk, becomes, own_cluster, tasks_of
 from transport_partners import Stranger
 
 import replicax as rx
-from replicax.transport import addresses, codec, fingerprint, messages
+from replicax.protocol import codec, fingerprint, messages
+from replicax.protocol.tasks import Task
+from replicax.transport import addresses
 from replicax.transport import keys as key_files
-from replicax.transport.authenticator import guard_client
 from replicax.transport.channel import Channel
-from replicax.transport.tasks import Task
+from replicax.transport.zmq.authenticator import guard_client
 
 
 class Bomb:

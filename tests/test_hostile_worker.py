@@ -18,8 +18,9 @@ from transport_partners import WORKER
 
 import replicax as rx
 from replicax.cluster_resolver import SimpleClusterResolver
-from replicax.transport import addresses, messages
-from replicax.transport.messages import Node, RemoteError, Result
+from replicax.protocol import messages
+from replicax.protocol.messages import Node, RemoteError, Result
+from replicax.transport import addresses
 from replicax.transport.service import Service
 
 Lie = Callable[[int], tuple[messages.Finished, list[bytes]]]

@@ -22,10 +22,11 @@ from vocabulary import refused
 import replicax as rx
 from replicax.cluster import parameter_servers
 from replicax.foundation import errors
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
 from replicax.testing import LocalCluster
-from replicax.transport import addresses, keys, messages
+from replicax.transport import addresses, keys
 from replicax.transport.channel import Channel
-from replicax.transport.tasks import Task
 
 
 def becomes(condition: Callable[[], bool], seconds: float = 60.0) -> bool:

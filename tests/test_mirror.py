@@ -20,17 +20,18 @@ from vocabulary import refused
 
 import replicax as rx
 from replicax.foundation import errors
-from replicax.parameter_server import journal
-from replicax.parameter_server.journal import Change
-from replicax.parameter_server.service import ParameterStore
-from replicax.server import mirror_log, mirroring
-from replicax.server.mirror_log import MirrorLog, State
-from replicax.server.parameter_server import ParameterServerTask
-from replicax.server.replicas import Replicas
-from replicax.transport import addresses, messages
-from replicax.transport.callers import Caller
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task, new_incarnation
+from replicax.ps.process import mirror_log, mirroring
+from replicax.ps.process.mirror_copies import Replicas
+from replicax.ps.process.mirror_log import MirrorLog, State
+from replicax.ps.process.parameter_server import ParameterServerTask
+from replicax.ps.store import journal
+from replicax.ps.store.journal import Change
+from replicax.ps.store.service import ParameterStore
+from replicax.transport import addresses
 from replicax.transport.channel import Channel
-from replicax.transport.tasks import Task, new_incarnation
+from replicax.transport.sessions import Caller
 
 ADD = messages.Update(0, "assign_add", 0)
 PUSH = messages.Exchange([messages.Push(1, [ADD])], [])
@@ -767,7 +768,7 @@ def test_bar22_large_parts_are_given_in_pieces(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirroring, "PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr("replicax.server.replicas.PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr("replicax.ps.process.mirror_copies.PIECE_BYTES", 1 << 16)
     servers.in_step()
     value = np.random.default_rng(0).normal(size=200_000)
     spec = messages.CreatePart(1, "w", value.shape, "float64", messages.Given())

@@ -17,12 +17,13 @@ from parameter_servers import STEADY, Desk, becomes, kept_cluster, mend
 
 import replicax as rx
 from replicax.checkpointing import background
-from replicax.coordinator.timing import Timing
+from replicax.coordinator.scheduling.timing import Timing
 from replicax.foundation import errors
-from replicax.transport import addresses, messages
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.transport import addresses
 from replicax.transport.channel import Channel
 from replicax.transport.service import Service
-from replicax.transport.tasks import Task
 
 # The machine may be busy with other things: so much is added to each bound.
 SLACK_S = 8.0
@@ -51,12 +52,12 @@ ALLOWED = {
         "self._room.acquire",
     ): "the reader, or its end, makes room",
     (
-        "server/endings.py",
+        "process/shutdown.py",
         "_read_signals",
         "select.select",
     ): "ended by a byte; after a signal it has a bound",
     (
-        "server/parameter_server.py",
+        "ps/process/parameter_server.py",
         "ParameterServerTask._work",
         "self._lane.get",
     ): "`close` puts None",
@@ -65,9 +66,13 @@ ALLOWED = {
         "is_row_wise",
         "pool.submit(…).result",
     ): "a computation of ours",
-    ("transport/connection.py", "Connection.*", "context.acquire"): "counts users, does not wait",
     (
-        "transport/hub.py",
+        "transport/zmq/connection.py",
+        "Connection.*",
+        "context.acquire",
+    ): "counts users, does not wait",
+    (
+        "transport/client_pool.py",
         "Hub.close",
         "self._thread.join",
     ): "looks 25 times a second; callbacks do not wait",
@@ -83,9 +88,12 @@ ALLOWED = {
 ALLOWED_AGAIN = {
     ("execution/threaded.py", "ThreadedRun._park"): "the code of other replicas, or its failure",
     ("execution/threaded.py", "ThreadedRun._wait_parked"): "the code of a replica, or its failure",
-    ("server/parameter_server.py", "ParameterServerTask.run_forever"): "serves until it is told",
-    ("server/roles.py", "WaitingTask.run_forever"): "serves until it is told",
-    ("server/server.py", "Server.join"): "serves until it is told",
+    (
+        "ps/process/parameter_server.py",
+        "ParameterServerTask.run_forever",
+    ): "serves until it is told",
+    ("process/roles.py", "WaitingTask.run_forever"): "serves until it is told",
+    ("process/server.py", "Server.join"): "serves until it is told",
 }
 
 

@@ -18,7 +18,7 @@ from parameter_servers import Desk, becomes, until_all_idle
 from vocabulary import refused
 
 import replicax as rx
-from replicax.coordinator.timing import Timing
+from replicax.coordinator.scheduling.timing import Timing
 from replicax.foundation import errors
 
 

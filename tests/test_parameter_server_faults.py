@@ -18,7 +18,7 @@ import pytest
 from parameter_servers import Desk, becomes, kept_cluster, mend
 
 import replicax as rx
-from replicax.coordinator.timing import Timing
+from replicax.coordinator.scheduling.timing import Timing
 from replicax.foundation import errors
 
 

@@ -19,10 +19,10 @@ import pytest
 from parameter_servers import STEADY, Desk, becomes, own_cluster
 
 import replicax as rx
-from replicax.coordinator.timing import Timing
-from replicax.parameter_server import creation
-from replicax.parameter_server.cluster import Cluster
-from replicax.transport import messages
+from replicax.coordinator.scheduling.timing import Timing
+from replicax.protocol import messages
+from replicax.ps.client import creation
+from replicax.ps.client.cluster import Cluster
 
 PROGRAMS = Path(__file__).parent / "programs"
 

@@ -11,10 +11,10 @@ import pytest
 from vocabulary import refused
 
 from replicax.foundation import errors
-from replicax.parameter_server.promises import Promise, PromiseFile
-from replicax.parameter_server.service import ParameterStore
-from replicax.parameter_server.snapshot_files import SnapshotDirectory
-from replicax.transport import messages
+from replicax.protocol import messages
+from replicax.ps.process.snapshot_files import SnapshotDirectory
+from replicax.ps.store.master_record import Promise, PromiseFile
+from replicax.ps.store.service import ParameterStore
 
 OLD, NEW, STRANGER = 11, 22, 33
 

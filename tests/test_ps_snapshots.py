@@ -29,13 +29,14 @@ from parameter_store_client import COORDINATOR, WORKER, Caller, exported, octets
 from vocabulary import refused
 
 from replicax.foundation import errors
-from replicax.parameter_server import frozen, memory, snapshot_files
-from replicax.parameter_server.parts import Part
-from replicax.parameter_server.service import ParameterStore
-from replicax.parameter_server.snapshot import Cut, Marks
-from replicax.parameter_server.snapshot_files import FORMAT, GivenUpError, SnapshotDirectory
-from replicax.server.snapshots import Pace, Schedule
-from replicax.transport import messages
+from replicax.protocol import messages
+from replicax.ps.process import snapshot_files
+from replicax.ps.process.snapshot_files import FORMAT, GivenUpError, SnapshotDirectory
+from replicax.ps.process.snapshots import Pace, Schedule
+from replicax.ps.store import frozen, memory
+from replicax.ps.store.parts import Part
+from replicax.ps.store.service import ParameterStore
+from replicax.ps.store.snapshot import Cut, Marks
 
 ADD = messages.Update(0, "assign_add", 0)
 ONE = np.ones((), np.float32)
@@ -886,7 +887,7 @@ def test_bar36_data_is_synced_before_the_name_and_any_failure_is_told(
 
 HOLD = """
 import pathlib, sys, time
-from replicax.parameter_server.snapshot_files import SnapshotDirectory
+from replicax.ps.process.snapshot_files import SnapshotDirectory
 directory = SnapshotDirectory(pathlib.Path(sys.argv[1]))
 (directory._path / "snapshot-000000000009.tmp").write_bytes(b"half")
 print("held", flush=True)

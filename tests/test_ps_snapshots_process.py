@@ -24,10 +24,11 @@ from vocabulary import refused
 
 from replicax.cli.main import app
 from replicax.foundation import errors
-from replicax.server.server import Server
-from replicax.transport import addresses, messages
+from replicax.process.server import Server
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.transport import addresses
 from replicax.transport.channel import Channel
-from replicax.transport.tasks import Task
 
 CLUSTER = {"ps": ["localhost:7101"], "worker": ["localhost:7102"]}
 ADD = messages.Update(0, "assign_add", 0)

@@ -17,9 +17,9 @@ from parameter_store_client import Caller, exported, octets
 
 import replicax as rx
 from replicax.foundation import jax_compat
-from replicax.parameter_server import memory, parts, rules
-from replicax.parameter_server.service import ParameterStore
-from replicax.transport import messages
+from replicax.protocol import messages
+from replicax.ps.store import memory, parts, rules
+from replicax.ps.store.service import ParameterStore
 from replicax.variables import updates
 
 TYPES = [
@@ -411,7 +411,7 @@ def test_unused_rows_of_a_zero_filled_table_cost_no_memory() -> None:
     program = """
 import numpy as np
 from parameter_store_client import Caller
-from replicax.parameter_server import memory
+from replicax.ps.store import memory
 caller = Caller().attach()
 caller.fill(0, (8_000_000, 64))
 before = memory.resident_bytes()

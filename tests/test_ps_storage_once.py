@@ -12,9 +12,9 @@ import pytest
 from parameter_store_client import COORDINATOR, WORKER, Caller, exported, octets, open_rows
 
 import replicax as rx
-from replicax.parameter_server.once import OnceTable
-from replicax.parameter_server.service import ParameterStore
-from replicax.transport import messages
+from replicax.protocol import messages
+from replicax.ps.store.applied_updates import OnceTable
+from replicax.ps.store.service import ParameterStore
 
 ADD = messages.Update(0, "assign_add", 0)
 ONE = np.ones((), np.float32)

@@ -13,7 +13,7 @@ import pytest
 from parameter_store_client import Caller, exported, octets, open_rows
 
 import replicax as rx
-from replicax.transport import messages
+from replicax.protocol import messages
 
 SCALAR = jax.ShapeDtypeStruct((), np.int32)
 

@@ -27,12 +27,13 @@ from vocabulary import refused
 from replicax.cli.main import app
 from replicax.cluster.spec import ClusterSpec
 from replicax.foundation import errors
-from replicax.server import endings, roles
-from replicax.server.parameter_server import ParameterServerTask
-from replicax.server.server import Server
-from replicax.transport import addresses, keys, messages
+from replicax.process import roles, shutdown
+from replicax.process.server import Server
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.ps.process.parameter_server import ParameterServerTask
+from replicax.transport import addresses, keys
 from replicax.transport.channel import Channel
-from replicax.transport.tasks import Task
 
 CLUSTER = {"chief": ["localhost:0"], "ps": ["localhost:0"] * 2, "worker": ["localhost:0"] * 3}
 
@@ -387,7 +388,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Exits:
 def test_a_signal_asks_for_the_end(exits: Exits, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     asked = threading.Event()
-    with endings.ended_by_signals(asked.set, seconds=20):
+    with shutdown.ended_by_signals(asked.set, seconds=20):
         signal.raise_signal(number)
         assert asked.wait(60)
     assert signal.getsignal(number) is before and exits.codes.empty()
@@ -396,7 +397,7 @@ def test_a_signal_asks_for_the_end(exits: Exits, number: signal.Signals) -> None
 @THREAD_ENDS
 def test_the_second_signal_ends_the_process(exits: Exits) -> None:
     asked = threading.Event()
-    with endings.ended_by_signals(asked.set, seconds=20):
+    with shutdown.ended_by_signals(asked.set, seconds=20):
         signal.raise_signal(signal.SIGTERM)
         assert asked.wait(60)
         signal.raise_signal(signal.SIGTERM)
@@ -405,7 +406,7 @@ def test_the_second_signal_ends_the_process(exits: Exits) -> None:
 
 @THREAD_ENDS
 def test_a_task_that_stays_busy_is_ended(exits: Exits) -> None:
-    with endings.ended_by_signals(lambda: None, seconds=0.05):
+    with shutdown.ended_by_signals(lambda: None, seconds=0.05):
         signal.raise_signal(signal.SIGTERM)
         assert exits.codes.get(timeout=60) == 0
 
@@ -422,10 +423,10 @@ def test_a_parent_that_has_ended_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
             return 0
 
     monkeypatch.setattr(ctypes, "CDLL", Library)
-    endings.die_with_parent(os.getppid())
+    shutdown.die_with_parent(os.getppid())
     assert calls[0][1] == signal.SIGKILL
     with refused(errors.UnavailableError, "it has ended"):
-        endings.die_with_parent(os.getpid())
+        shutdown.die_with_parent(os.getpid())
 
 
 # The command line.

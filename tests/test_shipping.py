@@ -23,16 +23,16 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax.coordinator import pickling, shipping
 from replicax.coordinator.cluster_coordinator import ClusterCoordinator
 from replicax.coordinator.per_worker import PerWorkerIterator
 from replicax.coordinator.remote_value import RemoteValue
+from replicax.coordinator.shipping import pickling, serialization
 from replicax.foundation import errors
-from replicax.server import failures, results
-from replicax.server.functions import Functions, unpickle
-from replicax.transport import fingerprint
-from replicax.transport.messages import Node, RemoteError, Result
+from replicax.protocol import fingerprint
+from replicax.protocol.messages import Node, RemoteError, Result
 from replicax.values.distributed_values import PerReplica
+from replicax.worker import error_reports, results
+from replicax.worker.functions import Functions, unpickle
 
 SCALE = 3
 
@@ -48,7 +48,7 @@ class ServerVariable:
 
 
 def travel(fn: Any, strategy: Any = None, resolve: Any = lambda name: name) -> Any:
-    shipped = shipping.ship(fn, strategy)
+    shipped = serialization.ship(fn, strategy)
     assert shipped.sha == fingerprint.of_buffers(shipped.buffers)
     functions = Functions()
     functions.store(shipped.sha, [memoryview(b) for b in shipped.buffers])
@@ -124,12 +124,12 @@ def test_rx_functions_are_pickled_once_and_forgotten_with_the_function() -> None
 
     probe = Probe()
     step = rx.function(lambda: probe)
-    assert shipping.ship(step) is shipping.ship(step)
+    assert serialization.ship(step) is serialization.ship(step)
     assert len(seen) == 1
-    shipping.ship(lambda: probe)
-    shipping.ship(lambda: probe)
+    serialization.ship(lambda: probe)
+    serialization.ship(lambda: probe)
     assert len(seen) == 3
-    alive = weakref.ref(shipping.ship(step))
+    alive = weakref.ref(serialization.ship(step))
     del step
     gc.collect()
     assert alive() is None
@@ -139,16 +139,16 @@ def test_equal_functions_have_one_name() -> None:
     def make(k: int) -> Any:
         return lambda: k
 
-    assert shipping.ship(make(1)).sha == shipping.ship(make(1)).sha
-    assert shipping.ship(make(1)).sha != shipping.ship(make(2)).sha
+    assert serialization.ship(make(1)).sha == serialization.ship(make(1)).sha
+    assert serialization.ship(make(1)).sha != serialization.ship(make(2)).sha
 
 
 def test_bar13_calls_of_one_function_wait_with_one_pickle() -> None:
     def call() -> None:
         pass
 
-    first = shipping.ship(call)
-    assert shipping.ship(call) is first
+    first = serialization.ship(call)
+    assert serialization.ship(call) is first
     gone = weakref.ref(first)
     del first
     gc.collect()
@@ -159,7 +159,7 @@ def test_arrays_lie_beside_the_pickle_and_are_copies() -> None:
     big = np.zeros(100_000)
     half = np.zeros(100_000, jnp.bfloat16)
     on_device = jnp.zeros(100_000)
-    shipped = shipping.ship(lambda: (big, half, on_device))
+    shipped = serialization.ship(lambda: (big, half, on_device))
     assert len(shipped.buffers) == 4 and len(shipped.buffers[0]) < 5_000
     big[:] = 7
     functions = Functions()
@@ -183,7 +183,7 @@ def test_code_that_workers_cannot_import_goes_by_value(
     monkeypatch.syspath_prepend(str(tmp_path))
     import steps_of_user  # type: ignore[import-not-found]
 
-    shipped = shipping.ship(steps_of_user.step)
+    shipped = serialization.ship(steps_of_user.step)
     for name in ("steps_of_user", "constants_of_user"):
         monkeypatch.delitem(sys.modules, name)
     assert cloudpickle.list_registry_pickle_by_value() == set()
@@ -191,7 +191,7 @@ def test_code_that_workers_cannot_import_goes_by_value(
     # A process that has never heard of these modules.
     code = (
         "import pathlib, sys\n"
-        "from replicax.server.functions import unpickle\n"
+        "from replicax.worker.functions import unpickle\n"
         "data = pathlib.Path(sys.argv[1]).read_bytes()\n"
         "assert unpickle([data], None)(2) == 42\n"
         "assert 'steps_of_user' not in sys.modules\n"
@@ -281,11 +281,11 @@ def generate() -> Any:
 def test_bad_input_what_cannot_be_pickled_is_named(make: Any, words: str) -> None:
     thing = make()
     with pytest.raises(errors.ArgumentTypeError, match=words):
-        shipping.ship(lambda: thing)
+        serialization.ship(lambda: thing)
     with pytest.raises(errors.ArgumentTypeError, match=r"args\[1\]"):
-        shipping.pack_arguments((0, [thing]), None)
+        serialization.pack_arguments((0, [thing]), None)
     with pytest.raises(errors.ArgumentTypeError, match=r"kwargs\['k'\]"):
-        shipping.pack_arguments((), {"k": [thing]})
+        serialization.pack_arguments((), {"k": [thing]})
     if isinstance(thing, io.IOBase):
         thing.close()
 
@@ -293,41 +293,41 @@ def test_bad_input_what_cannot_be_pickled_is_named(make: Any, words: str) -> Non
 def test_S163_variables_of_the_coordinator_are_refused() -> None:
     local = rx.Variable(1.0, name="local")
     with pytest.raises(errors.InvalidArgumentError, match=r"'local' lives on the coord.*'local'"):
-        shipping.ship(rx.function(lambda: local + 1))
+        serialization.ship(rx.function(lambda: local + 1))
     with pytest.raises(errors.InvalidArgumentError, match=r"args\[0\]\['w'\]"):
-        shipping.pack_arguments(({"w": local},), None)
+        serialization.pack_arguments(({"w": local},), None)
 
 
 def test_bad_input_variable_of_another_cluster_is_refused() -> None:
     mine, other = rx.OneDeviceStrategy("CPU:0"), rx.OneDeviceStrategy("CPU:0")
     variable = ServerVariable(3, other.extended)
     with pytest.raises(errors.InvalidArgumentError, match="'v3' belongs to another strategy"):
-        shipping.ship(lambda: variable, mine)
+        serialization.ship(lambda: variable, mine)
     with pytest.raises(errors.InvalidArgumentError, match=r"OneDeviceStrategy.*captured 'other'"):
-        shipping.ship(lambda: other.run, mine)
+        serialization.ship(lambda: other.run, mine)
     with pytest.raises(errors.InvalidArgumentError, match="strategy of its own cluster"):
-        shipping.ship(lambda: mine)
+        serialization.ship(lambda: mine)
 
 
 def test_T102_remote_values_and_the_coordinator_are_refused() -> None:
     home: Any = None
     value = RemoteValue(home, None)
     with pytest.raises(errors.InvalidArgumentError, match="RemoteValue"):
-        shipping.pack_arguments((1, [value]), None)
+        serialization.pack_arguments((1, [value]), None)
     with pytest.raises(errors.InvalidArgumentError, match=r"RemoteValue.*captured 'value'"):
-        shipping.ship(lambda: value)
+        serialization.ship(lambda: value)
     coordinator = object.__new__(ClusterCoordinator)
     with pytest.raises(errors.InvalidArgumentError, match="ClusterCoordinator"):
-        shipping.ship(lambda: coordinator)
+        serialization.ship(lambda: coordinator)
 
 
 def test_iterators_and_traced_values_are_refused() -> None:
     strategy = rx.OneDeviceStrategy("CPU:0")
     iterator = iter(strategy.experimental_distribute_dataset(rx.data.Dataset.range(4).batch(2)))
     with pytest.raises(errors.ArgumentTypeError, match="create_per_worker_dataset"):
-        shipping.ship(lambda: next(iterator))
+        serialization.ship(lambda: next(iterator))
     with pytest.raises(errors.TracedValueError, match="being traced"):
-        jax.jit(lambda x: shipping.pack_arguments((x,), None))(1.0)
+        jax.jit(lambda x: serialization.pack_arguments((x,), None))(1.0)
 
 
 def test_too_large_functions_are_refused_and_name_what_is_large(
@@ -337,9 +337,9 @@ def test_too_large_functions_are_refused_and_name_what_is_large(
     monkeypatch.setattr(pickling, "MOST_BYTES", 1_000_000)
     table, text, small = np.zeros(250_000), "x" * 200_000, np.zeros(2)
     with pytest.raises(errors.ResourceExhaustedError, match=r"captured 'table' has 2\.0 MB"):
-        shipping.ship(lambda: (table, small))
+        serialization.ship(lambda: (table, small))
     with pytest.raises(errors.ResourceExhaustedError, match=r"captured 'text' has 0\.2 MB"):
-        shipping.ship(lambda: (text, small))
+        serialization.ship(lambda: (text, small))
     assert travel(lambda: small)().tolist() == [0, 0]
 
 
@@ -349,23 +349,23 @@ def test_too_large_functions_are_refused_and_name_what_is_large(
 def test_arguments_that_are_per_worker_objects_go_by_number() -> None:
     iterator = object.__new__(PerWorkerIterator)
     iterator.resource = 5
-    assert shipping.pack_arguments((iterator, iterator), None) == ([5, 5], [])
-    mixed = unpack(shipping.pack_arguments((iterator, 1), {"k": [iterator]}))
+    assert serialization.pack_arguments((iterator, iterator), None) == ([5, 5], [])
+    mixed = unpack(serialization.pack_arguments((iterator, 1), {"k": [iterator]}))
     assert mixed == ((("resource", 5), 1), {"k": [("resource", 5)]})
-    assert shipping.pack_arguments(None, None) == ([], [])
+    assert serialization.pack_arguments(None, None) == ([], [])
 
 
 def test_arguments_travel_and_are_copies() -> None:
     batch = np.arange(3.0)
-    packed = shipping.pack_arguments((batch, 1, "a"), {"flag": True})
-    nested = shipping.pack_arguments(([batch], np.zeros(2000)), None)
+    packed = serialization.pack_arguments((batch, 1, "a"), {"flag": True})
+    nested = serialization.pack_arguments(([batch], np.zeros(2000)), None)
     batch[:] = -1
     (came, *rest), kwargs = unpack(packed)
     assert came.tolist() == [0, 1, 2] and rest == [1, "a"] and kwargs == {"flag": True}
     came += 1
     (([inner], _), _) = unpack(nested)
     assert inner.tolist() == [0, 1, 2]
-    (array,), _ = unpack(shipping.pack_arguments((jnp.ones(2),), None))
+    (array,), _ = unpack(serialization.pack_arguments((jnp.ones(2),), None))
     assert isinstance(array, jax.Array)
 
 
@@ -383,7 +383,7 @@ def test_results_with_values_of_replicas_slices_and_variables() -> None:
     encoded = results.encode(value)
     result = Result(1, encoded.node, None, len(encoded.buffers))
     cluster = types.SimpleNamespace(variable=lambda key: ("found", key))
-    came = shipping.unpack_result(result, encoded.buffers, cluster)
+    came = serialization.unpack_result(result, encoded.buffers, cluster)
     assert [v.tolist() for v in came["per"].values] == [[1, 1], [0, 0]]
     assert came["rows"].indices.tolist() == [3] and came["rows"].dense_shape == (4, 2)
     assert came["v"] == ("found", ("part", 3)) and came["plain"] == 2.0
@@ -403,7 +403,7 @@ def test_results_with_values_of_replicas_slices_and_variables() -> None:
 def test_bar43_malformed_results_are_refused(result: Result) -> None:
     cluster = types.SimpleNamespace(variable=lambda key: key)
     with pytest.raises(errors.ProtocolError):
-        shipping.unpack_result(result, [], cluster)
+        serialization.unpack_result(result, [], cluster)
 
 
 # Errors.
@@ -422,7 +422,7 @@ def raised(error: BaseException) -> BaseException:
     + [errors.StructureError("s"), errors.OutOfRangeError("o"), MemoryError("m"), UserWarning("w")],
 )
 def test_T95_errors_keep_their_type_and_text(error: Exception) -> None:
-    came = shipping.rebuild_error(failures.describe(raised(error)), 2)
+    came = serialization.rebuild_error(error_reports.describe(raised(error)), 2)
     assert type(came) is type(error) and str(came) == str(error)
     (note,) = came.__notes__
     assert "/job:worker/task:2" in note and "raise error" in note
@@ -436,15 +436,15 @@ class OwnError(ValueError):
     "error", [OwnError("o"), SystemExit(3), KeyboardInterrupt(), ExceptionGroup("g", [OwnError()])]
 )
 def test_T95_other_errors_are_closure_errors(error: BaseException) -> None:
-    came = shipping.rebuild_error(failures.describe(raised(error)), "/job:worker/task:1")
+    came = serialization.rebuild_error(error_reports.describe(raised(error)), "/job:worker/task:1")
     assert type(came) is errors.ClosureError
     assert type(error).__name__ in str(came) and "/job:worker/task:1" in str(came)
 
 
 def test_T95_the_end_of_data_is_out_of_range() -> None:
-    came = shipping.rebuild_error(failures.describe(raised(StopIteration())), 0)
+    came = serialization.rebuild_error(error_reports.describe(raised(StopIteration())), 0)
     assert type(came) is errors.OutOfRangeError
-    came = shipping.rebuild_error(RemoteError("closure", "StopIteration", "", ""), 0)
+    came = serialization.rebuild_error(RemoteError("closure", "StopIteration", "", ""), 0)
     assert type(came) is errors.OutOfRangeError
 
 
@@ -453,11 +453,11 @@ def test_errors_that_misbehave_are_described() -> None:
         def __str__(self) -> str:
             raise RuntimeError("no")
 
-    remote = failures.describe(raised(Rude("x")))
+    remote = error_reports.describe(raised(Rude("x")))
     assert "RuntimeError" in remote.text
-    long = failures.describe(raised(ValueError("é\ud800" * 100_000)))
-    assert failures.size_of(long) < 60_000
-    assert type(shipping.rebuild_error(long, 0)) is ValueError
+    long = error_reports.describe(raised(ValueError("é\ud800" * 100_000)))
+    assert error_reports.size_of(long) < 60_000
+    assert type(serialization.rebuild_error(long, 0)) is ValueError
 
 
 def test_T118_errors_of_servers_and_fences_are_found_behind_others() -> None:
@@ -465,23 +465,23 @@ def test_T118_errors_of_servers_and_fences_are_found_behind_others() -> None:
     blamed.task_index = 1  # type: ignore[attr-defined]
     outer = RuntimeError("step failed")
     outer.__cause__ = blamed
-    remote = failures.describe(raised(outer))
+    remote = error_reports.describe(raised(outer))
     assert (remote.cause, remote.kind, remote.task) == ("server", "PSUnavailableError", 1)
-    came: Any = shipping.rebuild_error(remote, 0)
+    came: Any = serialization.rebuild_error(remote, 0)
     assert type(came) is errors.PSUnavailableError and came.task_index == 1
-    assert failures.describe(raised(errors.FencedError("f"))).cause == "fenced"
+    assert error_reports.describe(raised(errors.FencedError("f"))).cause == "fenced"
 
 
 def test_T100_errors_of_inputs_name_the_worker_and_keep_the_cause() -> None:
-    remote = failures.describe(raised(ValueError("bad file")), "input")
-    came = shipping.rebuild_error(remote, 4)
+    remote = error_reports.describe(raised(ValueError("bad file")), "input")
+    came = serialization.rebuild_error(remote, 4)
     assert type(came) is errors.ClosureInputError and "/job:worker/task:4" in str(came)
     assert type(came.__cause__) is ValueError
 
 
 @pytest.mark.parametrize("kind", ["os.system", "eval", "print", "BaseException", "message", ""])
 def test_bar43_names_of_errors_are_not_trusted(kind: str) -> None:
-    came = shipping.rebuild_error(RemoteError("closure", kind, "x", ""), 0)
+    came = serialization.rebuild_error(RemoteError("closure", kind, "x", ""), 0)
     assert type(came) is errors.ClosureError
 
 
@@ -496,7 +496,7 @@ def test_bar42_one_place_unpickles() -> None:
         for path in root.rglob("*.py")
         if pattern.search(path.read_text())
     }
-    assert found == {"server/functions.py"}
+    assert found == {"worker/functions.py"}
 
 
 def test_bar43_the_coordinator_unpickles_nothing() -> None:
@@ -509,9 +509,9 @@ def test_bar43_the_coordinator_unpickles_nothing() -> None:
 
     sys.addaudithook(watch)
     bomb = Node("bytes", data=b"cos\nsystem\n(S'true'\ntR.")
-    shipping.unpack_result(Result(1, bomb, None, 0), [])
-    shipping.rebuild_error(RemoteError("closure", "x", bomb.data.decode(), ""), 0)
-    shipping.ship(lambda: bomb)
+    serialization.unpack_result(Result(1, bomb, None, 0), [])
+    serialization.rebuild_error(RemoteError("closure", "x", bomb.data.decode(), ""), 0)
+    serialization.ship(lambda: bomb)
     assert not found
     travel(lambda: bomb)
     assert found
@@ -520,11 +520,11 @@ def test_bar43_the_coordinator_unpickles_nothing() -> None:
 
 def test_functions_not_used_for_long_are_forgotten() -> None:
     functions = Functions(most=2)
-    shipped = [shipping.ship(functools.partial(int, i)) for i in range(3)]
+    shipped = [serialization.ship(functools.partial(int, i)) for i in range(3)]
     for one in shipped:
         functions.store(one.sha, one.buffers)
     assert len(functions) == 2
-    with pytest.raises(failures.UnknownFunctionError):
+    with pytest.raises(error_reports.UnknownFunctionError):
         functions.load(shipped[0].sha, lambda n: n)
     first = functions.load(shipped[1].sha, lambda n: n)
     functions.store(shipped[0].sha, shipped[0].buffers)
@@ -545,14 +545,14 @@ def test_functions_are_bounded_in_bytes_beyond_the_last_ones() -> None:
 def test_many_arrays_do_not_fill_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pickling, "_MOST_BUFFERS", 5)
     arrays = [np.full(500, i) for i in range(20)]
-    shipped = shipping.ship(lambda: arrays)
+    shipped = serialization.ship(lambda: arrays)
     assert len(shipped.buffers) == 6
     assert [int(a[0]) for a in travel(lambda: arrays)()] == list(range(20))
 
 
 def test_an_error_of_replicax_keeps_its_parts_from_worker_to_coordinator() -> None:
     error = errors.InvalidArgumentError("`axis` must be 0", "it is 3", "Pass 0.")
-    came = shipping.rebuild_error(failures.describe(error), 0)
+    came = serialization.rebuild_error(error_reports.describe(error), 0)
     assert type(came) is errors.InvalidArgumentError and str(came) == str(error)
     assert isinstance(came, errors.InvalidArgumentError)
     assert (came.required, came.found, came.advice) == ("`axis` must be 0", "it is 3", "Pass 0.")

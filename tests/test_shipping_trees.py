@@ -16,9 +16,9 @@ import pytest
 from vocabulary import refused
 
 from replicax.foundation import errors
-from replicax.transport import trees, variable_keys
-from replicax.transport.array_types import DTYPES
-from replicax.transport.messages import Node
+from replicax.protocol import trees, variable_keys
+from replicax.protocol.array_types import DTYPES
+from replicax.protocol.messages import Node
 
 Point = collections.namedtuple("Point", ["x", "y"])
 

@@ -12,24 +12,25 @@ from typing import Any
 
 import pytest
 
-from replicax.coordinator import actions as act
-from replicax.coordinator import reports, shipping
-from replicax.coordinator.closures import Closure, State
 from replicax.coordinator.courier import Courier
 from replicax.coordinator.deliveries import Deliveries
-from replicax.coordinator.policy import Policy
-from replicax.coordinator.queue import ClosureQueue
-from replicax.coordinator.timing import Timing
-from replicax.coordinator.workers import Worker
+from replicax.coordinator.scheduling import actions as act
+from replicax.coordinator.scheduling import error_causes
+from replicax.coordinator.scheduling.closures import Closure, State
+from replicax.coordinator.scheduling.policy import Policy
+from replicax.coordinator.scheduling.queue import ClosureQueue
+from replicax.coordinator.scheduling.timing import Timing
+from replicax.coordinator.scheduling.workers import Worker
+from replicax.coordinator.shipping import serialization
 from replicax.foundation import errors
-from replicax.parameter_server.jobs import Job
-from replicax.parameter_server.once import OnceTable
-from replicax.server import failures, job
-from replicax.testing import sabotaged, saboteurs
-from replicax.testing.simulation import Faults, SimulationError, __main__, batches, simulate
-from replicax.testing.simulation.world import World
-from replicax.transport import messages
-from replicax.transport.tasks import Task
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.ps.store.applied_updates import OnceTable
+from replicax.ps.store.jobs import Job
+from replicax.worker import error_reports, job
+from simulation import Faults, SimulationError, __main__, batches, simulate
+from simulation.world import World
+from torture import sabotaged, safeguards
 
 # Nothing here waits for real time; a busy machine may still need long.
 pytestmark = pytest.mark.timeout(300)
@@ -124,7 +125,7 @@ class Harmless(random.Random):
         return 1e9
 
 
-@pytest.mark.parametrize("name", saboteurs.NAMES)
+@pytest.mark.parametrize("name", safeguards.NAMES)
 def test_bar_54_saboteurs_are_found_within_1000_seeds(name: str) -> None:
     def found() -> Iterator[SimulationError]:
         for seed in range(1_000):
@@ -133,7 +134,7 @@ def test_bar_54_saboteurs_are_found_within_1000_seeds(name: str) -> None:
             except SimulationError as error:
                 yield error
 
-    with saboteurs.at_work(name):
+    with safeguards.at_work(name):
         error = next(found())
     rule = {
         "dedup": "times instead of",
@@ -149,10 +150,10 @@ def test_bar_54_saboteurs_are_found_within_1000_seeds(name: str) -> None:
 
 
 def test_a_broken_rule_says_how_to_see_it_again() -> None:
-    with saboteurs.at_work("dedup"):
+    with safeguards.at_work("dedup"):
         tally = batches.run_batch(range(10), None)
     seed, story = next(iter(tally.broken.items()))
-    assert f"python -m replicax.testing.simulation --seed {seed} --trace" in story
+    assert f"python -m simulation --seed {seed} --trace" in story
     assert story.count("\n") >= 40
     assert "Exchange" in story
 
@@ -168,7 +169,7 @@ def test_bar_29_ten_thousand_histories_replay_in_other_processes() -> None:
     assert tally.fewest_events is not None
     assert tally.fewest_events >= _LEAST_EVENTS
     # Whatever Python's hashes are there.
-    command = [sys.executable, "-m", "replicax.testing.simulation", "--seed", "3", "--trace"]
+    command = [sys.executable, "-m", "simulation", "--seed", "3", "--trace"]
     environment = {**os.environ, "PYTHONHASHSEED": "77"}
     found = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, timeout=300
@@ -200,18 +201,18 @@ def test_the_command_shows_one_history(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_saboteurs_leave_no_trace() -> None:
     methods = [OnceTable.is_new, OnceTable.is_stale, Job.fence, os.fsync]
-    for name in saboteurs.NAMES:
-        with saboteurs.at_work(name):
+    for name in safeguards.NAMES:
+        with safeguards.at_work(name):
             pass
     assert [OnceTable.is_new, OnceTable.is_stale, Job.fence, os.fsync] == methods
     with pytest.raises(errors.InvalidArgumentError, match="dedup, fencing"):
-        saboteurs.apply("nobody")
+        safeguards.apply("nobody")
 
 
 def test_the_sabotaged_command_runs_the_ordinary_one() -> None:
     code = (
-        "from replicax.testing import sabotaged\n"
-        "from replicax.parameter_server.once import OnceTable\n"
+        "from torture import sabotaged\n"
+        "from replicax.ps.store.applied_updates import OnceTable\n"
         "try:\n"
         "    sabotaged.main(['dedup', 'serve', '--help'])\n"
         "except SystemExit as end:\n"
@@ -238,7 +239,7 @@ def _call(closure: int, attempt: int) -> job.Call:
 def test_S152_a_closure_that_was_taken_back_does_not_run_when_the_order_comes_again() -> None:
     held = job.Job("job", 1, 7, messages.Attach([], {}), None, 1)
     assert held.add_calls([_call(1, 0), _call(2, 0)]) == []
-    ended = failures.taken_back(held.cancel([2]), "/job:worker/task:0")
+    ended = error_reports.taken_back(held.cancel([2]), "/job:worker/task:0")
     held.note_cancelled(ended)
     assert [(r.closure, r.attempt) for r in ended] == [(2, 0)]
     # After a break the coordinator says everything again, and is answered again.
@@ -256,7 +257,7 @@ def test_S152_an_old_report_of_a_recall_does_not_concern_the_next_attempt() -> N
     policy.worker_connected(0, 7, 0.0)
     policy.worker_attached(0, 0.0)
     queue = ClosureQueue()
-    closure = Closure(1, shipping.ship(len))
+    closure = Closure(1, serialization.ship(len))
     queue.put(closure)
     policy.crew.dispatch(queue, 0.0)
     assert policy.take_ended(0, 7, 1, attempt=0) is closure
@@ -268,11 +269,11 @@ def test_S152_an_old_report_of_a_recall_does_not_concern_the_next_attempt() -> N
 
 
 def test_S152_a_recall_is_never_an_error_of_the_closure() -> None:
-    closure = Closure(1, shipping.ship(len))
-    error = failures.cancelled(1, "/job:worker/task:0")
-    assert reports.judge(closure, 0, error, num_servers=1) == reports.Again()
-    own = failures.describe(errors.CancelledError("mine"))
-    assert isinstance(reports.judge(closure, 0, own, num_servers=1), errors.CancelledError)
+    closure = Closure(1, serialization.ship(len))
+    error = error_reports.cancelled(1, "/job:worker/task:0")
+    assert error_causes.judge(closure, 0, error, num_servers=1) == error_causes.Again()
+    own = error_reports.describe(errors.CancelledError("mine"))
+    assert isinstance(error_causes.judge(closure, 0, own, num_servers=1), errors.CancelledError)
 
 
 def test_bar_21_a_restored_server_learns_of_all_lives_that_were_given_up() -> None:
@@ -294,7 +295,7 @@ def test_bar_21_a_restored_server_learns_of_all_lives_that_were_given_up() -> No
 
 def test_bar_10_a_worker_is_free_when_another_has_settled_what_it_had() -> None:
     worker = Worker(0, 0.0)
-    closure = Closure(1, shipping.ship(len))
+    closure = Closure(1, serialization.ship(len))
     worker.assign([closure], 0.0)
     closure.settle(State.FINISHED, None, None)
     said: list[messages.Body] = []

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from replicax.testing import saboteurs as library
 from torture import catalogue, saboteurs, tables
+from torture import safeguards as library
 from torture.bars import REGISTRY, Outcome, Plan
 from torture.histories import Operation, is_linearizable
 from torture.marks import Marks

@@ -28,10 +28,12 @@ from transport_partners import (
 )
 
 from replicax import errors
-from replicax.transport import addresses, codec, context, limits, messages, refusals
+from replicax.protocol import codec, error_replies, limits, messages
+from replicax.protocol.tasks import Task
+from replicax.transport import addresses
 from replicax.transport.channel import Channel
 from replicax.transport.service import Service
-from replicax.transport.tasks import Task
+from replicax.transport.zmq import context
 
 PING = messages.Ping(0)
 
@@ -569,7 +571,7 @@ import os
 from replicax.transport import addresses, messages
 from replicax.transport.channel import Channel
 from replicax.transport.service import Service
-from replicax.transport.tasks import Task
+from replicax.protocol.tasks import Task
 echo = lambda caller, envelope, buffers: (envelope.body, buffers)
 place = addresses.resolve("ipc://{tmp_path}/s")
 ps, me = Task("ps", 0), Task("coordinator", 0)
@@ -588,6 +590,6 @@ with Service(place, ps, echo) as service, Channel(place, me, peer=ps) as mine:
 
 
 def test_the_answer_to_a_stranger_of_this_process_is_known() -> None:
-    assert refusals.is_hello_first(refusals.hello_first())
-    assert not refusals.is_hello_first(messages.Refused("ProtocolError", "else"))
-    assert refusals.to_error(messages.Refused("message", "x")).args == ("x",)
+    assert error_replies.is_hello_first(error_replies.hello_first())
+    assert not error_replies.is_hello_first(messages.Refused("ProtocolError", "else"))
+    assert error_replies.to_error(messages.Refused("message", "x")).args == ("x",)

@@ -14,10 +14,11 @@ import pytest
 from transport_partners import PS, Place, echo
 
 from replicax import errors
-from replicax.transport import addresses, messages
+from replicax.protocol import messages
+from replicax.protocol.tasks import ROLES, Task
+from replicax.transport import addresses
 from replicax.transport import keys as key_files
 from replicax.transport.service import Service
-from replicax.transport.tasks import ROLES, Task
 
 
 @pytest.fixture

@@ -14,12 +14,13 @@ import pytest
 from transport_partners import COORDINATOR, PS, WORKER, Place, echo, process
 
 from replicax import errors
+from replicax.protocol import limits, messages
+from replicax.protocol.tasks import Task
 from replicax.testing.proxy import Proxy
-from replicax.transport import addresses, limits, messages
+from replicax.transport import addresses
 from replicax.transport import keys as key_files
-from replicax.transport.hub import Hub
+from replicax.transport.client_pool import Hub
 from replicax.transport.service import Service
-from replicax.transport.tasks import Task
 
 PING = messages.Ping(0)
 

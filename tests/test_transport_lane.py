@@ -13,10 +13,11 @@ import pytest
 from vocabulary import refused
 
 from replicax.foundation import errors
-from replicax.transport import addresses, lane, limits, messages
+from replicax.protocol import limits, messages
+from replicax.protocol.tasks import Task
+from replicax.transport import addresses, shared_memory
 from replicax.transport.channel import Channel
 from replicax.transport.service import Service
-from replicax.transport.tasks import Task
 
 WORKER, PS = Task("worker", 0), Task("ps", 0)
 
@@ -61,14 +62,16 @@ def data(size: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, size).astype(np.uint8)
 
 
-@pytest.mark.parametrize("size", [0, 1, limits.LANE - 1, limits.LANE, limits.SMALL, 3 << 20])
+@pytest.mark.parametrize(
+    "size", [0, 1, limits.SHARED_BUFFER - 1, limits.SHARED_BUFFER, limits.SMALL, 3 << 20]
+)
 def test_buffers_arrive_as_they_were_and_only_large_ones_are_shared(
     channel: Channel, echo: Echo, size: int
 ) -> None:
     sent = data(size)
     found = ask(channel, sent, b"xy", sent)
     assert [bytes(f) for f in found] == [sent.tobytes(), b"xy", sent.tobytes()]
-    is_shared = size >= limits.LANE
+    is_shared = size >= limits.SHARED_BUFFER
     assert [place >= 0 for place in echo.places[-1]] == ([True, False, True] if is_shared else [])
     assert all(place % limits.ALIGNMENT == 0 for place in echo.places[-1] if place >= 0)
 
@@ -91,7 +94,7 @@ def test_what_is_held_on_either_side_keeps_its_bytes(channel: Channel, echo: Ech
 @pytest.mark.slow
 def test_without_room_buffers_take_the_socket(channel: Channel, echo: Echo) -> None:
     echo.kept = []
-    half = limits.LANE_BYTES // 2
+    half = limits.SHARED_MEMORY_BYTES // 2
     first = data(half)
     for _ in range(3):
         assert len(ask(channel, first)[0]) == half
@@ -103,9 +106,9 @@ def test_without_room_buffers_take_the_socket(channel: Channel, echo: Echo) -> N
 
 
 def test_posted_questions_keep_their_blocks_until_they_are_answered() -> None:
-    mine = lane.CallerLane()
+    mine = shared_memory.CallerLane()
     try:
-        found = lane.join(mine.offer())
+        found = shared_memory.join(mine.offer())
         assert found is not None
         reader = found[0]
         places = mine.writer.put([b"a" * 10_000, b"z" * 100], request=7)
@@ -117,7 +120,7 @@ def test_posted_questions_keep_their_blocks_until_they_are_answered() -> None:
         again = mine.writer.put([b"c" * 10_000])
         assert again[0] % (1 << 32) == places[0] % (1 << 32)
         # The question was repeated, and comes when its block belongs to another one.
-        with refused(lane.OutdatedError, "a later question"):
+        with refused(shared_memory.OutdatedError, "a later question"):
             reader.views(places, [3, 2])
         assert bytes(reader.views(again, [3])[0]) == b"ccc"
     finally:
@@ -135,17 +138,17 @@ def test_posted_questions_keep_their_blocks_until_they_are_answered() -> None:
     ],
 )
 def test_bar42_only_regions_of_the_named_caller_are_opened(spoil: Any) -> None:
-    mine = lane.CallerLane()
+    mine = shared_memory.CallerLane()
     try:
         name = mine.offer()
-        assert lane.join(name) is not None
-        assert lane.join(spoil(name)) is None
+        assert shared_memory.join(name) is not None
+        assert shared_memory.join(spoil(name)) is None
     finally:
         mine.close()
 
 
 def test_bar45_a_region_cannot_be_made_smaller() -> None:
-    mine = lane.CallerLane()
+    mine = shared_memory.CallerLane()
     try:
         fd = int(mine.offer().split(":")[1])
         with pytest.raises(PermissionError):
@@ -160,18 +163,18 @@ def test_bar45_a_region_cannot_be_made_smaller() -> None:
         ([0], [10]),
         ([-64], [10]),
         ([65], [10]),
-        ([64], [limits.LANE_BYTES]),
+        ([64], [limits.SHARED_MEMORY_BYTES]),
         ([64], [0]),
-        ([limits.LANE_BYTES], [1]),
+        ([limits.SHARED_MEMORY_BYTES], [1]),
         ([64, 128], [100, 10]),
         ([128, 64], [10, 10]),
         ([64, 128], [10, -5]),
     ],
 )
 def test_bar45_places_outside_of_a_region_are_refused(places: Any, sizes: Any) -> None:
-    mine = lane.CallerLane()
+    mine = shared_memory.CallerLane()
     try:
-        found = lane.join(mine.offer())
+        found = shared_memory.join(mine.offer())
         assert found is not None
         with pytest.raises(errors.ProtocolError):
             found[0].views(places, sizes)

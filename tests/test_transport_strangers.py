@@ -17,11 +17,12 @@ import zmq
 from transport_partners import COORDINATOR, PS, WORKER, Place, Stranger, random_body
 
 from replicax import errors
-from replicax.transport import addresses, codec, limits, messages
+from replicax.protocol import codec, limits, messages
+from replicax.protocol.tasks import Task
+from replicax.transport import addresses
 from replicax.transport import keys as key_files
-from replicax.transport.authenticator import guard_client
 from replicax.transport.channel import Channel
-from replicax.transport.tasks import Task
+from replicax.transport.zmq.authenticator import guard_client
 
 PING = messages.Ping(0)
 
@@ -209,7 +210,7 @@ def test_bar49_a_channel_raises_what_the_versions_are(
 
 
 def test_patch_versions_may_differ(ipc: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from replicax.transport.tasks import library_version
+    from replicax.protocol.tasks import library_version
 
     minor = library_version().rpartition(".")[0]
     monkeypatch.setattr("replicax.transport.service.library_version", lambda: f"{minor}.999")

@@ -14,19 +14,20 @@ import pytest
 from parameter_servers import Desk, becomes
 
 import replicax as rx
-from replicax.coordinator import waits
-from replicax.coordinator.closures import Closure
-from replicax.coordinator.queue import ClosureQueue
-from replicax.coordinator.servers import Server
-from replicax.coordinator.timing import Timing
-from replicax.coordinator.waiters import Waiter
+from replicax.coordinator import wait_report
+from replicax.coordinator.scheduling.closures import Closure
+from replicax.coordinator.scheduling.queue import ClosureQueue
+from replicax.coordinator.scheduling.servers import Server
+from replicax.coordinator.scheduling.timing import Timing
+from replicax.coordinator.scheduling.workers import Worker, WorkerState
+from replicax.coordinator.waiting_threads import Waiter
 from replicax.coordinator.watchdog import News, Pulse
-from replicax.coordinator.workers import Worker, WorkerState
-from replicax.foundation import errors
-from replicax.transport import addresses, messages, stacks
+from replicax.foundation import errors, thread_stacks
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.transport import addresses
 from replicax.transport.channel import Channel
 from replicax.transport.service import Service
-from replicax.transport.tasks import Task
 
 # Tasks that are silent for long are not given up, so that they can be told of.
 PATIENT = Timing(beat_s=0.1, dead_s=60.0, cancel_s=5.0)
@@ -100,9 +101,9 @@ def described(
     queue: ClosureQueue | None = None,
     waiters: tuple[Waiter, ...] = (),
     now: float = 112.3,
-) -> waits.Waits:
+) -> wait_report.Waits:
     queue = ClosureQueue() if queue is None else queue
-    return waits.describe(workers, servers or [], queue, waiters, 1.0, now)
+    return wait_report.describe(workers, servers or [], queue, waiters, 1.0, now)
 
 
 def test_T122_who_runs_what_and_waits_for_which_server() -> None:
@@ -225,8 +226,11 @@ def parked() -> Iterator[threading.Event]:
 
 
 def test_T122_stacks_name_threads_and_functions_and_no_values(parked: threading.Event) -> None:
-    becomes(lambda: "3 threads (parked-0, parked-1, parked-2):" in stacks.text(), "they are alike")
-    text = stacks.text()
+    becomes(
+        lambda: "3 threads (parked-0, parked-1, parked-2):" in thread_stacks.text(),
+        "they are alike",
+    )
+    text = thread_stacks.text()
     assert "wait_in_the_park" in text
     assert "hunter2" not in text
     assert "test_watchdog.py:" in text
@@ -234,19 +238,19 @@ def test_T122_stacks_name_threads_and_functions_and_no_values(parked: threading.
 
 def test_T122_stacks_are_short_whatever_the_threads_do() -> None:
     def deep(count: int) -> str:
-        return deep(count - 1) if count else stacks.text()
+        return deep(count - 1) if count else thread_stacks.text()
 
     text = deep(200)
     assert "… older calls" in text
-    assert len(text.encode()) <= stacks.MOST_CHARACTERS
-    short = stacks.text(limit=100)
+    assert len(text.encode()) <= thread_stacks.MOST_CHARACTERS
+    short = thread_stacks.text(limit=100)
     assert len(short.encode()) <= 100
     assert short.endswith("stacks more")
 
 
 def test_T122_what_others_said_cannot_steer_a_terminal() -> None:
-    assert stacks.cleaned("a\x1b]0;b\x07\r\nc") == "a?]0;b??\nc"
-    assert len(stacks.cleaned("x" * 10**6)) == stacks.MOST_CHARACTERS
+    assert thread_stacks.cleaned("a\x1b]0;b\x07\r\nc") == "a?]0;b??\nc"
+    assert len(thread_stacks.cleaned("x" * 10**6)) == thread_stacks.MOST_CHARACTERS
 
 
 def test_T122_every_service_says_its_stacks_to_coordinators_alone() -> None:

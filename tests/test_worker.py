@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax.coordinator import shipping
+from replicax.contexts.worker_index import experimental_get_current_worker_index
+from replicax.coordinator.shipping import serialization
 from replicax.foundation import errors
-from replicax.parameter_server.worker_index import experimental_get_current_worker_index
-from replicax.server.job import Job
-from replicax.server.worker import WorkerTask
-from replicax.transport import addresses, messages
-from replicax.transport.hub import Hub
-from replicax.transport.tasks import Task
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.transport import addresses
+from replicax.transport.client_pool import Hub
+from replicax.worker.job import Job
+from replicax.worker.worker import WorkerTask
 
 WORKER = Task("worker", 1)
 _names = itertools.count()
@@ -140,14 +141,14 @@ class Desk:
         return body
 
     def ship(self, fn: Any) -> str:
-        shipped = shipping.ship(fn, self.session.strategy)
+        shipped = serialization.ship(fn, self.session.strategy)
         if shipped.sha not in self.shipped:
             self.shipped.add(shipped.sha)
             self.hub.send(WORKER, messages.Ship(shipped.sha), shipped.buffers)
         return shipped.sha
 
     def call(self, fn: Any, args: Any = (), kwargs: Any = None) -> tuple[Any, list[Any]]:
-        buffers = shipping.pickle_arguments(args, kwargs, self.session.strategy)
+        buffers = serialization.pickle_arguments(args, kwargs, self.session.strategy)
         sha = self.ship(fn)
         return messages.ClosureCall(next(self.closures), 0, sha, [], len(buffers)), buffers
 
@@ -164,7 +165,7 @@ class Desk:
     def make(self, kind: Any, fn: Any = None, source: int = 0, args: Any = ()) -> int:
         number = next(self.resources)
         sha = "" if fn is None else self.ship(fn)
-        buffers = shipping.pickle_arguments(args, None)
+        buffers = serialization.pickle_arguments(args, None)
         order = messages.MakeResource(number, kind, sha, source, len(buffers))
         self.hub.send(WORKER, order, buffers)
         return number
@@ -193,8 +194,8 @@ class Desk:
     def value(self, closure: int) -> Any:
         result = self.result(closure)
         if result.error is not None:
-            raise shipping.rebuild_error(result.error, 1)
-        return shipping.unpack_result(*self.results[closure])
+            raise serialization.rebuild_error(result.error, 1)
+        return serialization.unpack_result(*self.results[closure])
 
     def error(self, closure: int) -> messages.RemoteError:
         error = self.result(closure).error
@@ -325,7 +326,7 @@ def test_T95_errors_of_closures_leave_the_worker_alive(
         desk.value(desk.run(fail))
     assert type(caught.value) is expected
     assert "raise error" in caught.value.__notes__[0]
-    assert "server/runner.py" not in caught.value.__notes__[0]
+    assert "worker/runner.py" not in caught.value.__notes__[0]
     assert desk.value(desk.run(lambda: "alive")) == "alive"
 
 
@@ -366,7 +367,7 @@ def test_variables_and_the_strategy_are_found_on_the_worker(desk: Desk) -> None:
 
 
 def test_unknown_functions_are_asked_for_again(desk: Desk) -> None:
-    shipped = shipping.ship(lambda: 5)
+    shipped = serialization.ship(lambda: 5)
     call = messages.ClosureCall(next(desk.closures), 0, shipped.sha, [], 0)
     desk.hub.send(WORKER, messages.Run([call]))
     assert desk.error(call.closure).cause == "unknown_function"
@@ -572,7 +573,7 @@ def test_T99_resources_are_made_before_closures_that_wait(desk: Desk) -> None:
     number = next(desk.resources)
     user = desk.run_on(lambda x: x, number)
     shipped = desk.ship(lambda k: k + 1)
-    buffers = shipping.pickle_arguments((4,), None)
+    buffers = serialization.pickle_arguments((4,), None)
     desk.hub.send(WORKER, messages.MakeResource(number, "value", shipped, 0, 1), buffers)
     desk.ping()
     desk.session.gate.set()

@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from replicax.transport import addresses, codec, messages
+from replicax.protocol import codec, messages
+from replicax.protocol.tasks import Task, library_version, python_version
+from replicax.transport import addresses
 from replicax.transport import keys as key_files
-from replicax.transport.callers import Caller
 from replicax.transport.channel import Channel
 from replicax.transport.service import Service
-from replicax.transport.tasks import Task, library_version, python_version
+from replicax.transport.sessions import Caller
 
 PS = Task("ps", 0)
 WORKER = Task("worker", 0)

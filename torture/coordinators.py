@@ -11,8 +11,8 @@ import numpy as np
 import psutil
 
 import replicax as rx
-from replicax.coordinator.queue import LIMIT
-from replicax.coordinator.timing import Timing
+from replicax.coordinator.scheduling.queue import LIMIT
+from replicax.coordinator.scheduling.timing import Timing
 from replicax.foundation import errors
 from torture.bars import Outcome, Plan, bar
 from torture.jobs import Job, cluster, job, slope, until

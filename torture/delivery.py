@@ -223,7 +223,7 @@ def simulated(plan: Plan) -> Outcome:
     """Runs the simulation with many seeds, in processes of its own."""
     seeds = plan.size(10_000, 40)
     begin = plan.seed * seeds
-    command = [sys.executable, "-m", "replicax.testing.simulation"]
+    command = [sys.executable, "-m", "simulation"]
     command += ["--seeds", f"{begin}:{begin + seeds}", "--processes", "2"]
     done = run_program(command, plan, seconds=1500)
     outcome = Outcome(

@@ -14,7 +14,7 @@ import time
 
 import replicax as rx
 from replicax.cluster.spec import ClusterSpec
-from replicax.coordinator.timing import Timing
+from replicax.coordinator.scheduling.timing import Timing
 from replicax.foundation import errors
 
 _REFUSED = 3

@@ -21,7 +21,7 @@ _SAVE = """
 import contextlib, sys
 import numpy as np
 import replicax as rx
-from replicax.testing import saboteurs
+from torture import safeguards as saboteurs
 directory, saboteur = sys.argv[1:]
 variable = rx.Variable(np.ones(1 << 18, np.float32))
 off = saboteurs.at_work(saboteur) if saboteur else contextlib.nullcontext()

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 import replicax as rx
-from replicax.coordinator.timing import Timing
+from replicax.coordinator.scheduling.timing import Timing
 from torture.bars import Plan
 from torture.marks import Marks
 

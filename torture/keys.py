@@ -9,9 +9,10 @@ import replicax as rx
 from benchmarks import secure_transport as speed
 from benchmarks.harness import Settings
 from replicax.foundation import errors
-from replicax.transport import addresses, keys, messages
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.transport import addresses, keys
 from replicax.transport.channel import Channel
-from replicax.transport.tasks import Task
 from torture.bars import Outcome, Plan, bar
 from torture.endurance import Feeder
 from torture.jobs import PATIENT, Job, cluster, until

@@ -25,9 +25,8 @@ from typing import Any, TextIO
 import jax.numpy as jnp
 import psutil
 
-from replicax.server import endings
-from replicax.testing import saboteurs
-from torture import catalogue
+from replicax.process import shutdown
+from torture import catalogue, safeguards
 from torture.bars import Bar, Outcome, Plan
 from torture.sabotage import sabotaged
 
@@ -47,7 +46,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, help="ends when this process does")
     options = parser.parse_args()
     if options.parent is not None:
-        endings.die_with_parent(options.parent)
+        shutdown.die_with_parent(options.parent)
     (found,) = catalogue.chosen([options.number])
     # Nobody else writes lines here, whatever a library prints.
     lines = os.fdopen(os.dup(1), "w")
@@ -95,7 +94,7 @@ def _without(safeguard: str) -> Iterator[None]:
     if not safeguard:
         yield
         return
-    with saboteurs.at_work(safeguard), sabotaged(safeguard):
+    with safeguards.at_work(safeguard), sabotaged(safeguard):
         yield
 
 

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import replicax as rx
-from replicax.coordinator.timing import Timing
+from replicax.coordinator.scheduling.timing import Timing
 from replicax.foundation import errors
 from torture.bars import ROOT, Outcome, Plan, bar
 from torture.driver import LEASE_S

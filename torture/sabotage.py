@@ -12,7 +12,7 @@ from pathlib import Path
 _SCRIPT = """#!/bin/sh
 if [ "$1" = -m ] && [ "$2" = replicax ]; then
   shift 2
-  exec '{python}' -m replicax.testing.sabotaged '{saboteur}' "$@"
+  exec '{python}' -m torture.sabotaged '{saboteur}' "$@"
 fi
 exec '{python}' "$@"
 """

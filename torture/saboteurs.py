@@ -65,7 +65,7 @@ def _run(plan: Plan, saboteur: str, number: int) -> _Found:
 
 
 def _simulate(plan: Plan, saboteur: str) -> _Found:
-    command = [sys.executable, "-m", "replicax.testing.simulation", "--saboteur", saboteur]
+    command = [sys.executable, "-m", "simulation", "--saboteur", saboteur]
     command += ["--seeds", f"0:{_SIMULATED_SEEDS}", "--processes", "2"]
     done = run_program(command, plan, seconds=600)
     verdicts = {0: "pass", 1: "fail"}

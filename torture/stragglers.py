@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from replicax.coordinator.timing import Timing
+from replicax.coordinator.scheduling.timing import Timing
 from torture.bars import Outcome, Plan, bar
 from torture.jobs import Job, job
 

@@ -39,7 +39,7 @@ from replicax.input.distributed import DistributedIterator as DistributedIterato
 from replicax.input.input_context import InputContext as InputContext
 from replicax.input.input_context import InputOptions as InputOptions
 from replicax.input.input_context import InputReplicationMode as InputReplicationMode
-from replicax.server.server import Server as Server
+from replicax.process.server import Server as Server
 from replicax.strategies.base import Strategy as Strategy
 from replicax.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
 from replicax.strategies.consistency import Staleness as Staleness

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from replicax.cli import checkpoint, keys, serve
-from replicax.transport.tasks import library_version
+from replicax.protocol.tasks import library_version
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -16,9 +16,9 @@ from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.tasks import TaskName
 from replicax.cluster_resolver import TFConfigClusterResolver
 from replicax.foundation import devices, errors
-from replicax.server import allocation, descriptors, endings, roles
-from replicax.server.server import Server
-from replicax.server.snapshots import DEFAULT_EVERY_S, LAST_SAVE_S
+from replicax.process import allocation, descriptors, roles, shutdown
+from replicax.process.server import Server
+from replicax.ps.process.snapshots import DEFAULT_EVERY_S, LAST_SAVE_S
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def serve(
         _configure_devices(name, cpu_devices)
     with told_in_one_line():
         if parent is not None:
-            endings.die_with_parent(parent)
+            shutdown.die_with_parent(parent)
         allocation.keep_freed_memory()
         descriptors.allow_many()
         server = Server(
@@ -87,17 +87,17 @@ def serve(
             keys=keys,
             snapshots=snapshots,
             snapshot_every=snapshot_every,
-            on_ending=lambda _: endings.end_soon(endings.START_AGAIN, seconds=_GIVEN_UP_SECONDS),
+            on_ending=lambda _: shutdown.end_soon(shutdown.START_AGAIN, seconds=_GIVEN_UP_SECONDS),
         )
         seconds = _ENDING_SECONDS + (LAST_SAVE_S if snapshots is not None else 0.0)
         # In place before anything listens: from then on an end is an orderly one.
-        with endings.ended_by_signals(server.interrupt, seconds=seconds), server:
+        with shutdown.ended_by_signals(server.interrupt, seconds=seconds), server:
             server.start()
             _report(server, name, ready_fd)
             server.join()
     if server.ending is not None:
         _log.warning("%s ends: %s", name.label, server.ending)
-        raise typer.Exit(endings.START_AGAIN)
+        raise typer.Exit(shutdown.START_AGAIN)
 
 
 def _which_task(

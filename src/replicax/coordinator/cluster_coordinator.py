@@ -8,11 +8,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from replicax.coordinator import nesting, shipping
 from replicax.coordinator.engine import Engine
 from replicax.coordinator.per_worker import PerWorkerDataset
 from replicax.coordinator.progress import Progress
-from replicax.coordinator.queue import LIMIT
 from replicax.coordinator.remote_value import (
     PerWorkerValues,
     RemoteValue,
@@ -21,8 +19,10 @@ from replicax.coordinator.remote_value import (
     map_structure,
     require_no_remote_value,
 )
-from replicax.coordinator.status import Status
-from replicax.coordinator.timing import Timing
+from replicax.coordinator.scheduling.queue import LIMIT
+from replicax.coordinator.scheduling.status import Status
+from replicax.coordinator.scheduling.timing import Timing
+from replicax.coordinator.shipping import nesting, serialization
 from replicax.foundation import errors, tracebacks
 
 # How often progress is looked at.
@@ -171,7 +171,7 @@ class ClusterCoordinator:
                 f"it is {deadline!r}",
                 "Give the function more time.",
             )
-        function = shipping.ship(fn, self._strategy)
+        function = serialization.ship(fn, self._strategy)
         resources, buffers = self._pack(args, kwargs)
         kept = (fn, args, kwargs)
         closure = self._engine.schedule(function, resources, buffers, kept, deadline)
@@ -238,7 +238,7 @@ class ClusterCoordinator:
           The dataset. `iter` of it starts an iterator on each worker, an argument for
           scheduled functions.
         """
-        function = shipping.ship(dataset_fn, self._strategy)
+        function = serialization.ship(dataset_fn, self._strategy)
         resource = self._engine.make_resource("dataset", function, (), dataset_fn)
         return PerWorkerDataset(self._engine, resource)
 
@@ -267,7 +267,7 @@ class ClusterCoordinator:
         require_no_remote_value(args, kwargs)
         # One object with everything in it: a resource has no arguments of its own.
         call = functools.partial(fn, *(args or ()), **(kwargs or {})) if args or kwargs else fn
-        function = shipping.ship(call, self._strategy)
+        function = serialization.ship(call, self._strategy)
         engine = self._engine
         resource = engine.make_resource("value", function, (), call)
         holder = ResourceHolder(resource.id, engine.released)
@@ -275,7 +275,7 @@ class ClusterCoordinator:
 
     def make_copies(self, make: Callable[[], Any]) -> WorkerCopies:
         """Has each worker make a copy of a variable; see `CopiesHost`."""
-        function = shipping.ship(make, self._strategy)
+        function = serialization.ship(make, self._strategy)
         resource = self._engine.make_resource("value", function, (), make)
         holder = ResourceHolder(resource.id, self._engine.released)
         return WorkerCopies(self._engine, self._engine.num_workers, holder)
@@ -297,7 +297,7 @@ class ClusterCoordinator:
         if not args and not kwargs:
             return [], []
         require_no_remote_value(args, kwargs)
-        return shipping.pack_arguments(args, dict(kwargs or {}), self._strategy)
+        return serialization.pack_arguments(args, dict(kwargs or {}), self._strategy)
 
 
 def _fetched(leaf: Any) -> Any:

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from replicax.coordinator.closures import Closure, ShippedFunction
 from replicax.coordinator.resources import Resource
-from replicax.coordinator.workers import Worker
+from replicax.coordinator.scheduling.closures import Closure, ShippedFunction
+from replicax.coordinator.scheduling.workers import Worker
 from replicax.foundation import errors
-from replicax.transport import limits, messages
+from replicax.protocol import limits, messages
+from replicax.protocol.tasks import Task
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
-from replicax.transport.tasks import Task
 
 # Arguments that are larger together travel in messages of their own.
 _RUN_BYTES = 32 * 1024 * 1024

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from replicax.coordinator.closures import Closure
 from replicax.coordinator.courier import Courier
 from replicax.coordinator.resources import Resource, ResourceTable
-from replicax.coordinator.workers import Worker
+from replicax.coordinator.scheduling.closures import Closure
+from replicax.coordinator.scheduling.workers import Worker
 from replicax.foundation import errors
 
 _log = logging.getLogger(__name__)

@@ -9,20 +9,21 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from replicax.coordinator import actions as act
-from replicax.coordinator import pacing, reports, shipping, speculation, verdicts
-from replicax.coordinator.closures import Closure, State
 from replicax.coordinator.courier import Cluster, Courier, Sender
 from replicax.coordinator.deliveries import Deliveries
-from replicax.coordinator.policy import Policy
-from replicax.coordinator.queue import ClosureQueue
 from replicax.coordinator.resources import Resource
-from replicax.coordinator.status import Meter, Status
-from replicax.coordinator.timing import Timing
-from replicax.coordinator.workers import WorkerState
+from replicax.coordinator.scheduling import actions as act
+from replicax.coordinator.scheduling import error_causes, error_messages, pacing, speculation
+from replicax.coordinator.scheduling.closures import Closure, State
+from replicax.coordinator.scheduling.policy import Policy
+from replicax.coordinator.scheduling.queue import ClosureQueue
+from replicax.coordinator.scheduling.status import Meter, Status
+from replicax.coordinator.scheduling.timing import Timing
+from replicax.coordinator.scheduling.workers import WorkerState
+from replicax.coordinator.shipping import serialization
 from replicax.foundation import errors
-from replicax.transport import messages
-from replicax.transport.tasks import Task
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
 
 _log = logging.getLogger(__name__)
 _FENCED = errors.FencedError.__name__
@@ -109,7 +110,7 @@ class Dispatcher:
 
     def end(self) -> None:
         """Cancels everything and lets the workers go."""
-        error = verdicts.closed()
+        error = error_messages.closed()
         self._note(self.queue.report(error))
         errands = [c for w in self.crew.workers for c in (*w.errands, *w.window.values())]
         left = [*self.queue.in_flight.values(), *(c for c in errands if c.pin is not None)]
@@ -241,16 +242,16 @@ class Dispatcher:
         self, closure: Closure, worker: int, error: messages.RemoteError, now: float
     ) -> bool:
         """Decides about a closure that did not end well; tells whether it has run."""
-        verdict = reports.judge(closure, worker, error, len(self.policy.servers))
+        verdict = error_causes.judge(closure, worker, error, len(self.policy.servers))
         if isinstance(verdict, Exception):
             # Another attempt decides, and must have ended before anybody is told.
             if not speculation.runs_elsewhere(self.crew, closure):
                 self._perform([act.Fail(closure, verdict, cancels=True)])
             return True
-        if isinstance(verdict, reports.Fenced):
+        if isinstance(verdict, error_causes.Fenced):
             self._perform(self.policy.worker_disowned(worker, closure, now))
             return False
-        if isinstance(verdict, reports.Blame):
+        if isinstance(verdict, error_causes.Blame):
             closure.doubts += (self.crew.workers[worker].incarnation,)
             actions = self.policy.server_blamed(worker, verdict.server, verdict.is_restarted, now)
             # If the server is given up, its error comes first, and cancels this closure too.
@@ -279,7 +280,7 @@ class Dispatcher:
             self._courier.make(made_by, resource)
             return
         # Harmless unless a closure uses it: then the worker reports it with that closure.
-        error = shipping.rebuild_error(body.error, worker)
+        error = serialization.rebuild_error(body.error, worker)
         text = "A per-worker %s could not be made on /job:worker/task:%d: %s"
         _log.warning(text, resource.kind, worker, error)
 
@@ -324,7 +325,7 @@ class Dispatcher:
             self.replaced = text
             self._perform(self.policy.job_lost(errors.FencedError(text)))
             # Servers do not listen any more to who would settle doubts.
-            self._abandon(act.Abandon(list(self.queue.doubted.values()), verdicts.replaced()))
+            self._abandon(act.Abandon(list(self.queue.doubted.values()), error_messages.replaced()))
 
     def _welcome(self, index: int, now: float) -> None:
         """A worker has joined: it gets its resources, then closures."""

@@ -16,27 +16,29 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from replicax.coordinator import shipping, waits
-from replicax.coordinator.closures import Closure, ShippedFunction
+from replicax.coordinator import wait_report
 from replicax.coordinator.courier import Cluster
 from replicax.coordinator.dispatcher import Dispatcher
-from replicax.coordinator.pacing import Rounds
 from replicax.coordinator.per_worker import PerWorkerDataset, return_argument
 from replicax.coordinator.remote_value import RemoteValue
 from replicax.coordinator.resources import Kind, Resource
-from replicax.coordinator.status import Status
-from replicax.coordinator.timing import Timing
-from replicax.coordinator.waiters import Waiter, noted
-from replicax.coordinator.workers import WorkerState
-from replicax.foundation import errors, lazy
-from replicax.transport import expected_ends, messages, stacks
-from replicax.transport.tasks import Task
+from replicax.coordinator.scheduling.closures import Closure, ShippedFunction
+from replicax.coordinator.scheduling.pacing import Rounds
+from replicax.coordinator.scheduling.status import Status
+from replicax.coordinator.scheduling.timing import Timing
+from replicax.coordinator.scheduling.workers import WorkerState
+from replicax.coordinator.shipping import serialization
+from replicax.coordinator.waiting_threads import Waiter, noted
+from replicax.foundation import errors, lazy, thread_stacks
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.transport import expected_exits
 
 if TYPE_CHECKING:
-    from replicax.transport import hub as hubs
+    from replicax.transport import client_pool as hubs
 else:
     # ZeroMQ is imported with it.
-    hubs = lazy.module("replicax.transport.hub")
+    hubs = lazy.module("replicax.transport.client_pool")
 
 # Waits look around so often, should a wake-up ever be missed.
 _LOOK_S = 1.0
@@ -151,7 +153,7 @@ class Engine:
 
     def _join_timeout(self, timeout: float | None) -> str:
         workers, now = self._dispatcher.crew.workers, time.monotonic()
-        return waits.join_timeout(workers, self._queue, timeout or 0.0, now)
+        return wait_report.join_timeout(workers, self._queue, timeout or 0.0, now)
 
     def _complete_round(self, deadline: float | None) -> None:
         """Lets servers apply gradients that wait for others, when no others will come."""
@@ -199,7 +201,7 @@ class Engine:
                     self._is_settled,
                     deadline,
                     _LOOK_S,
-                    lambda: waits.fetch_timeout(
+                    lambda: wait_report.fetch_timeout(
                         closure,
                         self._dispatcher.crew.workers,
                         self._queue,
@@ -211,7 +213,7 @@ class Engine:
     def unpack(self, closure: Closure) -> Any:
         """Returns the result of a closure that ended well."""
         result, buffers = closure.result
-        return shipping.unpack_result(result, buffers, self._cluster)
+        return serialization.unpack_result(result, buffers, self._cluster)
 
     def run_errand(
         self,
@@ -221,7 +223,7 @@ class Engine:
         fn: Callable[[Any], Any] = return_argument,
     ) -> Closure:
         """Has one worker return what it keeps under a number, or a function of it."""
-        function = shipping.ship(fn)
+        function = serialization.ship(fn)
         with self._lock:
             self._require_open()
             number = self._cluster.next_closure()
@@ -275,11 +277,11 @@ class Engine:
             has_errands = any(w.errands or w.window for w in workers)
             return mark, has_errands or not self._queue.is_idle
 
-    def waits(self) -> waits.Waits:
+    def waits(self) -> wait_report.Waits:
         """Says who waits for whom."""
         with self._lock:
             policy, now = self._dispatcher.policy, time.monotonic()
-            return waits.describe(
+            return wait_report.describe(
                 policy.crew.workers,
                 policy.servers,
                 self._queue,
@@ -293,7 +295,7 @@ class Engine:
         body, _ = self._hub.request(task, messages.AskStacks(), timeout=timeout)
         if not isinstance(body, messages.Stacks):
             raise errors.ProtocolError(f"{task} said {type(body).__name__}.")
-        return stacks.cleaned(body.text)
+        return thread_stacks.cleaned(body.text)
 
     def add_ending(self, end: Callable[[], None]) -> None:
         """Has something called, which does not wait, when this is closed."""
@@ -334,7 +336,7 @@ class Engine:
             if not self._is_closed:
                 cluster = self._cluster
                 places = cluster.servers if task.role == "ps" else cluster.workers
-                is_expected = expected_ends.is_expected(places[task.index])
+                is_expected = expected_exits.is_expected(places[task.index])
                 self._dispatcher.lost(task, reason, time.monotonic(), is_expected=is_expected)
                 self._wake()
 

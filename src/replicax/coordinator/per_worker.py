@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from replicax.contexts import frames
-from replicax.coordinator import element_specs
 from replicax.coordinator.resources import Resource
+from replicax.coordinator.shipping import element_specs
 from replicax.foundation import errors
 
 

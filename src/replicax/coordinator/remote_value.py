@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from replicax.coordinator import nesting
-from replicax.coordinator.closures import Closure
+from replicax.coordinator.scheduling.closures import Closure
+from replicax.coordinator.shipping import nesting
 from replicax.foundation import errors, tracebacks
 from replicax.values.regroup import mapping_like, sequence_like
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from replicax.coordinator.closures import ShippedFunction
+from replicax.coordinator.scheduling.closures import ShippedFunction
 
 Kind = Literal["value", "dataset", "iterator"]
 

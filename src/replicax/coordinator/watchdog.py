@@ -13,9 +13,8 @@ from typing import Self, TextIO
 
 from replicax.coordinator.cluster_coordinator import ClusterCoordinator
 from replicax.coordinator.engine import Engine
-from replicax.foundation import errors
-from replicax.transport import stacks
-from replicax.transport.tasks import Task
+from replicax.foundation import errors, thread_stacks
+from replicax.protocol.tasks import Task
 
 _log = logging.getLogger(__name__)
 
@@ -186,7 +185,7 @@ class Watchdog:
             f"replicax watchdog: no closure has ended for {stalled_s:.1f} s",
             *(f"- {line}" for line in waits.lines),
             "Stacks of this process:",
-            stacks.text(),
+            thread_stacks.text(),
             *self._stacks_of(waits.tasks),
         ]
         text = "\n".join(parts) + "\n"

@@ -18,11 +18,11 @@ from replicax.cluster.tasks import TaskName
 from replicax.cluster_resolver.base import ClusterResolver
 from replicax.contexts import frames
 from replicax.foundation import devices, errors
-from replicax.parameter_server import initial_values
-from replicax.parameter_server.client import ParameterClient
-from replicax.parameter_server.cluster import Cluster
-from replicax.parameter_server.creation import create_part
-from replicax.parameter_server.initial_values import Initial, InitialValue, PartValue
+from replicax.ps.client import initial_values
+from replicax.ps.client.cluster import Cluster
+from replicax.ps.client.creation import create_part
+from replicax.ps.client.initial_values import Initial, InitialValue, PartValue
+from replicax.ps.client.variable_client import ParameterClient
 from replicax.strategies import parameter_server_options as options
 from replicax.strategies import server_optimizers
 from replicax.strategies.base import Strategy

@@ -12,9 +12,9 @@ from jax import export
 
 from replicax.foundation import jax_compat
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
-from replicax.parameter_server.initial_values import Initial, uniform_element
-from replicax.training.optimizer_elsewhere import Update
-from replicax.transport import messages
+from replicax.protocol import messages
+from replicax.ps.client.initial_values import Initial, uniform_element
+from replicax.training.optimizer_remote import Update
 from replicax.variables.creators import VariableAttributes
 from replicax.variables.remote import CopiedVariable, RemoteVariable
 from replicax.variables.sharded import ShardedVariable

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from replicax.foundation import errors
 from replicax.testing.child import Child
-from replicax.testing.duty import DutyCycles
 from replicax.testing.proxy import Proxy
 from replicax.testing.supervisor import Supervisor
-from replicax.transport import expected_ends, keys
+from replicax.testing.throttle import DutyCycles
+from replicax.transport import expected_exits, keys
 
 # The name of a socket in a directory has to fit into what the kernel keeps for it.
 _LONGEST_DIRECTORY = 80
@@ -105,7 +105,7 @@ class Crew:
         wait_until_ready(self.children.values(), timeout)
         for key in self.children:
             # A port may have been that of another cluster before.
-            expected_ends.forget(self._addresses(key))
+            expected_exits.forget(self._addresses(key))
         for number, (key, child) in enumerate(self.children.items()):
             if key[0] in plan.proxied:
                 is_tcp = plan.protocol == "tcp"
@@ -136,14 +136,14 @@ class Crew:
         if plan.devices_per_worker == 1:
             env |= _share_of_machine(child.job, plan.counts["worker"])
         env |= {**plan.env, "TF_CONFIG": json.dumps(config)}
-        expected_ends.forget(self._addresses((child.job, child.index)))
+        expected_exits.forget(self._addresses((child.job, child.index)))
         with self.changing:
             self._launcher.submit(child.spawn, options, env).result(timeout=_START_SECONDS)
 
     def expect_end(self, tasks: Iterable[tuple[str, int]]) -> None:
         """Says to coordinators in this process that tasks are about to end as asked."""
         for key in tasks:
-            expected_ends.expect(self._addresses(key))
+            expected_exits.expect(self._addresses(key))
 
     def _addresses(self, key: tuple[str, int]) -> list[str]:
         """Returns where a task is called: where it listens, and where its proxy does."""

@@ -10,9 +10,9 @@ import struct
 import msgspec
 
 from replicax.foundation import errors
+from replicax.protocol import codec, messages
 from replicax.testing.faults import Dice, Direction
 from replicax.testing.zmtp import Splitter, Unit, joined
-from replicax.transport import codec, messages
 
 _PIECE = 1 << 18
 # No more is read while so much waits to be written.

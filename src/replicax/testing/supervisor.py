@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from replicax.server.endings import START_AGAIN
+from replicax.process.shutdown import START_AGAIN
 from replicax.testing.child import Child
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from replicax.training import (
     optimizer_probe,
     row_updates,
 )
-from replicax.training.optimizer_elsewhere import RemoteOptimizer, StateProgram, make_remote
+from replicax.training.optimizer_remote import RemoteOptimizer, StateProgram, make_remote
 from replicax.training.optimizer_state import StateVariables, local_maker, make_variable, split
 from replicax.training.step_guard import DynamicLossScale, StepGuard, are_finite
 from replicax.values import printing

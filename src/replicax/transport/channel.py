@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from replicax.foundation import errors, lazy
-from replicax.transport import codec, failures, limits, messages, refusals
+from replicax.protocol import codec, error_replies, limits, messages
+from replicax.protocol.tasks import Task, new_incarnation
+from replicax.transport import failures
 from replicax.transport.addresses import Location
-from replicax.transport.connection import Connection
 from replicax.transport.keys import Keys
-from replicax.transport.tasks import Task, new_incarnation
+from replicax.transport.zmq.connection import Connection
 
 if TYPE_CHECKING:
     import zmq
@@ -140,7 +141,7 @@ class Channel:
                 self._give_up()
             self._lock.release()
         if type(answer[1]) is messages.Refused:
-            raise refusals.to_error(answer[1])
+            raise error_replies.to_error(answer[1])
         return answer[1], answer[2]
 
     def post(self, body: messages.Body, buffers: Sequence[codec.Buffer] = ()) -> int:

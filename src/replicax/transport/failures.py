@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from replicax.foundation import errors
-from replicax.transport import messages
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
 from replicax.transport.addresses import Location
-from replicax.transport.tasks import Task
 
 
 def unavailable(peer: Task, location: Location, reason: str) -> errors.UnavailableError:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from replicax.foundation import errors, lazy
-from replicax.transport import messages
-from replicax.transport.tasks import ROLES
+from replicax.protocol import messages
+from replicax.protocol.tasks import ROLES
 
 if TYPE_CHECKING:
     import zmq

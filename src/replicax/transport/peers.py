@@ -7,9 +7,9 @@ import threading
 from typing import Any
 
 from replicax.foundation import errors
-from replicax.transport import limits, messages
-from replicax.transport.connection import Connection
-from replicax.transport.tasks import Task
+from replicax.protocol import limits, messages
+from replicax.protocol.tasks import Task
+from replicax.transport.zmq.connection import Connection
 
 
 class Waiter:

@@ -17,24 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from replicax.foundation import errors, lazy
-from replicax.transport import (
-    admission,
-    codec,
-    frames,
-    limits,
-    listener,
-    messages,
-    refusals,
-    stacks,
-)
+from replicax.foundation import errors, lazy, thread_stacks
+from replicax.protocol import admission, codec, error_replies, limits, messages
+from replicax.protocol.tasks import Task, library_version, new_incarnation
 from replicax.transport.addresses import Location
-from replicax.transport.callers import Caller
 from replicax.transport.keys import Keys
-from replicax.transport.lane import OutdatedError
-from replicax.transport.lane import join as join_lane
-from replicax.transport.tasks import Task, library_version, new_incarnation
+from replicax.transport.sessions import Caller
+from replicax.transport.shared_memory import OutdatedError
+from replicax.transport.shared_memory import join as join_lane
 from replicax.transport.wakeup import Wakeup
+from replicax.transport.zmq import listener, zmq_io
 
 if TYPE_CHECKING:
     import zmq
@@ -225,7 +217,7 @@ class Service:
                 if len(ready) > 1 or (ready and ready[0][0] is not self._listener.socket):
                     if authenticator is not None:
                         authenticator.answer()
-                    if doorway is not None and frames.has_message(doorway.monitor):
+                    if doorway is not None and zmq_io.has_message(doorway.monitor):
                         doorway.observe(time.monotonic())
                     self._wakeup.clear()
                 self._receive()
@@ -256,10 +248,10 @@ class Service:
     def _receive(self) -> None:
         end = time.monotonic() + limits.IDLE / 2
         socket = self._listener.socket
-        while frames.has_message(socket) and time.monotonic() < end:
+        while zmq_io.has_message(socket) and time.monotonic() < end:
             message: list[zmq.Frame] = []
             try:
-                message = frames.receive(socket)
+                message = zmq_io.receive(socket)
                 self._handle(message[0], message[1:])
             except OutdatedError as error:
                 _log.debug("%s: %s", self.task, error)
@@ -285,7 +277,7 @@ class Service:
             return
         if envelope.incarnation != caller.incarnation or caller.misses(envelope.request):
             # Nothing may overtake what was lost: the caller begins anew, with the oldest.
-            self._answer(caller, envelope, refusals.hello_first())
+            self._answer(caller, envelope, error_replies.hello_first())
             return
         caller.job, caller.epoch = envelope.job, envelope.epoch
         try:
@@ -294,14 +286,14 @@ class Service:
                 raise self._forbidden(caller, body)
             if type(body) is messages.AskStacks:
                 # Here, where it is answered whatever the rest of the process waits for.
-                answer = messages.Stacks(stacks.text()), ()
+                answer = messages.Stacks(thread_stacks.text()), ()
             else:
                 answer = self._handler(caller, envelope, buffers)
         except errors.DistributeError as error:
-            answer = refusals.from_error(error), ()
+            answer = error_replies.from_error(error), ()
         except Exception as error:
             _log.exception("%s: %s of %s failed", self.task, type(body).__name__, caller)
-            answer = refusals.from_error(error), ()
+            answer = error_replies.from_error(error), ()
         if answer is not None:
             self._send_outbox()
             self._answer(caller, envelope, *answer)
@@ -326,7 +318,7 @@ class Service:
                 envelope.job, envelope.epoch, life, number, body, buffers, caller.writer
             )
         except errors.DistributeError as error:
-            refused = refusals.from_error(error)
+            refused = error_replies.from_error(error)
             message = codec.encode(envelope.job, envelope.epoch, life, number, refused)
         self.num_bytes_sent += len(message[0]) + sum(memoryview(b).nbytes for b in buffers)
         self._send(caller, message)
@@ -341,7 +333,7 @@ class Service:
 
     def _send(self, caller: Caller, message: list[Any]) -> None:
         try:
-            frames.send(self._listener.socket, [caller.identity, *message], self._can_lend)
+            zmq_io.send(self._listener.socket, [caller.identity, *message], self._can_lend)
         except zmq.Again:
             # It has not read for a thousand messages. It will be asked to begin again.
             _log.warning("%s: %s does not read what it is sent", self.task, caller)
@@ -356,7 +348,7 @@ class Service:
     def _greet(self, identity: bytes, message: list[zmq.Frame]) -> None:
         greeting = codec.decode_greeting(message)
         # Who says something else first may be known from an earlier life of this task.
-        answer: messages.Body = refusals.hello_first()
+        answer: messages.Body = error_replies.hello_first()
         role: messages.Role = "worker"
         if greeting is not None:
             hello = greeting[1]
@@ -372,7 +364,7 @@ class Service:
             lane = join_lane(hello.lane) if hello.lane and self._can_share else None
             if lane is not None:
                 caller.reader, caller.writer = lane
-                answer = msgspec.structs.replace(answer, has_lane=True)
+                answer = msgspec.structs.replace(answer, has_shared_memory=True)
             if self._listener.doorway is not None:
                 caller.connection = self._listener.doorway.admit(message[0])
             self._callers[identity] = caller
@@ -395,7 +387,7 @@ class Service:
         try:
             admission.check(hello, role, self.task, self._allowed, library_version())
         except errors.DistributeError as error:
-            return refusals.from_error(error)
+            return error_replies.from_error(error)
         return messages.Welcome(
             library_version(), self.task.role, self.task.index, self.incarnation
         )

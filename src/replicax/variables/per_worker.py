@@ -56,7 +56,7 @@ class PerWorkerVariable(Variable):
     """
 
     __slots__ = ("_copies", "_make")
-    # Workers know it by a number: see coordinator/naming.py.
+    # Workers know it by a number: see coordinator/shipping/persistent_ids.py.
     is_per_worker = True
 
     def __init__(

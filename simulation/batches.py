@@ -1,0 +1,110 @@
+"""Many histories, in several processes if wanted, and what they have in common."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import multiprocessing
+from collections.abc import Generator
+
+from simulation.run import History, SimulationError, simulate
+from torture import safeguards
+
+_BATCH = 25
+
+
+@dataclasses.dataclass
+class Tally:
+    """What some histories come to.
+
+    Attributes:
+      num_histories: How many there were.
+      num_events: How many events they had.
+      fewest_events: How many the shortest of them had.
+      seconds: How long they took, in virtual time.
+      outcomes: How often they ended in which way.
+      landed: How many faults of each kind have hit work that was under way.
+      broken: The seeds of those in which a rule was broken, and the story of each.
+    """
+
+    num_histories: int = 0
+    num_events: int = 0
+    fewest_events: int | None = None
+    seconds: float = 0.0
+    outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    landed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    broken: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def add(self, history: History) -> None:
+        """Counts a history that went well."""
+        self.num_histories += 1
+        self.num_events += history.num_events
+        self.fewest_events = _fewest(self.fewest_events, history.num_events)
+        self.seconds += history.seconds
+        self.outcomes[history.outcome] += 1
+        self.landed.update(history.landed)
+
+    def add_broken(self, error: SimulationError) -> None:
+        """Counts a history in which a rule was broken."""
+        self.num_histories += 1
+        self.outcomes["rule broken"] += 1
+        self.broken[error.seed] = str(error)
+
+    def merge(self, other: Tally) -> None:
+        """Counts all that another one has counted."""
+        self.num_histories += other.num_histories
+        self.num_events += other.num_events
+        self.fewest_events = _fewest(self.fewest_events, other.fewest_events)
+        self.seconds += other.seconds
+        self.outcomes.update(other.outcomes)
+        self.landed.update(other.landed)
+        self.broken.update(other.broken)
+
+
+def _fewest(one: int | None, other: int | None) -> int | None:
+    return min((n for n in (one, other) if n is not None), default=None)
+
+
+def run_batch(seeds: range, saboteur: str | None = None) -> Tally:
+    """Plays histories one after the other.
+
+    >>> tally = run_batch(range(2))
+    >>> tally.num_histories, tally.broken
+    (2, {})
+    """
+    tally = Tally()
+    with contextlib.nullcontext() if saboteur is None else safeguards.at_work(saboteur):
+        for seed in seeds:
+            try:
+                tally.add(simulate(seed))
+            except SimulationError as error:
+                tally.add_broken(error)
+                if saboteur is not None:
+                    break
+    return tally
+
+
+def run_batches(
+    seeds: range, num_processes: int = 1, saboteur: str | None = None
+) -> Generator[Tally, None, None]:
+    """Plays histories, some at a time, and tells what came out of each such batch.
+
+    Args:
+      seeds: Which histories.
+      num_processes: How many processes share the work.
+      saboteur: A safeguard to do without; see `torture.safeguards`.
+    """
+    batches = [seeds[start : start + _BATCH] for start in range(0, len(seeds), _BATCH)]
+    if num_processes < 2:
+        for batch in batches:
+            yield run_batch(batch, saboteur)
+        return
+    # Not forked: JAX has threads.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        try:
+            yield from pool.map(run_batch, batches, [saboteur] * len(batches))
+        finally:
+            pool.shutdown(cancel_futures=True)

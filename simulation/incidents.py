@@ -1,0 +1,233 @@
+"""Faults that befall tasks and connections: when, whom, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from simulation.checks import BrokenRuleError, Checks
+from simulation.coordinator import SimulatedCoordinator
+from simulation.network import Network
+from simulation.process import Process
+from simulation.programs import Programs
+from simulation.server import SimulatedServer
+from simulation.service import STRANGER
+from simulation.worker import SimulatedWorker
+from simulation.world import World
+
+# So many in one history: it has to end.
+_MOST = 16
+# A server may be silent, or unreachable for a worker, for so long without being given up.
+_HARMLESS_PAUSE_S = 0.9
+_HARMLESS_SEPARATION_S = 0.2
+# The mean time between two strangers.
+_STRANGER_S = 3.0
+
+
+class Incidents:
+    """Lets things happen as long as the user waits."""
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        checks: Checks,
+        programs: Programs,
+        servers: Sequence[SimulatedServer],
+        workers: Sequence[SimulatedWorker],
+    ) -> None:
+        self._world, self._network, self._checks = world, network, checks
+        self._programs = programs
+        self._servers, self._workers = servers, workers
+        self._num_left = _MOST
+        self._is_over = False
+        # Those that never come back; one worker stays.
+        self._gone: set[Process] = set()
+        self._kinds: dict[str, Callable[[], None]] = {
+            "cut": self._cut,
+            "partition": self._partition,
+            "pause": self._pause,
+            "stop": self._stop,
+            "crash": self._crash,
+            "coordinator_pause": self._pause_coordinator,
+            "coordinator_crash": self._crash_coordinator,
+            "coordinator_rival": self._replace_coordinator,
+            "server_pause": self._pause_server,
+            "server_crash": self._crash_server,
+        }
+        if world.faults.kinds:
+            self._plan_next()
+            self._expect_stranger()
+
+    def end(self) -> None:
+        """No more of them: what was stopped goes on, what was apart meets."""
+        self._is_over = True
+        self._network.reunite()
+        coordinators = [p.coordinator for p in (*self._programs.replaced, self._programs.current)]
+        for process in (*coordinators, *self._servers, *self._workers):
+            if process.is_paused:
+                self._world.note(f"{process} goes on")
+                process.resume()
+
+    def _plan_next(self) -> None:
+        chance = self._world.random
+        when = self._world.now + chance.expovariate(1 / self._world.faults.interval_s)
+        self._world.at(when, self._happen)
+
+    def _happen(self) -> None:
+        if self._is_over:
+            return
+        if not self._programs.current.is_working:
+            # Nothing to disturb: it comes when there is.
+            self._world.at(self._world.now + 0.05, self._happen)
+            return
+        self._kinds[self._world.random.choice(self._world.faults.kinds)]()
+        self._num_left -= 1
+        if self._num_left:
+            self._plan_next()
+
+    @property
+    def _coordinator(self) -> SimulatedCoordinator:
+        return self._programs.current.coordinator
+
+    def _note(self, kind: str, text: str) -> None:
+        self._world.landed[kind] += 1
+        self._world.note(f"FAULT {text}")
+
+    # Connections.
+
+    def _cut(self) -> None:
+        busy = [w for w in self._network.wires.values() if w.is_busy]
+        wires = busy or list(self._network.wires.values())
+        if wires:
+            wire = self._world.random.choice(wires)
+            self._note("cut", f"the connection {wire} is cut")
+            self._network.cut(wire)
+
+    def _partition(self) -> None:
+        chance = self._world.random
+        one, other = chance.choice(
+            [
+                (chance.choice(self._workers), chance.choice(self._servers)),
+                (self._coordinator, chance.choice(self._workers)),
+                (self._coordinator, chance.choice(self._servers)),
+            ]
+        )
+        faults = self._world.faults
+        longest_s = 3.0
+        if other in self._servers:
+            if one is self._coordinator and not faults.can_lose_servers:
+                longest_s = _HARMLESS_SEPARATION_S
+            self._checks.may_lose_servers |= not faults.saved_share
+        seconds = chance.uniform(0.05, longest_s)
+        self._note("partition", f"{one} and {other} are apart for {seconds:.2f} s")
+        self._network.separate(one, other, seconds)
+
+    # Tasks.
+
+    def _pause(self) -> None:
+        seconds = self._world.random.choice((0.3, 1.0, 3.0, 5.0)) * self._world.random.uniform(
+            0.5, 1.5
+        )
+        self._stop_for(self._world.random.choice(self._workers), seconds, "pause")
+
+    def _stop(self) -> None:
+        worker = self._dispensable()
+        if worker is not None:
+            self._gone.add(worker)
+            self._note("stop", f"{worker} is stopped for good")
+            worker.pause()
+
+    def _crash(self) -> None:
+        chance = self._world.random
+        worker = chance.choice(self._workers)
+        if not worker.is_up or worker in self._gone:
+            return
+        self._note("crash", f"{worker} ends")
+        worker.crash()
+        if chance.random() < 0.1 and self._dispensable() is not None:
+            self._gone.add(worker)
+        else:
+            self._restart(worker, chance.uniform(0.05, 2.0))
+
+    def _pause_coordinator(self) -> None:
+        seconds = self._world.random.uniform(0.1, self._world.random.choice((1.0, 4.0)))
+        self._stop_for(self._coordinator, seconds, "coordinator_pause")
+
+    def _crash_coordinator(self) -> None:
+        if self._programs.can_be_replaced:
+            self._note("coordinator_crash", f"{self._coordinator} ends")
+            self._coordinator.crash()
+            self._programs.replace(self._world.random.uniform(0.05, 2.0))
+
+    def _replace_coordinator(self) -> None:
+        """The one that is replaced sleeps, and wakes up before or after it has lost the job."""
+        chance, coordinator = self._world.random, self._coordinator
+        # One that has yet to look for the job would be the newest when it wakes up.
+        has_job = self._programs.current.user is not None
+        if self._programs.can_be_replaced and has_job and not coordinator.is_paused:
+            self._stop_for(coordinator, chance.uniform(0.1, 5.0), "coordinator_rival")
+            self._programs.replace(chance.uniform(0.05, 1.0))
+
+    def _pause_server(self) -> None:
+        faults = self._world.faults
+        longest_s = 5.0 if faults.can_lose_servers else _HARMLESS_PAUSE_S
+        seconds = self._world.random.uniform(0.05, longest_s)
+        self._checks.may_lose_servers |= seconds > _HARMLESS_PAUSE_S and not faults.saved_share
+        self._stop_for(self._world.random.choice(self._servers), seconds, "server_pause")
+
+    def _crash_server(self) -> None:
+        chance = self._world.random
+        server = chance.choice(self._servers)
+        if not server.is_up:
+            return
+        self._note("server_crash", f"{server} ends")
+        server.crash()
+        if server.disk is not None and self._world.mischief.random() < 0.5:
+            self._note("power_cut", f"the machine of {server} has lost its power")
+            server.disk.cut_power()
+        is_back = self._world.faults.has_takeovers or chance.random() < 0.9
+        self._checks.may_lose_servers |= not is_back or not self._world.faults.saved_share
+        if is_back:
+            self._restart(server, chance.uniform(0.05, 1.5))
+
+    # Strangers.
+
+    def _expect_stranger(self) -> None:
+        when = self._world.now + self._world.mischief.expovariate(1 / _STRANGER_S)
+        self._world.at(when, self._call_as_stranger)
+
+    def _call_as_stranger(self) -> None:
+        """Somebody who has made keys of their own says to be the coordinator."""
+        if self._is_over:
+            return
+        called = self._world.mischief.choice([*self._servers, *self._workers])
+        if called.is_up and not called.is_paused:
+            self._note("stranger", f"a stranger calls {called}")
+            if (role := called.role_of(STRANGER)) is not None:
+                raise BrokenRuleError(f"{called} takes a stranger for a {role}")
+        self._expect_stranger()
+
+    def _stop_for(self, process: Process, seconds: float, kind: str) -> None:
+        if process.is_paused or not process.is_up:
+            return
+        self._note(kind, f"{process} is stopped for {seconds:.2f} s")
+        process.pause()
+
+        def resume() -> None:
+            if process.is_paused and process not in self._gone:
+                self._world.note(f"{process} goes on")
+                process.resume()
+
+        self._world.at(self._world.now + seconds, resume)
+
+    def _restart(self, process: Process, seconds: float) -> None:
+        def restart() -> None:
+            if not process.is_up:
+                self._world.note(f"{process} is started again")
+                process.start()
+
+        self._world.at(self._world.now + seconds, restart)
+
+    def _dispensable(self) -> SimulatedWorker | None:
+        left = [w for w in self._workers if w not in self._gone]
+        return self._world.random.choice(left) if len(left) > 1 else None

@@ -1,0 +1,144 @@
+"""A model of `transport/zmq/connection.py`: one side connects, and reconnects after a break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from replicax.protocol import codec, error_replies, limits, messages
+from replicax.protocol.tasks import library_version, python_version
+from simulation.labels import label_of
+from simulation.network import Network, Wire
+from simulation.process import Process
+from simulation.service import ListeningProcess
+
+_REOPEN_S = 0.05
+_RETRY_S = (0.01, 0.2)
+
+
+class Listener(Protocol):
+    """Who uses a line."""
+
+    def welcomed(self, welcome: messages.Welcome) -> None: ...
+
+    def answered(self, envelope: messages.Envelope, buffers: list[memoryview]) -> None: ...
+
+    def lost(self, reason: str) -> None: ...
+
+
+class Line:
+    """A connection to one task that is opened again when it breaks.
+
+    Attributes:
+      is_ready: Whether the peer has answered the greeting.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        owner: Process,
+        peer: ListeningProcess,
+        incarnation: Callable[[], int],
+        listener: Listener,
+        first: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._network, self._owner, self._peer = network, owner, peer
+        self._incarnation, self._listener, self._first = incarnation, listener, first
+        self.is_ready = False
+        self._wire: Wire | None = None
+        self._life: int | None = None
+        self._down_since: float | None = None
+        self._is_closed = False
+
+    def open(self) -> None:
+        """Starts to call."""
+        if not self._is_closed:
+            self._network.connect(self._owner, self._peer, self, self._peer)
+
+    def send(self, frames: Sequence[Any], label: str) -> None:
+        """Sends a message; one that cannot leave is lost."""
+        if self._wire is not None:
+            self._network.send(self._wire, frames, label, is_up=True)
+
+    def distrust(self) -> None:
+        """Takes the connection as broken."""
+        if self._wire is not None:
+            self._network.cut(self._wire)
+
+    def close(self) -> None:
+        """Hangs up for good."""
+        self._is_closed = True
+        self.is_ready = False
+        if self._wire is not None:
+            self._network.cut(self._wire, is_noticed=False)
+            self._wire = None
+
+    # What the network says.
+
+    def opened(self, wire: Wire) -> None:
+        """The peer's machine has accepted the connection; its process may be stopped."""
+        if self._is_closed:
+            self._network.cut(wire, is_noticed=False)
+            return
+        self._wire = wire
+        self._down_since = None
+        self._greet()
+
+    def refused(self) -> None:
+        """Nobody listens there."""
+        self._note_down()
+        self._owner.later(self._owner.world.random.uniform(*_RETRY_S), self.open)
+
+    def closed(self, wire: Wire) -> None:
+        """The connection broke."""
+        if wire is self._wire:
+            self._wire = None
+            self.is_ready = False
+            self._note_down()
+            self._owner.later(_REOPEN_S, self.open)
+
+    def received(self, wire: Wire, frames: list[bytes]) -> None:
+        """A message came."""
+        if wire is not self._wire:
+            return
+        envelope, buffers = codec.decode(frames)
+        body = envelope.body
+        if isinstance(body, messages.Welcome):
+            self._life = body.incarnation
+            self.is_ready = True
+            self._listener.welcomed(body)
+        elif error_replies.is_hello_first(body) or (
+            self.is_ready and envelope.incarnation != self._life
+        ):
+            # The peer has begun a new life behind the connection.
+            if self.is_ready:
+                self._greet()
+        elif self.is_ready:
+            self._listener.answered(envelope, buffers)
+
+    def _greet(self) -> None:
+        self.is_ready = False
+        me, life = self._owner.task, self._incarnation()
+        version, python = library_version(), python_version()
+        hello = messages.Hello(
+            messages.VERSION, version, python, me.role, me.index, life, first=self._first()
+        )
+        self.send(codec.encode("", 0, life, 0, hello), label_of(hello))
+
+    def _note_down(self) -> None:
+        if self._down_since is not None:
+            return
+        since = self._down_since = self._owner.world.now
+        num_pauses = self._owner.num_pauses
+
+        def check() -> None:
+            if self._down_since != since or self._is_closed:
+                return
+            if self._owner.num_pauses != num_pauses:
+                # While it was stopped itself, it could not reach anybody.
+                self._down_since = None
+                self._note_down()
+            else:
+                self._listener.lost("it could not be reached")
+
+        self._owner.later(limits.RESET, check)

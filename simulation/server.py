@@ -1,0 +1,173 @@
+"""A parameter server in a simulation: the real store behind a simulated socket."""
+
+from __future__ import annotations
+
+import numpy as np
+from typing_extensions import override
+
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.ps.process.snapshot_files import GivenUpError, SnapshotDirectory
+from replicax.ps.store import snapshot
+from replicax.ps.store.master_record import PromiseFile
+from replicax.ps.store.service import ParameterStore
+from replicax.transport.sessions import Caller
+from simulation.checks import Checks, Values
+from simulation.disk import Disk
+from simulation.network import Network
+from simulation.plan import Plan
+from simulation.service import Answer, ListeningProcess
+from simulation.world import World
+
+# Seconds between two snapshots, and until one is on the disk.
+_SAVE_S = 0.7
+_WRITING_S = (0.01, 0.3)
+# A life that only looks at parts.
+_OBSERVER = 1
+
+
+class SimulatedServer(ListeningProcess):
+    """One parameter server.
+
+    Attributes:
+      disk: Where it keeps snapshots; None if it keeps none.
+    """
+
+    def __init__(
+        self, world: World, network: Network, index: int, plan: Plan, checks: Checks
+    ) -> None:
+        super().__init__(world, network, Task("ps", index))
+        self._plan, self._checks = plan, checks
+        self.disk = Disk() if world.faults.saved_share else None
+        # What each snapshot was taken of, by its number.
+        self._values_of: dict[int, Values] = {}
+        # What it must have restored, if nobody has looked yet: that needs a coordinator.
+        self._expected: Values | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Everything that a process starts with; what is on the disk, if there is one."""
+        self._files: SnapshotDirectory | None = None
+        self._num_saved_changes = -1
+        self._expected = None
+        promises = None
+        if self.disk is not None:
+            promises = PromiseFile(self.disk.path / "promise.json")
+            promises.read()
+        self._store = ParameterStore(
+            self.task.index, is_saved=self.disk is not None, promises=promises
+        )
+        if self.disk is not None:
+            self._files = SnapshotDirectory(self.disk.path)
+            found = self._files.load(self._store.restore)
+            self._expected = None if found is None else self._values_of[found.number]
+
+    def close(self) -> None:
+        """Leaves nothing behind."""
+        if self._files is not None:
+            self._files.close()
+        if self.disk is not None:
+            self.disk.close()
+
+    def prepare(self, attach: messages.Attach, coordinator: int, job: str, epoch: int) -> None:
+        """Takes the server into the job, and makes its parts, before anything goes wrong."""
+        for body in (attach, *self._plan.creations(self.task.index)):
+            self._store.handle(
+                "coordinator", coordinator, body, job=job, epoch=epoch, now=self.world.now
+            )
+        self._job = job, epoch
+        if self._files is not None:
+            self._write(*self._take_snapshot())
+            self.later(_SAVE_S, self._save)
+
+    @property
+    def num_once_entries(self) -> int:
+        """How many changes it remembers."""
+        return int(self._store.figures()["once_entries"])
+
+    @override
+    def crash(self) -> None:
+        super().crash()
+        if self._files is not None:
+            self._files.close()
+        self._checks.emptied(self.task.index)
+
+    @override
+    def start(self) -> None:
+        super().start()
+        self._begin()
+        if self._files is not None:
+            self.later(_SAVE_S, self._save)
+
+    def _save(self) -> None:
+        """Takes a snapshot if something has changed; it is on the disk a little later."""
+        self.later(_SAVE_S, self._save)
+        changes = self._store.marks().changes
+        if changes == self._num_saved_changes:
+            return
+        cut, values = self._take_snapshot()
+        if cut is None:
+            return
+        self._num_saved_changes = changes
+        seconds = self.world.random.uniform(*_WRITING_S)
+        self.later(seconds, lambda: self._write(cut, values))
+
+    def _take_snapshot(self) -> tuple[snapshot.Cut | None, Values]:
+        cut = self._store.snapshot()
+        return cut, {} if cut is None else self._values()
+
+    def _write(self, cut: snapshot.Cut | None, values: Values) -> None:
+        assert cut is not None and self._files is not None
+        endings = cut.marks.endings
+        try:
+            saved = self._files.save(
+                cut, is_wanted=lambda _: self._store.marks().endings == endings
+            )
+        except GivenUpError:
+            return
+        finally:
+            cut.close()
+        self._values_of[saved.number] = values
+
+    @override
+    def handle(
+        self, caller: Caller, envelope: messages.Envelope, buffers: list[memoryview]
+    ) -> Answer | None:
+        body, index = envelope.body, self.task.index
+        try:
+            answer = self._store.handle(
+                caller.role,
+                caller.incarnation,
+                body,
+                buffers,
+                job=envelope.job,
+                epoch=envelope.epoch,
+                now=self.world.now,
+            )
+        finally:
+            if isinstance(body, messages.Exchange) and body.pushes and self._store.job:
+                epoch = envelope.epoch
+                self._checks.changed(index, caller.incarnation, epoch, self._values())
+        if isinstance(body, messages.Fence):
+            for life in body.incarnations:
+                self._checks.fenced(index, life)
+        if isinstance(body, messages.Attach):
+            self._job = envelope.job, envelope.epoch
+            self._checks.attached(index, envelope.epoch)
+            if self._expected is not None:
+                expected, self._expected = self._expected, None
+                self._checks.restored(index, expected, self._values())
+        return answer
+
+    def _values(self) -> Values:
+        """Reads all parts, in the name of nobody."""
+        reads = self._plan.reads(self.task.index)
+        job, epoch = self._job
+        question = messages.Exchange([], reads)
+        _, found = self._store.handle(
+            "worker", _OBSERVER, question, job=job, epoch=epoch, now=self.world.now
+        )
+        return {
+            read.part: np.frombuffer(bytes(value), np.float32)
+            for read, value in zip(reads, found, strict=True)
+        }

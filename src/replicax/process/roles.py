@@ -1,0 +1,150 @@
+"""What each job of a cluster runs in its process."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from replicax.cluster.tasks import TaskName
+from replicax.foundation import errors
+from replicax.protocol.messages import Attach, Role
+from replicax.ps.process.parameter_server import ParameterServerTask
+from replicax.ps.process.snapshots import DEFAULT_EVERY_S
+from replicax.transport import addresses
+from replicax.transport import keys as key_files
+from replicax.transport.keys import Keys
+from replicax.worker.runner import WorkerSession
+from replicax.worker.session import ParameterServerSession
+from replicax.worker.worker import MakeSession, WorkerTask
+
+SERVING = ("ps", "worker")
+_WAITING = ("chief", "evaluator")
+
+
+class RunningTask(Protocol):
+    """What a process runs for its task."""
+
+    @property
+    def address(self) -> str:
+        """Where it listens; empty if it does not."""
+        ...
+
+    @property
+    def ending(self) -> str | None:
+        """Why it has ended itself; None if it has not."""
+        ...
+
+    def start(self) -> None:
+        """Begins to listen."""
+        ...
+
+    def run_forever(self) -> None:
+        """Does the task's work in this thread, until interrupted or closed."""
+        ...
+
+    def interrupt(self) -> None:
+        """Makes `run_forever` return soon, without waiting for it."""
+        ...
+
+    def close(self) -> None:
+        """Listens no more; again is harmless."""
+        ...
+
+
+class WaitingTask:
+    """A task that serves nothing: its program does the work."""
+
+    address = ""
+    ending: str | None = None
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Does nothing."""
+
+    def run_forever(self) -> None:
+        """Waits for the end."""
+        while not self._ended.wait(timeout=60.0):
+            pass
+
+    def interrupt(self) -> None:
+        """Ends the wait."""
+        self._ended.set()
+
+    def close(self) -> None:
+        """Ends the wait."""
+        self._ended.set()
+
+
+def make_task(
+    name: TaskName,
+    where: str,
+    protocol: str | None,
+    keys: str | os.PathLike[str] | Keys | None,
+    snapshots: str | os.PathLike[str] | None = None,
+    snapshot_every: float = DEFAULT_EVERY_S,
+    on_ending: Callable[[str], None] | None = None,
+) -> RunningTask:
+    """Makes what a task runs; nothing listens yet."""
+    require_snapshots_fit(name, snapshots, snapshot_every)
+    if name.job in _WAITING:
+        return WaitingTask()
+    if name.job == "ps":
+        found = _load(keys, "ps")
+        return ParameterServerTask(
+            name.index,
+            addresses.resolve(where, protocol, found),
+            keys=found,
+            # Servers that are given one directory do not meet there.
+            snapshots=None if snapshots is None else Path(snapshots) / f"ps-{name.index}",
+            snapshot_every=snapshot_every,
+        )
+    if name.job == "worker":
+        found = _load(keys, "worker")
+        location = addresses.resolve(where, protocol, found)
+        make_session = _session_maker(name.index, found)
+        return WorkerTask(name.index, location, make_session, keys=found, on_ending=on_ending)
+    raise errors.InvalidArgumentError(
+        f"A server is of one of the jobs {', '.join([*SERVING, *_WAITING])}",
+        f"it is {name.label}",
+        "Rename the job in the cluster.",
+    )
+
+
+def require_snapshots_fit(
+    name: TaskName, snapshots: str | os.PathLike[str] | None, every_s: float
+) -> None:
+    """Raises if a task cannot keep such snapshots."""
+    if snapshots is not None and name.job != "ps":
+        raise errors.InvalidArgumentError(
+            "`snapshots` are for parameter servers, which hold the variables",
+            f"this is {name.label}",
+            "Leave it out here.",
+        )
+    is_number = isinstance(every_s, (int, float)) and not isinstance(every_s, bool)
+    if not is_number or not 0 < every_s < math.inf:
+        raise errors.InvalidArgumentError(
+            "`snapshot_every` must be a number of seconds above 0",
+            f"it is {every_s!r}",
+            "Correct it.",
+        )
+
+
+def _session_maker(index: int, keys: Keys | None) -> MakeSession:
+    """Adds to what a coordinator says what only this process knows."""
+
+    def make(attach: Attach, job: str, epoch: int, incarnation: int) -> WorkerSession:
+        return ParameterServerSession(attach, job, epoch, incarnation, index, keys)
+
+    return make
+
+
+def _load(keys: str | os.PathLike[str] | Keys | None, role: Role) -> Keys | None:
+    if keys is None:
+        return key_files.from_environment(role)
+    return keys if isinstance(keys, Keys) else key_files.load(keys, role)

@@ -1,0 +1,67 @@
+"""Who calls a listener."""
+
+from __future__ import annotations
+
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
+
+
+class Caller:
+    """A task at the other end of a connection.
+
+    Attributes:
+      identity: The connection.
+      role: The caller's role; with keys it is proven, without them believed.
+      task: The caller's index.
+      incarnation: Which life of the caller it is.
+      job: The job of its last message.
+      epoch: The epoch of its last message.
+      expected: The number of its next question; 0 if it does not count them.
+      connection: The descriptor of the connection and its inode; None inside a process.
+    """
+
+    __slots__ = (
+        "connection",
+        "epoch",
+        "expected",
+        "identity",
+        "incarnation",
+        "job",
+        "reader",
+        "role",
+        "task",
+        "writer",
+    )
+
+    def __init__(self, identity: bytes, role: messages.Role, task: int, incarnation: int) -> None:
+        self.identity = identity
+        self.role: messages.Role = role
+        self.task = task
+        self.incarnation = incarnation
+        self.job = ""
+        self.epoch = 0
+        self.expected = 0
+        self.connection: tuple[int, int] | None = None
+        # Memory that the caller shares: what it writes, and what it reads.
+        self.reader: SharedMemoryReader | None = None
+        self.writer: SharedMemoryWriter | None = None
+
+    def misses(self, number: int) -> bool:
+        """Tells whether a question before this one has not arrived; else takes note of it.
+
+        Example:
+          >>> caller = Caller(b"", "worker", 0, 1)
+          >>> caller.expected = 7
+          >>> [caller.misses(number) for number in (7, 8, 7, 10, 9)]
+          [False, False, False, True, False]
+        """
+        if self.expected and number == self.expected:
+            self.expected += 1
+        return 0 < self.expected < number
+
+    def __str__(self) -> str:
+        return str(Task(self.role, self.task))
+
+    def __repr__(self) -> str:
+        return f"<Caller {self} {self.incarnation:x}>"

@@ -1,0 +1,90 @@
+"""Answers ZeroMQ when it asks whether a key may come in, and for which role it stands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from replicax.foundation import lazy
+from replicax.protocol import messages
+from replicax.transport.keys import Keys
+from replicax.transport.zmq import zmq_io
+
+if TYPE_CHECKING:
+    import zmq
+    from zmq.utils import z85
+else:
+    zmq = lazy.module("zmq")
+    z85 = lazy.module("zmq.utils.z85")
+
+_URL = "inproc://zeromq.zap.01"
+# With a domain a connection is refused when there is nobody to ask.
+_DOMAIN = b"replicax"
+
+
+class Authenticator:
+    """The one authenticator of a context. Its owner polls `socket` and calls `answer`."""
+
+    def __init__(self, context: zmq.Context, keys: Keys) -> None:
+        self._known = KnownKeys(keys)
+        self.socket: zmq.Socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_URL)
+
+    def answer(self) -> None:
+        """Answers the questions that wait."""
+        self._known.refresh()
+        while zmq_io.has_message(self.socket):
+            question = self.socket.recv_multipart()
+            # version, number, domain, address, identity, mechanism, credentials
+            role = None
+            if len(question) == 7 and question[5] == b"CURVE" and question[2] == _DOMAIN:
+                role = self._known.role_of(z85.encode(question[6]))
+            status = [b"200", b"OK", role.encode()] if role else [b"400", b"unknown key", b""]
+            self.socket.send_multipart([*question[:2], *status, b""])
+
+    def close(self) -> None:
+        """Answers no more."""
+        self.socket.close()
+
+
+class KnownKeys:
+    """Who may come in: public keys, and the role of each.
+
+    >>> known = KnownKeys(Keys("ps", b"p" * 40, b"", {"ps": b"p" * 40, "worker": b"w" * 40}))
+    >>> known.role_of(b"w" * 40), known.role_of(b"x" * 40)
+    ('worker', None)
+    """
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self._stamp = keys.stamp()
+        self._roles = _roles(keys)
+
+    def refresh(self) -> None:
+        """Takes note of keys that were renewed or retired."""
+        if (stamp := self._keys.stamp()) != self._stamp:
+            self._stamp, self._keys = stamp, self._keys.latest()
+            self._roles = _roles(self._keys)
+
+    def role_of(self, key: bytes) -> messages.Role | None:
+        """Returns the role of a public key; None for one that is not known."""
+        return self._roles.get(key)
+
+
+def _roles(keys: Keys) -> dict[bytes, messages.Role]:
+    return {key: role for role in keys.public_keys for key in keys.good(role)}
+
+
+def guard_server(socket: zmq.Socket, keys: Keys) -> None:
+    """Makes a socket accept only callers that have a key of the cluster."""
+    socket.curve_server = True
+    socket.curve_publickey = keys.public
+    socket.curve_secretkey = keys.secret
+    socket.zap_domain = _DOMAIN
+
+
+def guard_client(socket: zmq.Socket, keys: Keys, server_key: bytes) -> None:
+    """Makes a socket talk only to the holder of a key."""
+    socket.curve_publickey = keys.public
+    socket.curve_secretkey = keys.secret
+    socket.curve_serverkey = server_key
