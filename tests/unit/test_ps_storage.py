@@ -424,7 +424,7 @@ assert caller.figures()["bytes"] == 8_000_000 * 64 * 4
 grown = memory.resident_bytes() - before
 assert grown < 32 << 20, grown
 """
-    path = str(Path(__file__).parent)
+    path = str(Path(__file__).parent.parent / "support")
     code = f"import sys; sys.path.insert(0, {path!r})\n{program}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 

@@ -20,7 +20,7 @@ import replicax as rx
 from replicax.foundation import errors
 from replicax.ps.store import jobs
 
-PROGRAM = Path(__file__).parent / "programs" / "coordinate.py"
+PROGRAM = Path(__file__).parent.parent / "support" / "programs" / "coordinate.py"
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from programs.train_digits import STEPS_PER_EPOCH, digits
 
-PROGRAM = Path(__file__).parent / "programs" / "train_digits.py"
+PROGRAM = Path(__file__).parent.parent / "support" / "programs" / "train_digits.py"
 SAVE_EVERY = 5
 # So that a save takes some 100 ms, and a kill can hit it.
 BALLAST_MEBIBYTES = 48

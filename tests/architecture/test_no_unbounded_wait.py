@@ -29,7 +29,7 @@ from replicax.transport.service import Service
 SLACK_S = 8.0
 FAST = Timing.fast()
 
-SOURCE = Path(__file__).parent.parent / "src" / "replicax"
+SOURCE = Path(__file__).parents[2] / "src" / "replicax"
 
 # Calls that wait, and at how many positional arguments they have a bound.
 BOUND_AT = {"acquire": 1, "get": 1, "join": 1, "result": 1, "wait": 1, "wait_for": 2}

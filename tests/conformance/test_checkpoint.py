@@ -22,7 +22,7 @@ import replicax as rx
 
 pytestmark = pytest.mark.on_top
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parent.parent / "support" / "programs"
 
 
 def on_read(aggregation: Any, value: Any = 0.0) -> Any:

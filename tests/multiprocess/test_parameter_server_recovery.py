@@ -24,7 +24,7 @@ from replicax.protocol import messages
 from replicax.ps.client import creation
 from replicax.ps.client.cluster import Cluster
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parent.parent / "support" / "programs"
 
 
 def make_counters(strategy: Any, names: str = "ab") -> list[Any]:

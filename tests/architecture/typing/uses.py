@@ -1,4 +1,4 @@
-"""Uses of the public API, right and wrong, for a type checker; `tests/test_typing.py` runs it.
+"""Uses of the public API, right and wrong, for a type checker; run by `../test_typing.py`.
 
 An error is expected in the lines that end with `# error`, and in no others.
 """

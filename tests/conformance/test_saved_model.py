@@ -27,7 +27,7 @@ ON_READ = rx.VariableSynchronization.ON_READ
 ROWS = rx.TensorSpec((None, 3))
 # One strategy of each way to keep variables.
 KINDS = ("default", "mirrored_4", "virtual_2", "central_2")
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parent.parent / "support" / "programs"
 
 
 class Scorer(rx.Module):

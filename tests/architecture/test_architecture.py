@@ -19,7 +19,7 @@ import pytest
 import replicax as rx
 from replicax import foundation
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 SHELVES = {"util", "utils", "common", "helpers", "misc", "lib"}
 

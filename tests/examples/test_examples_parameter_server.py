@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "parameter_server.py"
 GUIDES = ROOT / "docs" / "guides"
 STEPS_PER_EPOCH = 60

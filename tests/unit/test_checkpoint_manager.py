@@ -20,7 +20,7 @@ import replicax as rx
 from replicax.checkpointing import storage
 from replicax.checkpointing.retention import Policy, Record
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parent.parent / "support" / "programs"
 
 
 def names(manager: Any) -> list[str]:

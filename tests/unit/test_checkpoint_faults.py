@@ -423,7 +423,7 @@ if _can_mount():
 
     @pytest.mark.parametrize("megabytes", [1, 12, 30])
     def test_a_disk_that_is_really_full(tmp_path: Path, megabytes: int) -> None:
-        program = Path(__file__).parent / "programs" / "checkpoint_full_disk.py"
+        program = Path(__file__).parent.parent / "support" / "programs" / "checkpoint_full_disk.py"
         done = subprocess.run(
             ["unshare", "-rm", sys.executable, str(program), str(tmp_path), str(megabytes)],
             capture_output=True,

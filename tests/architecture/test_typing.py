@@ -13,11 +13,11 @@ from vocabulary import refused
 import replicax as rx
 from replicax.variables import creators
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_pyright_finds_the_errors_in_uses_of_the_api_and_no_others() -> None:
-    uses = ROOT / "tests" / "typing" / "uses.py"
+    uses = ROOT / "tests" / "architecture" / "typing" / "uses.py"
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
     done = subprocess.run(
         [*command, str(uses)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=250
