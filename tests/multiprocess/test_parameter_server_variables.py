@@ -716,7 +716,7 @@ def test_T109_compiled_functions_keep_the_first_value_in_a_cache_scope(
         return found, gradient, v.read_value()
 
     def on_worker() -> Any:
-        client = v.components[0].home
+        client = v.components[0].client
         pulls: list[Any] = []
         pull, client.pull = client.pull, lambda reads: pulls.append(1) or pull(reads)
         try:
@@ -774,7 +774,7 @@ def test_an_index_moves_no_other_rows(desk: Desk, parts: Any) -> None:
         v = rx.Variable(whole, name="v")
 
     def recorded(run: Any) -> Any:
-        client = v.components[0].home
+        client = v.components[0].client
         asked: list[Any] = []
         pull = client.pull
 

@@ -36,7 +36,7 @@ from replicax.values.layout import ReplicaLayout
 from replicax.variables import creators
 from replicax.variables.partitioners import checked_counts, split_rows
 from replicax.variables.per_worker import PerWorkerVariables, create_per_worker
-from replicax.variables.remote import CopiedVariable, ElsewhereVariable, RemoteVariable
+from replicax.variables.remote import CopiedVariable, RemoteVariable, RemoteVariableBase
 from replicax.variables.sharded import ShardedVariable
 from replicax.variables.shipped import VariableBook
 from replicax.variables.variable import Variable
@@ -244,7 +244,7 @@ class ParameterServerExtended(StrategyExtended):
         group: bool = True,
     ) -> Any:
         near = colocate_with
-        if isinstance(near, ElsewhereVariable):
+        if isinstance(near, RemoteVariableBase):
             near = [devices.name_of(near.placement[0])]
         return super().update_non_slot(near, fn, args, kwargs, group)
 

@@ -17,7 +17,7 @@ from replicax.foundation import errors
 from replicax.tracing.capture import Capture, Kind, filled
 from replicax.tracing.segments import Segment, segments_of
 from replicax.variables import read_cache
-from replicax.variables.remote import Home, Read, RemoteVariable
+from replicax.variables.remote import Read, RemoteVariable, VariableClient
 from replicax.variables.sharded import ShardedVariable
 
 # Compiles a part of a program to a function of local values, remote values, rows, arrays, and
@@ -37,7 +37,7 @@ class RemoteExchange:
 
     def __init__(self, captured: Capture, compiled: Compiler) -> None:
         self.variables = [v for v in captured.variables if v.is_remote]
-        self._home = _common_home(captured, self.variables)
+        self._client = _common_client(captured, self.variables)
         self._row_reads = captured.row_reads
         self._segments = [
             _Segment(i, segment, captured, compiled)
@@ -60,10 +60,10 @@ class RemoteExchange:
         handed: list[Any] = []
         for segment in self._segments:
             inputs = (local, values, rows, arrays, handed)
-            segment.pull(self._home, inputs)
+            segment.pull(self._client, inputs)
             if segment is not self._segments[-1]:
                 changed, handed = segment.run(*inputs)
-                self._home.push(filled(segment.program.changes, changed))
+                self._client.push(filled(segment.program.changes, changed))
         return values, rows, handed
 
     def rehearsed(
@@ -80,7 +80,7 @@ class RemoteExchange:
     def push(self, arrays: Sequence[Any]) -> None:
         """Sends off what the program wants to change at its end."""
         if self.program.changes:
-            self._home.push(filled(self.program.changes, arrays))
+            self._client.push(filled(self.program.changes, arrays))
 
 
 class _Segment:
@@ -100,13 +100,13 @@ class _Segment:
         is_last = number == len(captured.stops)
         self._run = None if is_last else compiled(segment.program)
 
-    def pull(self, home: Home, inputs: tuple[list[Any], ...]) -> None:
+    def pull(self, client: VariableClient, inputs: tuple[list[Any], ...]) -> None:
         """Puts what the segment needs into the lists of values and of rows."""
         _, values, rows, *_ = inputs
         for stage in self._stages:
             ids = stage.ids(*inputs)
             dense = self._reads if stage.includes_values else []
-            found = read_cache.pull(home, [*dense, *(Read(v, ids[i]) for i, v in stage.lookups)])
+            found = read_cache.pull(client, [*dense, *(Read(v, ids[i]) for i, v in stage.lookups)])
             if stage.includes_values:
                 for place, value in zip(self._places, found, strict=False):
                     values[place] = value
@@ -181,14 +181,14 @@ def _stages(number: int, segment: Segment, captured: Capture, compiled: Compiler
     return stages
 
 
-def _common_home(captured: Capture, variables: list[Any]) -> Home:
+def _common_client(captured: Capture, variables: list[Any]) -> VariableClient:
     looked_up = [read.variable for read in captured.row_reads]
     targets = [form.target for form in captured.changes]
-    found: dict[int, tuple[Home, str]] = {}
+    found: dict[int, tuple[VariableClient, str]] = {}
     for target in [*variables, *looked_up, *targets]:
         part: Any = target.variables[0] if isinstance(target, ShardedVariable) else target
-        home = part.home
-        found.setdefault(id(home), (home, target.name))
+        client = part.client
+        found.setdefault(id(client), (client, target.name))
     if len(found) > 1:
         names = " and ".join(repr(name) for _, name in found.values())
         raise errors.InvalidArgumentError(

@@ -21,7 +21,7 @@ from replicax.foundation import errors, jax_compat, lazy
 from replicax.training.optimizer_state import LeafOrigin, StateVariables, origins_of, split
 from replicax.values.distributed_values import Mirrored
 from replicax.values.indexed_slices import IndexedSlices
-from replicax.variables.remote import Home
+from replicax.variables.remote import VariableClient
 from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
 
@@ -96,9 +96,9 @@ class RemoteOptimizer:
         self._accumulates = accumulates
 
     @property
-    def home(self) -> Home:
+    def client(self) -> VariableClient:
         """How the servers are reached: not kept, as it stays behind when a step travels."""
-        return self.trained[0].components[0].home  # type: ignore[attr-defined]
+        return self.trained[0].components[0].client  # type: ignore[attr-defined]
 
     def touches(self, variable: Any) -> bool:
         """Tells whether a step changes a variable."""
@@ -133,7 +133,7 @@ class RemoteOptimizer:
         if frame.overlay is not None:
             frame.overlay.record(change)
         else:
-            self.home.push([change])
+            self.client.push([change])
 
 
 def _fitting(gradient: Any, variable: Variable) -> Any:

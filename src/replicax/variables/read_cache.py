@@ -63,15 +63,15 @@ def read_in_trace(overlay: Any, variable: Any) -> Any:
     return overlay.kept_reads[key]
 
 
-def pull(home: Any, reads: Sequence[Any]) -> list[Any]:
-    """Pulls what the scope, if there is one, does not have yet."""
+def pull(client: Any, reads: Sequence[Any]) -> list[Any]:
+    """Pulls the values that the scope, if there is one, has not cached."""
     scope = _scope.get()
     if scope is None:
-        return home.pull(reads)
+        return client.pull(reads)
     cache = scope.values
     # Rows are not kept: there may be more of them than of anything else.
     missing = [r for r in reads if r.ids is not None or id(r.variable) not in cache]
-    found = iter(home.pull(missing) if missing else [])
+    found = iter(client.pull(missing) if missing else [])
     values = []
     for read in reads:
         known = cache.get(id(read.variable)) if read.ids is None else None

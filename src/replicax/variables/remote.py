@@ -1,4 +1,4 @@
-"""Variables that live on parameter servers; here they are handles to what is kept there."""
+"""Handles to variables on parameter servers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 from typing_extensions import override
 
 from replicax.contexts import frames
@@ -23,31 +25,31 @@ from replicax.variables.variable import Variable
 
 
 class Read(NamedTuple):
-    """Asks for the value of a remote or sharded variable.
+    """A request for the value of a remote or sharded variable.
 
     Attributes:
-      variable: Which one.
-      ids: The rows to read, in any order and number; None for all of it.
+      variable: The variable to read.
+      ids: The row numbers to read, in any order, possibly repeated; None for the whole value.
     """
 
-    variable: Any
-    ids: Any = None
+    variable: RemoteVariableBase
+    ids: ArrayLike | None = None
 
 
-class Home(Protocol):
-    """Where remote variables live, as the code that uses them sees it."""
+class VariableClient(Protocol):
+    """Reads and updates remote variables."""
 
-    def pull(self, reads: Sequence[Read]) -> list[Any]:
-        """Returns values; they show all that this process has pushed before."""
+    def pull(self, reads: Sequence[Read]) -> list[np.ndarray]:
+        """Returns values that include every change this process has pushed."""
         ...
 
     def push(self, changes: Sequence[Change]) -> None:
-        """Sends changes off, each of which will be made once."""
+        """Sends changes; each is applied exactly once."""
         ...
 
 
-class ElsewhereVariable(Variable):
-    """What variables without an array in this process have in common."""
+class RemoteVariableBase(Variable):
+    """Base class of variables without an array in this process."""
 
     __slots__ = ()
     is_remote = True
@@ -55,17 +57,17 @@ class ElsewhereVariable(Variable):
     @property
     @override
     def placement(self) -> tuple[Device, ...]:
-        """Where values of it are made use of."""
+        """The devices on which its values are used."""
         layout = None if self.owner is None else self.owner.layout
         return (devices.current(),) if layout is None else layout.devices
 
-    def rows_in(self, frame: Frame, ids: Any) -> Any:
-        """Returns rows by number, in the order of `ids`, moving no others."""
+    def rows_in(self, frame: Frame, ids: ArrayLike) -> jax.Array:
+        """Returns rows by number, in the order of `ids`; only these rows are transferred."""
         return row_numbers.take(self.read_in(frame), ids)
 
     @override
     def read_part(self, index: Any) -> jax.Array:
-        # In a scope that keeps what was read, all of it was read or will be.
+        # A scope that caches reads caches whole values.
         is_whole = not self.shape or read_cache.is_open()
         selection = None if is_whole else select_rows(index, self.shape[0], self.name)
         if selection is None:
@@ -90,17 +92,17 @@ class ElsewhereVariable(Variable):
         self.change_alone(frame, "assign", value)
 
     def kept_in_rows(self, frame: Frame, kind: str, payload: Any) -> tuple[str, Any]:
-        """Returns an update as one that servers know."""
+        """Returns an update as an equivalent update of whole rows, the only kind servers apply."""
         if not isinstance(payload, SlicedValue):
             return kind, payload
         return as_rows(self, kind, payload, lambda ids: self.rows_in(frame, ids))
 
-    def touches(self, variable: Any) -> bool:
-        """Tells whether a change of this variable changes another one."""
+    def touches(self, variable: Variable) -> bool:
+        """Returns whether a change of this variable also changes `variable`."""
         return variable is self
 
     def follows(self, change: Change) -> bool:
-        """Tells whether `value_after` knows what a change makes of a value of this variable."""
+        """Returns whether `value_after` can apply a change to a value of this variable."""
         return change.target is self
 
     @override
@@ -110,18 +112,18 @@ class ElsewhereVariable(Variable):
 
 
 @final
-class RemoteVariable(ElsewhereVariable):
+class RemoteVariable(RemoteVariableBase):
     """A variable, or a part of one, on one parameter server.
 
     Attributes:
-      number: The number of the part there.
+      number: The number of the part on that server.
       server: The index of the parameter server.
       num_bytes: The size of its value.
-      home: How it is reached.
-      container: The sharded variable that it is a part of, if any.
+      client: Reads and updates the variable.
+      container: The sharded variable that it is a part of, else the variable itself.
     """
 
-    __slots__ = ("container", "home", "num_bytes", "number", "server")
+    __slots__ = ("client", "container", "num_bytes", "number", "server")
 
     def __init__(
         self,
@@ -129,14 +131,14 @@ class RemoteVariable(ElsewhereVariable):
         *,
         number: int,
         server: int,
-        home: Home,
+        client: VariableClient,
         owner: Any = None,
     ) -> None:
         self.set_up(attributes, None, owner=owner)
         self.number = number
         self.server = server
         self.num_bytes = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-        self.home = home
+        self.client = client
         self.container: Any = self
 
     @property
@@ -152,15 +154,15 @@ class RemoteVariable(ElsewhereVariable):
         return self._fetched(frame, None)
 
     @override
-    def rows_in(self, frame: Frame, ids: Any) -> Any:
+    def rows_in(self, frame: Frame, ids: ArrayLike) -> jax.Array:
         if frame.overlay is not None:
             return frame.overlay.read_rows(self, ids)
         require_outside_traces(self, frame)
         return self._fetched(frame, ids)
 
-    def _fetched(self, frame: Frame, ids: Any) -> Any:
+    def _fetched(self, frame: Frame, ids: ArrayLike | None) -> jax.Array:
         with jax_compat.eagerly(), jax_compat.any_dtype(self.dtype):
-            value = jnp.asarray(read_cache.pull(self.home, [Read(self, ids)])[0])
+            value = jnp.asarray(read_cache.pull(self.client, [Read(self, ids)])[0])
             if frame.replica_id is not None and frame.layout is not None:
                 return placement.put(value, frame.layout.devices[frame.replica_id])
             return value
@@ -173,7 +175,7 @@ class RemoteVariable(ElsewhereVariable):
     def read_copy(self, replica_id: int) -> Any:
         del replica_id
         with jax_compat.eagerly(), jax_compat.any_dtype(self.dtype):
-            return jnp.asarray(self.home.pull([Read(self)])[0])
+            return jnp.asarray(self.client.pull([Read(self)])[0])
 
     @override
     def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
@@ -182,10 +184,10 @@ class RemoteVariable(ElsewhereVariable):
         if frame.overlay is not None:
             frame.overlay.record(change)
         else:
-            self.home.push([change])
+            self.client.push([change])
 
     def value_after(self, change: Change, value: Any) -> Any:
-        """Returns what a value of this variable becomes by a change."""
+        """Returns the value of this variable after a change."""
         if change.target is self:
             new = updates.apply(change.kind, value, change.payload)
             return new if change.condition is None else jnp.where(change.condition, new, value)
@@ -196,22 +198,22 @@ class RemoteVariable(ElsewhereVariable):
         return change.target is self or change.target is self.container
 
     def shipping_key(self) -> tuple[Any, ...]:
-        """Returns what another process needs to make a handle of its own."""
+        """Returns the plain values from which another process creates its own handle."""
         if self.container is not self:
-            place = next(i for i, v in enumerate(self.container.variables) if v is self)
-            return ("part", place, self.container.shipping_key())
+            index = next(i for i, v in enumerate(self.container.variables) if v is self)
+            return ("part", index, self.container.shipping_key())
         return self.own_key()
 
     def own_key(self) -> tuple[Any, ...]:
-        """Returns what this part is, whatever it is a part of."""
+        """Returns the shipping key of this part without its container."""
         return ("variable", self.number, self.server, *attributes_key(self))
 
 
 @final
-class CopiedVariable(ElsewhereVariable):
-    """A small variable with a copy on several parameter servers, each changed by itself.
+class CopiedVariable(RemoteVariableBase):
+    """A small variable with a copy on several parameter servers, each updated independently.
 
-    It holds what all parts of an optimizer need at hand, such as its step count.
+    It holds optimizer state that every part needs locally, such as the step count.
     """
 
     __slots__ = ("copies",)
@@ -241,7 +243,7 @@ class CopiedVariable(ElsewhereVariable):
             copy.change_alone(frame, kind, payload)
 
     def shipping_key(self) -> tuple[Any, ...]:
-        """Returns what another process needs to make a handle of its own."""
+        """Returns the plain values from which another process creates its own handle."""
         return ("copies", tuple(c.shipping_key() for c in self.copies), attributes_key(self))
 
 
@@ -257,7 +259,7 @@ def attributes_key(variable: Variable) -> tuple[Any, ...]:
     )
 
 
-def checked_rows(variable: Any, indices: Any) -> Any:
+def checked_rows(variable: RemoteVariableBase, indices: ArrayLike) -> jax.Array:
     """Returns rows of a remote or sharded variable, in the order of the indices."""
     frame = frames.current()
     variable.check_frame(frame, "A lookup in")

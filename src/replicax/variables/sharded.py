@@ -20,13 +20,13 @@ from replicax.values.array_surface import as_operand
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.variables import aggregation, creators, updates
 from replicax.variables.partitioners import split_rows
-from replicax.variables.remote import ElsewhereVariable, Read, RemoteVariable, checked_rows
+from replicax.variables.remote import Read, RemoteVariable, RemoteVariableBase, checked_rows
 from replicax.variables.row_selection import select_rows
 from replicax.variables.variable import Variable
 
 
 @final
-class ShardedVariable(ElsewhereVariable):
+class ShardedVariable(RemoteVariableBase):
     """A variable in parts: rows 0 to a in the first, a to b in the second, and so on.
 
     It reads, slices, converts and computes like the whole. `variables` are its parts, which
@@ -105,7 +105,7 @@ class ShardedVariable(ElsewhereVariable):
         first = self.variables[0]
         assert isinstance(first, RemoteVariable)
         with jax_compat.eagerly(), jax_compat.any_dtype(self.dtype):
-            return jnp.asarray(first.home.pull([Read(self, ids)])[0])
+            return jnp.asarray(first.client.pull([Read(self, ids)])[0])
 
     @override
     def sparse_read(self, indices: Any) -> Any:
@@ -170,7 +170,7 @@ class ShardedVariable(ElsewhereVariable):
             if frame.overlay is not None:
                 frame.overlay.record(change)
             else:
-                first.home.push([change])
+                first.client.push([change])
             return
         for start, part in zip(self.starts, self.variables, strict=True):
             part.change_alone(frame, kind, self._piece(own, start, part.shape[0]))

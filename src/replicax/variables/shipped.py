@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from replicax.foundation import errors
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
 from replicax.variables.creators import VariableAttributes
-from replicax.variables.remote import CopiedVariable, Home, RemoteVariable
+from replicax.variables.remote import CopiedVariable, RemoteVariable, VariableClient
 from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
 
@@ -19,12 +19,12 @@ class VariableBook:
     """The remote variables that this process has handles of.
 
     Args:
-      home: How they are reached.
+      client: How they are reached.
       owner: The `StrategyExtended` that they belong to.
     """
 
-    def __init__(self, home: Home, owner: Any) -> None:
-        self._home = home
+    def __init__(self, client: VariableClient, owner: Any) -> None:
+        self._client = client
         # Weak: the strategy owns its lower half, which owns this book.
         self._owner = weakref.ref(owner)
         self._parts: weakref.WeakValueDictionary[int, RemoteVariable] = (
@@ -72,7 +72,7 @@ class VariableBook:
         found = self._parts.get(number)
         if found is None:
             found = RemoteVariable(
-                attributes, number=number, server=server, home=self._home, owner=self._owner()
+                attributes, number=number, server=server, client=self._client, owner=self._owner()
             )
             self._parts[number] = found
         return found

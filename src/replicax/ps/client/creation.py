@@ -13,12 +13,12 @@ from replicax.protocol import messages
 from replicax.ps.client.cluster import CHUNK_BYTES, Cluster
 from replicax.ps.client.initial_values import Initial
 from replicax.variables.creators import VariableAttributes
-from replicax.variables.remote import Home, RemoteVariable
+from replicax.variables.remote import RemoteVariable, VariableClient
 
 
 def create_part(
     cluster: Cluster,
-    home: Home,
+    client: VariableClient,
     owner: Any,
     attributes: VariableAttributes,
     initial: Initial,
@@ -36,7 +36,7 @@ def create_part(
         buffers, rest = [initial.buffers[0][:rows]], initial.buffers[0][rows:]
     cluster.ask(server, body, buffers, size)
     cluster.hold(server, number)
-    variable = RemoteVariable(attributes, number=number, server=server, home=home, owner=owner)
+    variable = RemoteVariable(attributes, number=number, server=server, client=client, owner=owner)
     weakref.finalize(variable, cluster.forget, server, number).atexit = False
     if rest is not None and not cluster.was_found(server, number):
         _write_rest(cluster, server, number, buffers[0].shape[0], rest)
