@@ -62,7 +62,7 @@ ALLOWED = {
         "self._lane.get",
     ): "`close` puts None",
     (
-        "training/optimizer_probe.py",
+        "training/optimizer/probe.py",
         "is_row_wise",
         "pool.submit(…).result",
     ): "a computation of ours",

@@ -1,7 +1,7 @@
 """Optimizers: any optax transformation, applied to variables."""
 
-from replicax.training.optimizer import Optimizer as Optimizer
-from replicax.training.step_guard import DynamicLossScale as DynamicLossScale
+from replicax.training.optimizer.optimizer import Optimizer as Optimizer
+from replicax.training.optimizer.step_guard import DynamicLossScale as DynamicLossScale
 
 __all__ = ["DynamicLossScale", "Optimizer"]
 

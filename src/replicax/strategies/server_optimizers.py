@@ -14,7 +14,7 @@ from replicax.foundation import jax_compat
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
 from replicax.protocol import messages
 from replicax.ps.client.initial_values import Initial, uniform_element
-from replicax.training.optimizer_remote import Update
+from replicax.training.optimizer.remote import Update
 from replicax.variables.creators import VariableAttributes
 from replicax.variables.remote import CopiedVariable, RemoteVariable
 from replicax.variables.sharded import ShardedVariable

@@ -17,10 +17,18 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Frame
 from replicax.contexts.overlay import Overlay, View
 from replicax.foundation import errors, jax_compat
-from replicax.tracing import bodies, rounds
+from replicax.tracing import bodies
 from replicax.tracing.bodies import Body, Carried, Structure
-from replicax.tracing.carries import arrays_of, changed_structure, like, next_carry, settled
 from replicax.tracing.iterators import is_iterator
+from replicax.tracing.loops import (
+    CountedLoop,
+    Rows,
+    arrays_of,
+    changed_structure,
+    like,
+    next_carry,
+    settled,
+)
 from replicax.values.distributed_values import Mirrored, PerReplica
 from replicax.values.layout import AXIS
 from replicax.values.regroup import leaves_of, map_structure
@@ -74,8 +82,8 @@ def fori_loop(
     if not jax_compat.is_traced(lower) and not jax_compat.is_traced(upper):
         count = max(0, int(upper) - int(lower))
         first = jnp.asarray(lower, index.dtype)
-        rows = rounds.Rows(number, [], count, first)
-        loop = rounds.CountedLoop(what, lambda c, i: (body_fun(i, c), None), rows, unroll or 1)
+        rows = Rows(number, [], count, first)
+        loop = CountedLoop(what, lambda c, i: (body_fun(i, c), None), rows, unroll or 1)
         return loop.run(outer, init_val)[0]
     carry = Structure(init_val)
     body, arrays = settled(
@@ -136,8 +144,8 @@ def scan(
     if outer is None:
         order = range(count)[:: -1 if reverse else 1]
         return _scan_eagerly(f, init, structure, columns, order)
-    rows = rounds.Rows(structure, columns, count)
-    loop = rounds.CountedLoop("rx.scan", lambda c, x: _pair(f(c, x)), rows, unroll, reverse)
+    rows = Rows(structure, columns, count)
+    loop = CountedLoop("rx.scan", lambda c, x: _pair(f(c, x)), rows, unroll, reverse)
     return loop.run(outer, init)
 
 
@@ -169,8 +177,8 @@ def _scan_data(
             results.append(arrays_of(result))
         return carry, map_structure(_stacked, *results) if results else None
     feed = iter(data)
-    nothing = rounds.Rows(Structure(None), [], None)
-    loop = rounds.CountedLoop("rx.scan", lambda c, _: _pair(f(c, next(feed))), nothing, unroll)
+    nothing = Rows(Structure(None), [], None)
+    loop = CountedLoop("rx.scan", lambda c, _: _pair(f(c, next(feed))), nothing, unroll)
     return loop.run(outer, init, feed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,16 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from replicax.contexts import frames
 from replicax.contexts.overlay import View
-from replicax.foundation import gate, jax_compat, placement
+from replicax.foundation import devices, gate, jax_compat, placement
+from replicax.foundation.jax_compat import Device
 from replicax.tracing import capture as capturing
-from replicax.tracing import exchange, feeds, program_devices, signature
+from replicax.tracing import exchange, feeds, signature
 from replicax.tracing.consumption import Consumption
-from replicax.tracing.reach import Reach
-from replicax.tracing.rebinding import Bindings
+from replicax.tracing.reach import Bindings, Reach
 from replicax.values.array_surface import ArraySurface
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.indexed_slices import IndexedSlices
@@ -124,7 +125,7 @@ class Program:
         is_mesh = self._layout is not None and self._layout.is_mesh
         self._mesh = self._layout if is_mesh else None
         self._takes_turns = self._mesh is not None and gate.needs_turns(self._mesh.devices)
-        self._home = program_devices.home_of(self._layout, captured)
+        self._home = _home_of(self._layout, captured)
         self._constants = self._on_devices(captured.constants)
         if self._home is None:
             self._constants = [placement.uncommitted(c) for c in self._constants]
@@ -358,7 +359,7 @@ class Program:
     def _on_devices(self, arrays: list[Any]) -> list[Any]:
         """Copies arrays of other devices to the devices of the program."""
         if self._home is None:
-            return program_devices.reconciled(arrays)
+            return _reconciled(arrays)
         return self._home.take(arrays)
 
 
@@ -374,6 +375,89 @@ def _layout_of(captured: Any, layouts: list[Any]) -> ReplicaLayout | None:
     variables = dict.fromkeys((*captured.variables, *captured.written))
     found = [v.layout for v in variables if v.layout is not None] + layouts
     return max(found, key=found.count, default=None)
+
+
+class _Home:
+    """The devices of one program: those of its replicas, or the one of its variables.
+
+    Attributes:
+      sharding: How arrays that are equal on all of the devices are placed.
+      devices: The devices, in the order of the mesh.
+    """
+
+    def __init__(self, sharding: Sharding, devices: tuple[Device, ...]) -> None:
+        self.sharding = sharding
+        self.devices = devices
+        self._device_set = sharding.device_set
+        self._mesh = getattr(sharding, "mesh", None)
+
+    def holds(self, variable: Any) -> bool:
+        """Tells whether the array behind a variable is on these devices, in this order."""
+        return _places_of(variable) == self.devices
+
+    def take(self, arrays: list[Any]) -> list[Any]:
+        """Copies arrays of other devices to these."""
+        moving = [
+            i for i, a in enumerate(arrays) if isinstance(a, jax.Array) and self._is_elsewhere(a)
+        ]
+        if not moving:
+            return arrays
+        arrays = list(arrays)
+        moved = jax.device_put([arrays[i] for i in moving], self.sharding)
+        for i, array in zip(moving, moved, strict=True):
+            arrays[i] = array
+        return arrays
+
+    def _is_elsewhere(self, array: jax.Array) -> bool:
+        sharding = array.sharding
+        if sharding.device_set != self._device_set:
+            return True
+        mesh = getattr(sharding, "mesh", None)
+        if mesh is None or mesh is self._mesh:
+            return False
+        return tuple(mesh.devices.flat) != self.devices
+
+
+def _home_of(layout: ReplicaLayout | None, captured: Any) -> _Home | None:
+    """Returns where a program runs; None if it has neither replicas nor variables."""
+    if layout is not None:
+        return _Home(layout.replicated, _ordered(layout))
+    variables = dict.fromkeys((*captured.variables, *captured.written, *captured.created))
+    sizes: dict[Device, int] = {}
+    for variable in variables:
+        if variable.is_remote:
+            continue
+        places = _places_of(variable)
+        if len(places) != 1:
+            return None  # an array that the user spread over devices: JAX knows best
+        sizes[places[0]] = sizes.get(places[0], 0) + math.prod(variable.shape)
+    if not sizes:
+        return None
+    # Where most of the state is: the rest moves with each call.
+    device = max(sizes, key=lambda device: sizes[device])
+    return _Home(SingleDeviceSharding(device), (device,))
+
+
+def _reconciled(arrays: list[Any]) -> list[Any]:
+    """Copies arrays to the current device if they are committed to different ones."""
+    first = None
+    for array in arrays:
+        if not isinstance(array, jax.Array) or not array.committed:
+            continue
+        if first is None:
+            first = array.sharding
+        elif array.sharding is not first and array.sharding.device_set != first.device_set:
+            device = devices.current()
+            return [placement.usable_on(a, device) for a in arrays]
+    return arrays
+
+
+def _places_of(variable: Any) -> tuple[Device, ...]:
+    return variable.placement if variable.layout is None else _ordered(variable.layout)
+
+
+def _ordered(layout: ReplicaLayout) -> tuple[Device, ...]:
+    return layout.devices if layout.is_mesh else layout.devices[:1]
 
 
 class _Results:

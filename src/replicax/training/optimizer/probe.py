@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.foundation import jax_compat
-from replicax.training.optimizer_state import origins_of, split
+from replicax.training.optimizer.state import origins_of, split
 from replicax.values.distributed_values import is_array_like
 
 _log = logging.getLogger(__name__)

@@ -13,15 +13,15 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.foundation import errors, jax_compat, lazy
 from replicax.tracing.function import Function
-from replicax.training import (
-    optimizer_arguments,
-    optimizer_gradients,
-    optimizer_probe,
+from replicax.training.optimizer import (
+    arguments,
+    probe,
     row_updates,
 )
-from replicax.training.optimizer_remote import RemoteOptimizer, StateProgram, make_remote
-from replicax.training.optimizer_state import StateVariables, local_maker, make_variable, split
-from replicax.training.step_guard import DynamicLossScale, StepGuard, are_finite
+from replicax.training.optimizer.gradients import by_variable, checked, summed
+from replicax.training.optimizer.remote import RemoteOptimizer, StateProgram, make_remote
+from replicax.training.optimizer.state import StateVariables, local_maker, make_variable, split
+from replicax.training.optimizer.step_guard import DynamicLossScale, StepGuard, are_finite
 from replicax.values import printing
 from replicax.values.array_surface import as_operand
 from replicax.values.distributed_values import DistributedValues, Mirrored
@@ -80,20 +80,20 @@ class Optimizer:
         skip_nonfinite: bool = False,
         loss_scale: DynamicLossScale | float | None = None,
     ) -> None:
-        optimizer_arguments.check_options(transformation, gradient_accumulation_steps, sparse)
-        optimizer_arguments.check_loss_scale(loss_scale)
-        self._structure, found = optimizer_arguments.trainable_list(variables)
-        whole, self._trained = optimizer_arguments.without_parts(self._structure, found)
+        arguments.check_options(transformation, gradient_accumulation_steps, sparse)
+        arguments.check_loss_scale(loss_scale)
+        self._structure, found = arguments.trainable_list(variables)
+        whole, self._trained = arguments.without_parts(self._structure, found)
         numbers = itertools.count()
         self._template = map_structure(lambda _: next(numbers), whole)
         self._accumulates = gradient_accumulation_steps is not None
-        self._transformation = optimizer_arguments.with_extra_args(
+        self._transformation = arguments.with_extra_args(
             transformation, gradient_accumulation_steps
         )
         self._sparse = sparse
         self._is_row_wise: dict[Any, bool] = {}
         # Strong: variables alone do not keep their strategy alive.
-        self._strategy = optimizer_arguments.common_strategy(self._trained)
+        self._strategy = arguments.common_strategy(self._trained)
         extended = self._strategy.extended
         # Set if servers hold the variables, and the state, and compute the updates.
         self._remote: RemoteOptimizer | None = None
@@ -118,16 +118,16 @@ class Optimizer:
         return f"<rx.optimizers.Optimizer of {count}: {names}>"
 
     def _first_state(self) -> Any:
-        with jax_compat.eagerly(), optimizer_arguments.explained_init():
+        with jax_compat.eagerly(), arguments.explained_init():
             state = self._transformation.init(self._tree([v.read_copy(0) for v in self._trained]))
-        optimizer_arguments.refuse_lookahead(state)
+        arguments.refuse_lookahead(state)
         return state
 
     def _make_remote(self, extended: Any) -> None:
-        with optimizer_arguments.explained_init():
+        with arguments.explained_init():
             how = (self._transformation, self._template, self._trained, self._accumulates)
             program = StateProgram(*how)
-        optimizer_arguments.refuse_lookahead(program.state)
+        arguments.refuse_lookahead(program.state)
         row_wise = [self._is_for_rows(i, program) for i in range(len(self._trained))]
         self._state, self._iterations, self._remote = make_remote(program, extended, row_wise)
 
@@ -262,9 +262,7 @@ class Optimizer:
             `value` of the loss for `optax.polyak_sgd`. Arrays are summed over replicas like
             the gradients.
         """
-        found = optimizer_gradients.by_variable(
-            gradients, variables, self._structure, self._trained
-        )
+        found = by_variable(gradients, variables, self._structure, self._trained)
         frame = frames.current()
         for variable in self._trained:
             variable.check_frame(frame, "The update of")
@@ -273,8 +271,8 @@ class Optimizer:
                 self._apply(self._strategy, found, extra_args, False)
         elif frame.mode is Mode.REPLICA:
             assert frame.executor is not None
-            arguments = (found, extra_args, not frame.is_default)
-            frame.executor.merge_call(self._apply, arguments, {})
+            given = (found, extra_args, not frame.is_default)
+            frame.executor.merge_call(self._apply, given, {})
         elif frame.mode is Mode.CROSS_REPLICA:
             self._apply(frame.strategy, found, extra_args, False)
         else:
@@ -299,13 +297,13 @@ class Optimizer:
         anywhere = self._trained[0]
         arrays = [leaf for leaf in leaves_of(extra) if _is_array(leaf)]
         pairs += [(leaf, anywhere) for leaf in arrays]
-        reduced = iter(optimizer_gradients.summed(strategy, pairs, is_sum))
-        whole = [optimizer_gradients.checked(next(reduced), variable) for variable in self._trained]
+        reduced = iter(summed(strategy, pairs, is_sum))
+        whole = [checked(next(reduced), variable) for variable in self._trained]
         extra = map_structure(lambda x: next(reduced) if _is_array(x) else x, extra)
         if self._remote is None:
             self._compiled(whole, extra)
         else:
-            optimizer_arguments.refuse_extra(extra)
+            arguments.refuse_extra(extra)
             self._apply_remotely(self._remote, whole)
 
     def _apply_remotely(self, remote: RemoteOptimizer, gradients: list[Any]) -> None:
@@ -419,10 +417,8 @@ class Optimizer:
         key = (number, *sorted(extra))
         if key not in self._is_row_wise:
             shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self._trained]
-            self._is_row_wise[key] = optimizer_probe.is_row_wise(
-                optimizer_probe.Sample(
-                    self._transformation, self._template, shapes, number, dict(extra)
-                )
+            self._is_row_wise[key] = probe.is_row_wise(
+                probe.Sample(self._transformation, self._template, shapes, number, dict(extra))
             )
         return self._is_row_wise[key]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
 from replicax.foundation import errors, lazy
-from replicax.training.step_guard import DynamicLossScale
+from replicax.training.optimizer.step_guard import DynamicLossScale
 from replicax.values.regroup import leaves_of
 from replicax.variables.replicated import VariableComponent
 from replicax.variables.sharded import ShardedVariable

@@ -18,7 +18,7 @@ from jax import export
 from replicax.contexts.frames import Frame
 from replicax.contexts.overlay import Change
 from replicax.foundation import errors, jax_compat, lazy
-from replicax.training.optimizer_state import LeafOrigin, StateVariables, origins_of, split
+from replicax.training.optimizer.state import LeafOrigin, StateVariables, origins_of, split
 from replicax.values.distributed_values import Mirrored
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.variables.remote import VariableClient
