@@ -202,7 +202,7 @@ def test_the_value_is_checked_and_cast() -> None:
     for index in (3, -4, (0, 2), np.array([0, 5])):
         part = v[0]
         with refused(rx.errors.InvalidArgumentError, "index into shape"):
-            v._change("slice_assign", (index, part))
+            v._update("slice_assign", (index, part))
     with refused(rx.errors.InvalidArgumentError, "type int32"):
         whole[0].assign(1.5)
     assert v.numpy().tolist() == [[5.0, 6.0], [2.0, 2.0], [1.0, 1.0]]

@@ -118,10 +118,10 @@ class VariableSlot(ArraySlot):
                     "Create it with aggregation=rx.VariableAggregation.SUM, MEAN or "
                     "ONLY_FIRST_REPLICA, or leave it out of the Checkpoint.",
                 )
-            return variable.read_in(frames.current())
+            return variable.read(frames.current())
         if variable.stored is None:
             # Explains that the function which creates it has not run.
-            return variable.read_in(frames.current())
+            return variable.read(frames.current())
         return variable.read_copy(0)
 
     @override
@@ -135,7 +135,7 @@ class VariableSlot(ArraySlot):
             return
         with jax_compat.eagerly(), jax_compat.any_dtype(variable.dtype):
             # On CPU devices the variable may share memory with the value, until it is written.
-            variable.store_everywhere(frame.with_overlay(None), value)
+            variable.store_all_copies(frame.with_overlay(None), value)
 
     def _require_equal_copies(self, variable: Variable) -> None:
         if variable.is_per_replica and variable.aggregation is VariableAggregation.SUM:

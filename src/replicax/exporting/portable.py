@@ -110,7 +110,7 @@ class _OneReplicaOverlay(capturing.CapturingOverlay):
 
     def read_rows(self, variable: Any, ids: Any) -> Any:
         # A model that is loaded has no servers to ask for rows.
-        return row_numbers.take(variable.read_in(frames.current()), ids)
+        return row_numbers.take(variable.read(frames.current()), ids)
 
     def record(self, change: Change) -> None:
         """Makes a change of what lives on servers here, where the model will run."""

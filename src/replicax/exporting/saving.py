@@ -163,7 +163,7 @@ def _values(
     for variable, entry in zip(variables, entries, strict=True):
         # Copies that differ are combined; of equal copies the first is taken.
         is_combined = variable.is_per_replica
-        value = variable.read_in(frame) if is_combined else variable.read_copy(0)
+        value = variable.read(frame) if is_combined else variable.read_copy(0)
         if "key_impl" in entry:
             value = jax.random.key_data(value)
         array = np.asarray(value)

@@ -77,7 +77,7 @@ class BodyOverlay(capturing.CapturingOverlay):
             # The same rows in each round: they come in from outside.
             with jax_compat.in_trace(self.parent.trace):
                 return self.parent.read_rows(variable, ids)
-        return jnp.take(variable.read_in(frames.current()), jnp.asarray(ids), axis=0)
+        return jnp.take(variable.read(frames.current()), jnp.asarray(ids), axis=0)
 
     @override
     def record(self, change: Change) -> None:

@@ -99,7 +99,7 @@ class CapturingOverlay(Overlay):
     def read_rows(self, variable: Any, ids: Any) -> Any:
         mine = (variable, *variable.components)
         if not self.is_current_trace() or any(v in self.values for v in mine):
-            return row_numbers.take(variable.read_in(frames.current()), ids)
+            return row_numbers.take(variable.read(frames.current()), ids)
         if self.unsent(*mine):
             # The rows as they are afterwards: to follow the change here would need all of them.
             self.send_changes(variable)

@@ -124,7 +124,7 @@ class GradientOverlay(Overlay):
         if whole is not variable and whole in self._remote:
             return whole.piece_of(variable, self.read(whole))
         # The frame has the overlay around this one.
-        value = variable.read_in(self._frame)
+        value = variable.read(self._frame)
         return self.taps.whole(variable, value) if variable in self._remote else value
 
     def holds(self, variable: Any) -> bool:
@@ -134,13 +134,13 @@ class GradientOverlay(Overlay):
         """Returns rows of a remote variable, with a gradient by rows where that is possible."""
         is_direct = self.is_current_trace() and not isinstance(self.parent, GradientOverlay)
         if not is_direct or self.knows(variable):
-            return row_numbers.take(variable.read_in(frames.current()), ids)
+            return row_numbers.take(variable.read(frames.current()), ids)
         # Row numbers have no gradient, so they belong to the trace around this one.
         around = contextlib.nullcontext()
         if self.parent is not None:
             around = jax_compat.in_trace(self.parent.trace)
         with around:
-            rows = variable.rows_in(self._frame, ids)
+            rows = variable.read_rows(self._frame, ids)
         if not self._remote.intersection((variable, *variable.components)):
             return rows
         return self.taps.looked_up(variable, jnp.asarray(ids), rows)
@@ -156,7 +156,7 @@ class GradientOverlay(Overlay):
         is_direct = is_direct and not self.holds_all_copies(variable)
         if is_direct and self.is_current_trace():
             return self.taps.lookup(variable, self.values[variable], ids)
-        return row_numbers.take(variable.read_in(frames.current()), ids)
+        return row_numbers.take(variable.read(frames.current()), ids)
 
     def holds_all_copies(self, variable: Any) -> bool:
         """Tells whether the value here is that of all copies, which a read combines."""
@@ -169,7 +169,7 @@ class GradientOverlay(Overlay):
         if self.holds_all_copies(variable):
             assert self.parent is not None
             return self.parent.read(variable)
-        return variable.read_in(self._frame)
+        return variable.read(self._frame)
 
     def gradient(self, variable: Any, dense: Any) -> Any:
         """Returns the whole gradient of a variable, given that of its whole reads."""
@@ -250,7 +250,7 @@ def value_and_grad(
             with overlay.opened(), frames.pushed(inner):
                 out = fun(*args, **kwargs)
                 loss, aux = out if has_aux else (out, None)
-                loss = loss.read_in(inner) if isinstance(loss, Variable) else loss
+                loss = loss.read(inner) if isinstance(loss, Variable) else loss
             written[:] = list(overlay.written)
             kept = [jax.lax.stop_gradient(overlay.values[v]) for v in written]
             targets[:] = [(change.target, change.kind) for change in overlay.changes]
@@ -284,7 +284,7 @@ def _pass_on(frame: frames.Frame, change: Change) -> None:
     if change.condition is not None and frame.overlay is not None:
         frame.overlay.record(change)
     elif change.condition is None or change.condition:
-        change.target.change_alone(frame, change.kind, change.payload)
+        change.target.apply_directly(frame, change.kind, change.payload)
 
 
 def grad(
@@ -328,10 +328,10 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
     frame = frames.current()
     params.check_frame(frame, "A lookup in")
     if isinstance(params, RemoteVariable | ShardedVariable):
-        return params.rows_in(frame, ids)
+        return params.read_rows(frame, ids)
     if isinstance(frame.overlay, GradientOverlay):
         return frame.overlay.lookup(params, ids)
-    return row_numbers.take(params.read_in(frame), ids)
+    return row_numbers.take(params.read(frame), ids)
 
 
 def _one_table(params: Any) -> Any:

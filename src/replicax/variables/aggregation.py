@@ -59,7 +59,7 @@ def scale(payload: Any, factor: Any) -> Any:
 def apply_to_copies(variable: Any, frame: Frame, kind: str, payload: Any) -> None:
     """Applies one update, as one step, to every copy of a variable with equal copies."""
     if variable.is_remote:
-        variable.change_alone(frame, kind, payload)
+        variable.apply_directly(frame, kind, payload)
         return
     with gate.state():
         _apply_to_copies(variable, frame, kind, payload)
@@ -73,7 +73,7 @@ def _apply_to_copies(variable: Any, frame: Frame, kind: str, payload: Any) -> No
             new = updates.apply_beside(kind, variable.read_copy(0), own)
         else:
             new = updates.apply(kind, frame.overlay.read(variable), own)
-        variable.store_everywhere(frame, new)
+        variable.store_all_copies(frame, new)
         return
     new = [
         updates.apply_beside(kind, variable.read_copy(i), payload_for(payload, i))
@@ -138,7 +138,7 @@ def _change_under_gradient(variable: Any, frame: Frame, kind: str, payload: Any)
         combined = frame.executor.all_reduce(op, payload, None)
     combined = jax.lax.stop_gradient(combined)
     if variable.is_remote:
-        variable.change_alone(frame, kind, combined)
+        variable.apply_directly(frame, kind, combined)
     else:
         frame.overlay.write(variable, updates.apply(kind, old, combined))
 

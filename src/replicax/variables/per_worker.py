@@ -94,7 +94,7 @@ class PerWorkerVariable(Variable):
         return "/job:worker/replica:0"
 
     @override
-    def read_in(self, frame: Frame) -> NoReturn:
+    def read(self, frame: Frame) -> NoReturn:
         raise self._not_here("read")
 
     @override
@@ -102,7 +102,7 @@ class PerWorkerVariable(Variable):
         raise self._not_here("read")
 
     @override
-    def change_in(self, frame: Frame, kind: str, payload: Any) -> NoReturn:
+    def apply_update(self, frame: Frame, kind: str, payload: Any) -> NoReturn:
         raise self._not_here("changed")
 
     @override

@@ -28,7 +28,7 @@ class AggregatingVariable(LocalVariable):
 
     __slots__ = ()
 
-    def change_in(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_update(self, frame: Frame, kind: str, payload: Any) -> None:
         if frame.mode is Mode.REPLICA and frame.layout is not None:
             aggregation.change_from_replicas(self, frame, kind, payload)
         else:

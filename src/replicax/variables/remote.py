@@ -61,9 +61,9 @@ class RemoteVariableBase(Variable):
         layout = None if self.owner is None else self.owner.layout
         return (devices.current(),) if layout is None else layout.devices
 
-    def rows_in(self, frame: Frame, ids: ArrayLike) -> jax.Array:
+    def read_rows(self, frame: Frame, ids: ArrayLike) -> jax.Array:
         """Returns rows by number, in the order of `ids`; only these rows are transferred."""
-        return row_numbers.take(self.read_in(frame), ids)
+        return row_numbers.take(self.read(frame), ids)
 
     @override
     def read_part(self, index: Any) -> jax.Array:
@@ -74,28 +74,28 @@ class RemoteVariableBase(Variable):
             return super().read_part(index)
         frame = frames.current()
         self.check_frame(frame, "The value of")
-        rows = self.rows_in(frame, selection.ids)
+        rows = self.read_rows(frame, selection.ids)
         if frame.overlay is not None:
             frame.overlay.note_slice(self)
         return rows[selection.within]
 
     @override
-    def change_in(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_update(self, frame: Frame, kind: str, payload: Any) -> None:
         layout = frame.layout
         if frame.mode is Mode.REPLICA and layout is not None and layout.num_replicas > 1:
             aggregation.change_from_replicas(self, frame, kind, payload)
         else:
-            self.change_alone(frame, kind, payload)
+            self.apply_directly(frame, kind, payload)
 
     @override
     def store(self, frame: Frame, value: Any) -> None:
-        self.change_alone(frame, "assign", value)
+        self.apply_directly(frame, "assign", value)
 
-    def kept_in_rows(self, frame: Frame, kind: str, payload: Any) -> tuple[str, Any]:
+    def as_row_update(self, frame: Frame, kind: str, payload: Any) -> tuple[str, Any]:
         """Returns an update as an equivalent update of whole rows, the only kind servers apply."""
         if not isinstance(payload, SlicedValue):
             return kind, payload
-        return as_rows(self, kind, payload, lambda ids: self.rows_in(frame, ids))
+        return as_rows(self, kind, payload, lambda ids: self.read_rows(frame, ids))
 
     def touches(self, variable: Variable) -> bool:
         """Returns whether a change of this variable also changes `variable`."""
@@ -147,14 +147,14 @@ class RemoteVariable(RemoteVariableBase):
         return f"/job:ps/replica:0/task:{self.server}/device:CPU:0"
 
     @override
-    def read_in(self, frame: Frame) -> Any:
+    def read(self, frame: Frame) -> Any:
         if frame.overlay is not None:
             return read_cache.read_in_trace(frame.overlay, self)
         require_outside_traces(self, frame)
         return self._fetched(frame, None)
 
     @override
-    def rows_in(self, frame: Frame, ids: ArrayLike) -> jax.Array:
+    def read_rows(self, frame: Frame, ids: ArrayLike) -> jax.Array:
         if frame.overlay is not None:
             return frame.overlay.read_rows(self, ids)
         require_outside_traces(self, frame)
@@ -178,8 +178,8 @@ class RemoteVariable(RemoteVariableBase):
             return jnp.asarray(self.client.pull([Read(self)])[0])
 
     @override
-    def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
-        kind, own = self.kept_in_rows(frame, kind, aggregation.payload_for(payload, 0))
+    def apply_directly(self, frame: Frame, kind: str, payload: Any) -> None:
+        kind, own = self.as_row_update(frame, kind, aggregation.payload_for(payload, 0))
         change = Change(self, kind, own)
         if frame.overlay is not None:
             frame.overlay.record(change)
@@ -230,17 +230,17 @@ class CopiedVariable(RemoteVariableBase):
         return self.copies[0].device
 
     @override
-    def read_in(self, frame: Frame) -> Any:
-        return self.copies[0].read_in(frame)
+    def read(self, frame: Frame) -> Any:
+        return self.copies[0].read(frame)
 
     @override
     def read_copy(self, replica_id: int) -> Any:
         return self.copies[0].read_copy(replica_id)
 
     @override
-    def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_directly(self, frame: Frame, kind: str, payload: Any) -> None:
         for copy in self.copies:
-            copy.change_alone(frame, kind, payload)
+            copy.apply_directly(frame, kind, payload)
 
     def shipping_key(self) -> tuple[Any, ...]:
         """Returns the plain values from which another process creates its own handle."""
@@ -263,4 +263,4 @@ def checked_rows(variable: RemoteVariableBase, indices: ArrayLike) -> jax.Array:
     """Returns rows of a remote or sharded variable, in the order of the indices."""
     frame = frames.current()
     variable.check_frame(frame, "A lookup in")
-    return variable.rows_in(frame, row_numbers.checked("sparse_read", variable, indices))
+    return variable.read_rows(frame, row_numbers.checked("sparse_read", variable, indices))

@@ -48,7 +48,7 @@ class ReplicatedVariable(DistributedValues, LocalVariable):
         elif frame.replica_id is not None:
             self.store_copy(frame.replica_id, value)
         else:
-            self.store_everywhere(frame, value)
+            self.store_all_copies(frame, value)
 
     def store_copy(self, replica_id: int, value: Any) -> None:
         """Replaces one copy and leaves the others as they are."""
@@ -81,7 +81,7 @@ class MirroredVariable(ReplicatedVariable):
         return self.layout.replicated
 
     @override
-    def read_in(self, frame: Frame) -> Any:
+    def read(self, frame: Frame) -> Any:
         if frame.overlay is not None:
             return frame.overlay.read(self)
         require_readable(self, frame)
@@ -101,16 +101,16 @@ class MirroredVariable(ReplicatedVariable):
             return self.layout.copy_for(self.stored, replica_id)
 
     @override
-    def change_in(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_update(self, frame: Frame, kind: str, payload: Any) -> None:
         if frame.mode is Mode.REPLICA and not frame.is_default:
             aggregation.change_from_replicas(self, frame, kind, payload)
         elif frame.mode is Mode.UPDATE:
-            self.change_alone(frame, kind, payload)
+            self.apply_directly(frame, kind, payload)
         else:
             aggregation.apply_to_copies(self, frame, kind, payload)
 
     @override
-    def store_everywhere(self, frame: Frame, value: Any) -> None:
+    def store_all_copies(self, frame: Frame, value: Any) -> None:
         if frame.overlay is not None:
             frame.overlay.write(self, value)
             return
@@ -150,7 +150,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         return self.layout.per_replica
 
     @override
-    def read_in(self, frame: Frame) -> Any:
+    def read(self, frame: Frame) -> Any:
         if frame.overlay is not None:
             value = frame.overlay.read(self)
             is_seen_from_outside = frame.mode is Mode.CROSS_REPLICA or frame.is_default
@@ -212,7 +212,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         return total.astype(self.dtype)
 
     @override
-    def change_in(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_update(self, frame: Frame, kind: str, payload: Any) -> None:
         if kind.startswith("scatter"):
             raise errors.UnsupportedError(
                 f"`{kind}` needs a variable that is synchronized on write",
@@ -220,7 +220,7 @@ class SyncOnReadVariable(ReplicatedVariable):
                 "Use assign, assign_add or assign_sub with a dense value.",
             )
         if frame.mode is not Mode.CROSS_REPLICA and not frame.is_default:
-            self.change_alone(frame, kind, payload)
+            self.apply_directly(frame, kind, payload)
             return
         if kind not in ("assign", "slice_assign"):
             raise errors.InvalidArgumentError(
@@ -231,7 +231,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         self._require_aggregation("Assigning")
         if kind == "slice_assign":
             with gate.state():
-                self._assign_shares(frame, updates.apply(kind, self.read_in(frame), payload))
+                self._assign_shares(frame, updates.apply(kind, self.read(frame), payload))
         else:
             self._assign_shares(frame, payload)
 
@@ -268,7 +268,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         return xnp.broadcast_to(value / count, shape).astype(self.dtype)
 
     @override
-    def store_everywhere(self, frame: Frame, value: Any) -> None:
+    def store_all_copies(self, frame: Frame, value: Any) -> None:
         self._assign_shares(frame, value)
 
     @override
@@ -320,7 +320,7 @@ class VariableComponent(Variable):
         return (self.container.layout.devices[self.replica_id],)
 
     @override
-    def read_in(self, frame: Frame) -> Any:
+    def read(self, frame: Frame) -> Any:
         overlay = frame.overlay
         if overlay is None:
             require_readable(self.container, frame)
@@ -331,7 +331,7 @@ class VariableComponent(Variable):
         return value
 
     @override
-    def change_in(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_update(self, frame: Frame, kind: str, payload: Any) -> None:
         overlay = frame.overlay
         if overlay is None:
             with gate.state():
@@ -339,7 +339,7 @@ class VariableComponent(Variable):
                 new = updates.apply_beside(kind, old, payload)
                 self.container.store_copy(self.replica_id, new)
             return
-        new = updates.apply(kind, self.read_in(frame), payload)
+        new = updates.apply(kind, self.read(frame), payload)
         if overlay.view is View.LOCAL or frame.mode is Mode.UPDATE:
             overlay.write(self.container, new)
         elif self.container.is_per_replica:

@@ -85,11 +85,11 @@ class ShardedVariable(RemoteVariableBase):
     # Reading.
 
     @override
-    def read_in(self, frame: Frame) -> Any:
+    def read(self, frame: Frame) -> Any:
         overlay = frame.overlay
         if overlay is not None and overlay.holds(self):
             return overlay.read(self)
-        return jnp.concatenate([part.read_in(frame) for part in self.variables])
+        return jnp.concatenate([part.read(frame) for part in self.variables])
 
     @override
     def read_copy(self, replica_id: int) -> Any:
@@ -97,9 +97,9 @@ class ShardedVariable(RemoteVariableBase):
             return jnp.concatenate([part.read_copy(replica_id) for part in self.variables])
 
     @override
-    def rows_in(self, frame: Frame, ids: Any) -> Any:
+    def read_rows(self, frame: Frame, ids: Any) -> Any:
         if not self.is_whole_remote:
-            return super().rows_in(frame, ids)
+            return super().read_rows(frame, ids)
         if frame.overlay is not None:
             return frame.overlay.read_rows(self, ids)
         first = self.variables[0]
@@ -154,14 +154,14 @@ class ShardedVariable(RemoteVariableBase):
     # Writing.
 
     @override
-    def _change(self, kind: str, payload: Any, read_value: bool = True) -> Any:
+    def _update(self, kind: str, payload: Any, read_value: bool = True) -> Any:
         if kind.startswith("scatter"):
             self._require_scatterable(kind, payload)
-        return super()._change(kind, payload, read_value)
+        return super()._update(kind, payload, read_value)
 
     @override
-    def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
-        kind, own = self.kept_in_rows(frame, kind, aggregation.payload_for(payload, 0))
+    def apply_directly(self, frame: Frame, kind: str, payload: Any) -> None:
+        kind, own = self.as_row_update(frame, kind, aggregation.payload_for(payload, 0))
         if isinstance(own, IndexedSlices) and self.is_whole_remote:
             # One list of rows for all parts: it is cut where it is sent off.
             change = Change(self, kind, own)
@@ -173,7 +173,7 @@ class ShardedVariable(RemoteVariableBase):
                 first.client.push([change])
             return
         for start, part in zip(self.starts, self.variables, strict=True):
-            part.change_alone(frame, kind, self._piece(own, start, part.shape[0]))
+            part.apply_directly(frame, kind, self._piece(own, start, part.shape[0]))
 
     def piece_of(self, part: Variable, payload: Any) -> Any:
         """Returns what of an array or of rows of the whole belongs to a part."""

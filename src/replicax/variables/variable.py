@@ -215,7 +215,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         """Returns the current value as an array."""
         frame = frames.current()
         self.check_frame(frame, "The value of")
-        return self.read_in(frame)
+        return self.read(frame)
 
     value = read_value
 
@@ -223,7 +223,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         """Returns a copy of the current value."""
         return np.array(self.read_value(), copy=True)
 
-    def read_in(self, frame: Frame) -> Any:
+    def read(self, frame: Frame) -> Any:
         """Returns the value that code in `frame` sees."""
         if frame.overlay is not None:
             return frame.overlay.read(self)
@@ -263,7 +263,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         Array(6., dtype=float32)
         """
         index = as_operand(index)
-        change = functools.partial(self._change_part, index)
+        change = functools.partial(self._update_part, index)
         return slicing.with_methods(self.read_part(index), change)
 
     def read_part(self, index: Any) -> jax.Array:
@@ -275,7 +275,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
 
     # Writing.
 
-    def _change_part(
+    def _update_part(
         self,
         index: Any,
         kind: str,
@@ -285,7 +285,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         read_value: bool = True,
     ) -> Any:
         """Does what `assign`, `assign_add` and `assign_sub` of a part do."""
-        return self._change(kind, (index, value), read_value)
+        return self._update(kind, (index, value), read_value)
 
     def assign(
         self,
@@ -295,7 +295,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         read_value: bool = True,
     ) -> Any:
         """Sets the value."""
-        return self._change("assign", value, read_value)
+        return self._update("assign", value, read_value)
 
     def assign_add(
         self,
@@ -305,7 +305,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         read_value: bool = True,
     ) -> Any:
         """Adds to the value."""
-        return self._change("assign_add", delta, read_value)
+        return self._update("assign_add", delta, read_value)
 
     def assign_sub(
         self,
@@ -315,69 +315,69 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         read_value: bool = True,
     ) -> Any:
         """Subtracts from the value."""
-        return self._change("assign_sub", delta, read_value)
+        return self._update("assign_sub", delta, read_value)
 
     def scatter_add(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Adds rows."""
-        return self._change("scatter_add", sparse_delta)
+        return self._update("scatter_add", sparse_delta)
 
     def scatter_sub(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Subtracts rows."""
-        return self._change("scatter_sub", sparse_delta)
+        return self._update("scatter_sub", sparse_delta)
 
     def scatter_mul(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Multiplies rows."""
-        return self._change("scatter_mul", sparse_delta)
+        return self._update("scatter_mul", sparse_delta)
 
     def scatter_div(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Divides rows."""
-        return self._change("scatter_div", sparse_delta)
+        return self._update("scatter_div", sparse_delta)
 
     def scatter_min(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Takes the smaller of old and given rows, element by element."""
-        return self._change("scatter_min", sparse_delta)
+        return self._update("scatter_min", sparse_delta)
 
     def scatter_max(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Takes the larger of old and given rows, element by element."""
-        return self._change("scatter_max", sparse_delta)
+        return self._update("scatter_max", sparse_delta)
 
     def scatter_update(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Any:
         """Replaces rows."""
-        return self._change("scatter_update", sparse_delta)
+        return self._update("scatter_update", sparse_delta)
 
     def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Any:
         """Adds elements or rows at vectors of indices."""
-        return self._change("scatter_add", IndexedSlices(updates, indices))
+        return self._update("scatter_add", IndexedSlices(updates, indices))
 
     def scatter_nd_sub(self, indices: Any, updates: Any, name: str | None = None) -> Any:
         """Subtracts elements or rows at vectors of indices."""
-        return self._change("scatter_sub", IndexedSlices(updates, indices))
+        return self._update("scatter_sub", IndexedSlices(updates, indices))
 
     def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Any:
         """Replaces elements or rows at vectors of indices."""
-        return self._change("scatter_update", IndexedSlices(updates, indices))
+        return self._update("scatter_update", IndexedSlices(updates, indices))
 
     def scatter_nd_max(self, indices: Any, updates: Any, name: str | None = None) -> Any:
         """Takes the larger of old and given elements or rows at vectors of indices."""
-        return self._change("scatter_max", IndexedSlices(updates, indices))
+        return self._update("scatter_max", IndexedSlices(updates, indices))
 
     def scatter_nd_min(self, indices: Any, updates: Any, name: str | None = None) -> Any:
         """Takes the smaller of old and given elements or rows at vectors of indices."""
-        return self._change("scatter_min", IndexedSlices(updates, indices))
+        return self._update("scatter_min", IndexedSlices(updates, indices))
 
     def batch_scatter_update(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
@@ -392,19 +392,19 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         [[1.0, 9.0], [8.0, 4.0]]
         """
         slices = updates.batch_slices(self, "batch_scatter_update", sparse_delta)
-        return self._change("scatter_update", slices)
+        return self._update("scatter_update", slices)
 
-    def _change(self, kind: str, payload: Any, read_value: bool = True) -> Any:
+    def _update(self, kind: str, payload: Any, read_value: bool = True) -> Any:
         frame = frames.current()
         self.check_frame(frame, f"`{slicing.api_of(kind)}` of")
         if frame.overlay is None:
             require_concrete(self, payload)
-        self.change_in(frame, kind, updates.checked_payload(self, kind, payload))
+        self.apply_update(frame, kind, updates.checked_payload(self, kind, payload))
         if frame.eager_reads is not None:
             frame.eager_reads.renew()
         return self if read_value else None
 
-    def change_in(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_update(self, frame: Frame, kind: str, payload: Any) -> None:
         """Applies an update from code in `frame`."""
         layout = frame.layout
         if frame.mode is Mode.REPLICA and layout is not None and layout.num_replicas > 1:
@@ -414,12 +414,12 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
                 f"the variable was created outside the scope of {frame.describe()}",
                 "Create it inside `with strategy.scope():`, with an `aggregation=`.",
             )
-        self.change_alone(frame, kind, payload)
+        self.apply_directly(frame, kind, payload)
 
-    def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_directly(self, frame: Frame, kind: str, payload: Any) -> None:
         """Applies an update to what code in `frame` sees, as one step."""
         if frame.overlay is not None:
-            self.store(frame, updates.apply(kind, self.read_in(frame), payload))
+            self.store(frame, updates.apply(kind, self.read(frame), payload))
             return
         with gate.state():
             old = self.read_copy(frame.replica_id or 0)
@@ -432,7 +432,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
             self.is_lent = True
             return self.stored
 
-    def store_everywhere(self, frame: Frame, value: Any) -> None:
+    def store_all_copies(self, frame: Frame, value: Any) -> None:
         """Replaces the value of every copy."""
         self.store(frame, value)
 
@@ -500,7 +500,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
     def describe(self) -> str:
         """Describes one copy by name, shape, type and content."""
         head = f"<rx.Variable '{self.name}:0' shape={self.shape} dtype={self.dtype}"
-        value = None if self.stored is None else self.read_in(frames.current())
+        value = None if self.stored is None else self.read(frames.current())
         if value is None or jax_compat.is_traced(value):
             return f"{head}, traced>"
         return f"{head}, numpy={printing.content(value)}>"

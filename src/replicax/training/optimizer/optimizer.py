@@ -321,7 +321,7 @@ class Optimizer:
     def _update(self, gradients: list[Any], extra: dict[str, Any]) -> None:
         frame = frames.current()
         gradients, extra = map_structure(_first_copy, (gradients, extra))
-        params = [variable.read_in(frame) for variable in self._trained]
+        params = [variable.read(frame) for variable in self._trained]
         arrays = self._state.read(frame)
         blocks: dict[int, row_updates.RowBlock] = {}
         inputs = list(gradients)
@@ -388,9 +388,9 @@ class Optimizer:
 
     def _count(self, frame: Frame, is_good: Any) -> None:
         if self._accumulates:
-            new = self._state.by_path()["gradient_step"].read_in(frame)
+            new = self._state.by_path()["gradient_step"].read(frame)
         else:
-            new = self._iterations.read_in(frame) + (1 if is_good is None else is_good)
+            new = self._iterations.read(frame) + (1 if is_good is None else is_good)
         _store(self._iterations, frame, new)
         if self._guard is not None:
             self._guard.after(frame, is_good)
@@ -456,7 +456,7 @@ def _store(variable: Variable, frame: Frame, value: Any) -> None:
             f"{variable.name!r} of shape {variable.shape} became {jnp.shape(value)}",
             "Return arrays of the shape that went in.",
         )
-    variable.store_everywhere(frame, jnp.asarray(value, variable.dtype))
+    variable.store_all_copies(frame, jnp.asarray(value, variable.dtype))
 
 
 def _named(found: dict[str, Variable], name: str, kind: str) -> Variable:

@@ -125,9 +125,9 @@ class RemoteOptimizer:
         if frame.overlay is not None and condition is not None:
             frame.overlay.record(Change(self, "apply", found, condition))
         elif condition is None or condition:
-            self.change_alone(frame, "apply", found)
+            self.apply_directly(frame, "apply", found)
 
-    def change_alone(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_directly(self, frame: Frame, kind: str, payload: Any) -> None:
         """Does as remote variables do with a change."""
         change = Change(self, kind, payload)
         if frame.overlay is not None:

@@ -151,7 +151,7 @@ class StateVariables:
 
     def read(self, frame: Frame) -> list[Any]:
         """Returns the arrays of the state; keys as their data."""
-        return [variable.read_in(frame) for variable in self.variables]
+        return [variable.read(frame) for variable in self.variables]
 
     def assemble(self, arrays: Sequence[Any]) -> Any:
         """Returns the state around some arrays."""

@@ -118,9 +118,9 @@ class StepGuard:
         rule, scale, good_steps = self._rule, self.scale, self._good_steps
         if rule is None or scale is None or good_steps is None:
             return
-        value = scale.read_in(frame)
+        value = scale.read(frame)
         larger = value * jnp.float32(rule.factor)
-        is_enough = good_steps.read_in(frame) + 1 >= rule.growth_steps
+        is_enough = good_steps.read(frame) + 1 >= rule.growth_steps
         grows = is_good & is_enough & jnp.isfinite(larger)
         smaller = jnp.maximum(value / jnp.float32(rule.factor), 1.0)
         change_if(scale, frame, grows | ~is_good, "assign", jnp.where(is_good, larger, smaller))
@@ -136,11 +136,11 @@ def change_if(variable: Variable, frame: Frame, condition: Any, kind: str, paylo
         if frame.overlay is not None:
             frame.overlay.record(Change(variable, kind, array, condition))
         elif condition:
-            variable.change_alone(frame, kind, array)
+            variable.apply_directly(frame, kind, array)
         return
-    old = variable.read_in(frame)
+    old = variable.read(frame)
     new = array if kind == "assign" else old + array
-    variable.store_everywhere(frame, jnp.where(condition, new, old))
+    variable.store_all_copies(frame, jnp.where(condition, new, old))
 
 
 def are_finite(gradients: Sequence[Any]) -> Any:
