@@ -38,7 +38,7 @@ class Channel:
         self._network, self._owner, self._peer = network, owner, peer
         self._incarnation = incarnation
         self._job = job
-        self._patience_s = max(limits.PATIENCE, deadline_s * limits.REPEAT)
+        self._patience_s = max(limits.MIN_RETRY, deadline_s * limits.RETRY)
         self.on_answer: OnAnswer = lambda number, body, buffers: None
         self.on_lost: OnLost = lambda error: None
         self._next = 1
@@ -58,7 +58,7 @@ class Channel:
           UnavailableError: The peer has begun a new life.
         """
         if self._has_new_life:
-            raise failures.new_life(self._peer.task, location_of(self._peer))
+            raise failures.restarted(self._peer.task, location_of(self._peer))
         number = self._next
         self._next += 1
         is_first = not self._unanswered
@@ -92,7 +92,7 @@ class Channel:
         if self._peer_life != welcome.incarnation:
             self._has_new_life = True
             self.close()
-            self.on_lost(failures.new_life(self._peer.task, location_of(self._peer)))
+            self.on_lost(failures.restarted(self._peer.task, location_of(self._peer)))
             return
         self._send_all()
 

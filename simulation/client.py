@@ -118,7 +118,7 @@ class Client:
             for failure in body.failures:
                 self._failed.setdefault(failure.closure, error_replies.to_error(failure.error))
             return
-        assert isinstance(body, messages.Refused), body
+        assert isinstance(body, messages.ErrorReply), body
         post.error = error_replies.to_error(body)
         post.error.task_index = server  # type: ignore[attr-defined]
         for closure in post.closures:

@@ -38,6 +38,6 @@ def _details(body: messages.Body) -> str:
             return f" settled {body.settled}"
         case messages.Welcome():
             return f" {body.incarnation:x}"
-        case messages.Refused():
+        case messages.ErrorReply():
             return f" {body.code}"
     return ""

@@ -117,7 +117,7 @@ class Program:
         try:
             found: list[messages.Body] = []
             for server in self._stage.servers:
-                found.append((yield from self._ask(server, messages.Look())))
+                found.append((yield from self._ask(server, messages.QueryJob())))
             plan = job_resume.of_job(cluster.job, found)
             if plan is None:
                 raise errors.PSIncarnationError("No server holds the job.")
@@ -177,7 +177,7 @@ class Program:
                 yield _LOOK_S
             channel.close()
             answer = answers[0]
-            if isinstance(answer, messages.Refused):
+            if isinstance(answer, messages.ErrorReply):
                 raise error_replies.to_error(answer)
             if not isinstance(answer, Exception):
                 return answer

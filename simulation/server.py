@@ -11,7 +11,7 @@ from replicax.ps.process.snapshot_files import GivenUpError, SnapshotDirectory
 from replicax.ps.store import snapshot
 from replicax.ps.store.master_record import PromiseFile
 from replicax.ps.store.service import ParameterStore
-from replicax.transport.sessions import Caller
+from replicax.transport.sessions import Session
 from simulation.checks import Checks, Values
 from simulation.disk import Disk
 from simulation.network import Network
@@ -131,13 +131,13 @@ class SimulatedServer(ListeningProcess):
 
     @override
     def handle(
-        self, caller: Caller, envelope: messages.Envelope, buffers: list[memoryview]
+        self, session: Session, envelope: messages.Envelope, buffers: list[memoryview]
     ) -> Answer | None:
         body, index = envelope.body, self.task.index
         try:
             answer = self._store.handle(
-                caller.role,
-                caller.incarnation,
+                session.role,
+                session.incarnation,
                 body,
                 buffers,
                 job=envelope.job,
@@ -147,7 +147,7 @@ class SimulatedServer(ListeningProcess):
         finally:
             if isinstance(body, messages.Exchange) and body.pushes and self._store.job:
                 epoch = envelope.epoch
-                self._checks.changed(index, caller.incarnation, epoch, self._values())
+                self._checks.changed(index, session.incarnation, epoch, self._values())
         if isinstance(body, messages.Fence):
             for life in body.incarnations:
                 self._checks.fenced(index, life)

@@ -9,7 +9,7 @@ from replicax.foundation import errors
 from replicax.protocol import codec, error_replies, messages
 from replicax.protocol.tasks import ROLES, Task, library_version
 from replicax.transport.keys import Keys
-from replicax.transport.sessions import Caller
+from replicax.transport.sessions import Session
 from replicax.transport.zmq.authenticator import KnownKeys
 from simulation.labels import label_of
 from simulation.network import Network, Wire
@@ -36,22 +36,22 @@ class ListeningProcess(Process):
         self._network = network
         self.incarnation = world.life()
         self._known = KnownKeys(Keys(task.role, KEYS[task.role], b"", KEYS))
-        self._callers: dict[int, tuple[Wire, Caller]] = {}
+        self._sessions: dict[int, tuple[Wire, Session]] = {}
 
     def role_of(self, key: bytes) -> str | None:
         """Returns for whom it takes the owner of a public key; None if it does not know it."""
         return self._known.role_of(key)
 
     def handle(
-        self, caller: Caller, envelope: messages.Envelope, buffers: list[memoryview]
+        self, session: Session, envelope: messages.Envelope, buffers: list[memoryview]
     ) -> Answer | None:
         """Answers a message, or raises why not."""
         raise NotImplementedError
 
     def crash(self) -> None:
-        """Ends the process; its callers notice."""
+        """Ends the process; its sessions notice."""
         super().crash()
-        self._callers.clear()
+        self._sessions.clear()
         self._network.cut_off(self)
 
     def start(self) -> None:
@@ -60,13 +60,13 @@ class ListeningProcess(Process):
         self.incarnation = self.world.life()
 
     def send(
-        self, caller: Caller, body: messages.Body, buffers: Sequence[Any] = (), request: int = 0
+        self, session: Session, body: messages.Body, buffers: Sequence[Any] = (), request: int = 0
     ) -> None:
-        """Says something to a caller, if it is still there."""
-        found = self._callers.get(int.from_bytes(caller.identity))
+        """Says something to a session, if it is still there."""
+        found = self._sessions.get(int.from_bytes(session.identity))
         if found is not None:
             frames = codec.encode(
-                caller.job, caller.epoch, self.incarnation, request, body, buffers
+                session.job, session.epoch, self.incarnation, request, body, buffers
             )
             self._network.send(found[0], frames, label_of(body, request), is_up=False)
 
@@ -79,27 +79,27 @@ class ListeningProcess(Process):
             role = self.role_of(KEYS[wire.ends[0].task.role])
             if role != body.role:
                 raise AssertionError(f"{self} takes {wire.ends[0]} for a {role}")
-            caller = Caller(identity, body.role, body.task, body.incarnation)
-            caller.expected = body.first
-            self._callers[wire.number] = wire, caller
+            session = Session(identity, body.role, body.task, body.incarnation)
+            session.expected = body.first
+            self._sessions[wire.number] = wire, session
             me = self.task
             self.send(
-                caller, messages.Welcome(library_version(), me.role, me.index, self.incarnation)
+                session, messages.Welcome(library_version(), me.role, me.index, self.incarnation)
             )
             return
-        found = self._callers.get(wire.number)
+        found = self._sessions.get(wire.number)
         if found is None:
             return
-        caller = found[1]
-        if envelope.incarnation != caller.incarnation or caller.misses(envelope.request):
-            self.send(caller, error_replies.hello_first(), (), envelope.request)
+        session = found[1]
+        if envelope.incarnation != session.incarnation or session.has_gap_before(envelope.request):
+            self.send(session, error_replies.hello_first(), (), envelope.request)
             return
-        caller.job, caller.epoch = envelope.job, envelope.epoch
-        if type(body) not in messages.ALLOWED[caller.role, self.task.role]:
-            raise AssertionError(f"{caller} may not send {type(body).__name__} to {self}")
+        session.job, session.epoch = envelope.job, envelope.epoch
+        if type(body) not in messages.ALLOWED[session.role, self.task.role]:
+            raise AssertionError(f"{session} may not send {type(body).__name__} to {self}")
         try:
-            answer = self.handle(caller, envelope, buffers)
+            answer = self.handle(session, envelope, buffers)
         except errors.DistributeError as error:
             answer = error_replies.from_error(error), ()
         if answer is not None:
-            self.send(caller, answer[0], answer[1], envelope.request)
+            self.send(session, answer[0], answer[1], envelope.request)

@@ -9,7 +9,7 @@ from typing_extensions import override
 from replicax.foundation import errors
 from replicax.protocol import limits, messages
 from replicax.protocol.tasks import Task
-from replicax.transport.sessions import Caller
+from replicax.transport.sessions import Session
 from replicax.worker import error_reports
 from replicax.worker.functions import UnknownFunctionError
 from replicax.worker.job import Call, Job
@@ -98,13 +98,13 @@ class SimulatedWorker(ListeningProcess):
     def has_opened(self, job: Job) -> None:
         """A job can run closures now."""
         job.is_ready = True
-        self.send(job.caller, messages.Done(), (), job.request)
+        self.send(job.session, messages.Done(), (), job.request)
 
     def report(self, job: Job, results: Sequence[messages.Result]) -> None:
         """Tells the coordinator how closures ended."""
         job.note_sent([(result, ()) for result in results])
         if not job.is_ended:
-            self.send(job.caller, messages.Finished(list(results)))
+            self.send(job.session, messages.Finished(list(results)))
 
     # Lives.
 
@@ -143,16 +143,16 @@ class SimulatedWorker(ListeningProcess):
 
     @override
     def handle(
-        self, caller: Caller, envelope: messages.Envelope, buffers: list[memoryview]
+        self, session: Session, envelope: messages.Envelope, buffers: list[memoryview]
     ) -> Answer | None:
         body = envelope.body
         if isinstance(body, messages.Attach):
-            return self._attach(caller, envelope, body)
+            return self._attach(session, envelope, body)
         job = self._job
-        if job is not None and not self._is_of(job, caller, envelope):
+        if job is not None and not self._is_of(job, session, envelope):
             job = None
         if isinstance(body, messages.Ping):
-            return self._answer_ping(job, caller, body), ()
+            return self._answer_ping(job, session, body), ()
         if isinstance(body, messages.Detach):
             if body.is_dead and self._newest == (envelope.job, envelope.epoch):
                 self._end("its coordinator has given it up")
@@ -161,29 +161,29 @@ class SimulatedWorker(ListeningProcess):
             return messages.Done(), ()
         if job is None:
             raise errors.UnavailableError(f"{self} works for no job, or for another.")
-        job.caller = caller
+        job.session = session
         answer = self._store(job, body, buffers)
         self.wake()
         return answer
 
-    def _is_of(self, job: Job, caller: Caller, envelope: messages.Envelope) -> bool:
-        return (job.name, job.epoch, job.caller.incarnation) == (
+    def _is_of(self, job: Job, session: Session, envelope: messages.Envelope) -> bool:
+        return (job.name, job.epoch, job.session.incarnation) == (
             envelope.job,
             envelope.epoch,
-            caller.incarnation,
+            session.incarnation,
         )
 
     def _attach(
-        self, caller: Caller, envelope: messages.Envelope, body: messages.Attach
+        self, session: Session, envelope: messages.Envelope, body: messages.Attach
     ) -> Answer | None:
         old = self._job
         if envelope.job == self._newest[0] and envelope.epoch < self._newest[1]:
             raise errors.FencedError(f"{self} works for a newer coordinator.")
         self._newest = envelope.job, envelope.epoch
-        if old is not None and self._is_of(old, caller, envelope) and not old.is_ended:
-            old.caller, old.request = caller, envelope.request
+        if old is not None and self._is_of(old, session, envelope) and not old.is_ended:
+            old.session, old.request = session, envelope.request
             return (messages.Done(), ()) if old.is_ready else None
-        job = Job(envelope.job, envelope.epoch, self.incarnation, body, caller, envelope.request)
+        job = Job(envelope.job, envelope.epoch, self.incarnation, body, session, envelope.request)
         job.heard_s = self.world.now
         self._job = job
         if old is not None:
@@ -191,17 +191,17 @@ class SimulatedWorker(ListeningProcess):
         self.wake()
         return None
 
-    def _answer_ping(self, job: Job | None, caller: Caller, body: messages.Ping) -> messages.Pong:
+    def _answer_ping(self, job: Job | None, session: Session, body: messages.Ping) -> messages.Pong:
         figures: dict[str, int | float] = {"attached": 0, "open": 0}
         if job is not None:
-            job.caller = caller
+            job.session = session
             job.heard_s = self.world.now
             job.forget_settled(body.settled)
             figures = {"attached": 1, "open": job.num_open}
         return messages.Pong(self._num_run, figures)
 
     def _store(self, job: Job, body: messages.Body, buffers: list[memoryview]) -> Answer | None:
-        if isinstance(body, messages.Ship):
+        if isinstance(body, messages.ShipFunction):
             job.functions.store(body.function, buffers)
         elif isinstance(body, messages.Run):
             again = job.add_calls(Call(call, ()) for call in body.closures)

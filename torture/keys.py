@@ -104,7 +104,7 @@ def _is_let_in(made: rx.testing.LocalCluster, directory: Path) -> bool:
     where = addresses.resolve(made.cluster_spec.task_address("ps", 0), "tcp", own)
     with Channel(where, Task("coordinator", 0), own, peer=Task("ps", 0)) as channel:
         try:
-            channel.request(messages.Look(), timeout=30)
+            channel.request(messages.QueryJob(), timeout=30)
         except errors.PermissionDeniedError:
             return False
     return True

@@ -73,7 +73,7 @@ ALLOWED = {
     ): "counts users, does not wait",
     (
         "transport/client_pool.py",
-        "Hub.close",
+        "ClientPool.close",
         "self._thread.join",
     ): "looks 25 times a second; callbacks do not wait",
     (
@@ -283,10 +283,10 @@ def test_bar20_a_question_ends_when_somebody_finds_that_its_peer_is_lost() -> No
     with Service(place, ps, handler) as service:
         service.start()
         with Channel(place, Task("coordinator", 0), peer=ps) as channel:
-            channel.given_up = given_up
+            channel.check_failure = given_up
             with pytest.raises(errors.PSUnavailableError, match="given up"):
                 channel.request(messages.Ping(0), timeout=60)
-            assert channel.num_unanswered() == 0
+            assert channel.num_in_flight() == 0
 
 
 # With real processes.

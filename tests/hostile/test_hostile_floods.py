@@ -30,7 +30,7 @@ from transport_partners import Place, random_body
 from replicax import errors
 from replicax.protocol import codec, limits, messages
 from replicax.transport.channel import Channel
-from replicax.transport.zmq.pending_connections import Visitors
+from replicax.transport.zmq.pending_connections import PendingConnections
 
 PING = messages.Ping(0)
 MIB = 1 << 20
@@ -173,7 +173,7 @@ def test_wire_corruption_is_never_taken_for_a_value(watched_ps: WatchedTask) -> 
         return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
 
     value = rng.randbytes(4_000)
-    part = messages.CreatePart(1, "v", (1_000,), "float32", messages.Given())
+    part = messages.CreatePart(1, "v", (1_000,), "float32", messages.FromBuffer())
     with ByteProxy(watched_ps.address, flip) as proxy, watched_ps.channel() as direct:
         direct.job, direct.epoch = "flips", 1
         direct.request(messages.Attach([], {}), timeout=30)
@@ -285,7 +285,7 @@ def test_bar45_nothing_is_ever_decompressed() -> None:
 
 
 def test_visitors_go_when_they_are_late_or_too_many() -> None:
-    visitors = Visitors()
+    visitors = PendingConnections()
     for fd in range(10):
         visitors.arrived(fd, now=float(fd))
     visitors.forget(3)
@@ -382,7 +382,10 @@ def test_bar46_the_oldest_stranger_makes_room(
     monkeypatch.setattr(limits, "HANDSHAKE", 60.0)
     place = Place("tcp", tmp_path)
     with place.serve() as service, contextlib.ExitStack() as stack:
-        crowd = [stack.enter_context(dial(service.address)) for _ in range(limits.VISITORS + 20)]
+        crowd = [
+            stack.enter_context(dial(service.address))
+            for _ in range(limits.PENDING_CONNECTIONS + 20)
+        ]
         for one in crowd[:20]:
             seconds_until_closed(one)
         assert crowd[-1].recv(100), "the listener's own greeting"

@@ -144,7 +144,7 @@ def test_bar47_recorded_messages_change_nothing_on_one_machine(tmp_path: Path) -
             for c in (coordinator, channel):
                 c.job, c.epoch = "job", 1
             coordinator.request(messages.Attach([], {}), timeout=60)
-            part = messages.CreatePart(1, "v", (1,), "float32", messages.Given())
+            part = messages.CreatePart(1, "v", (1,), "float32", messages.FromBuffer())
             coordinator.request(part, [0 * one], timeout=60)
             for i in range(100):
                 push = messages.Push(i + 1, [messages.Update(0, "assign_add", 1)])

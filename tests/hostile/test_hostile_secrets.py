@@ -116,7 +116,7 @@ def test_bar48_tracebacks_with_local_variables_show_no_secret(
     caught: Any = None
     with place.serve() as service, place.channel() as channel:
         try:
-            channel.request(messages.Ship("0" * 64), timeout=60)
+            channel.request(messages.ShipFunction("0" * 64), timeout=60)
         except rx.errors.PermissionDeniedError as error:
             caught = error
             console = Console(width=1_000, record=True, quiet=True)

@@ -176,7 +176,7 @@ def test_bar42_a_stranger_is_closed_and_nothing_is_unpickled(
             with contextlib.suppress(zmq.Again):
                 stranger.socket.sndtimeo = 100
                 stranger.hello()
-                stranger.say(messages.Ship(fingerprint.of_buffers([bomb])), [bomb])
+                stranger.say(messages.ShipFunction(fingerprint.of_buffers([bomb])), [bomb])
             assert monitor.poll(60_000)
             event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
             seconds = time.monotonic() - begin
@@ -194,11 +194,11 @@ def test_bar42_a_stranger_is_closed_and_nothing_is_unpickled(
 _WRONG_ROLE = [
     messages.Attach([], {}),
     messages.Fence([7]),
-    messages.CreatePart(1, "v", (1,), "float32", messages.Given()),
-    messages.Look(),
+    messages.CreatePart(1, "v", (1,), "float32", messages.FromBuffer()),
+    messages.QueryJob(),
     messages.Detach(),
-    messages.Ship("0" * 64),
-    messages.AskStacks(),
+    messages.ShipFunction("0" * 64),
+    messages.GetStacks(),
 ]
 
 
@@ -244,7 +244,7 @@ def test_bar42_only_the_coordinator_ships_code_to_a_worker(
             begin = time.monotonic()
             stranger.hello(role)
             stranger.say(messages.Attach([], {}))
-            stranger.say(messages.Ship(sha), [bomb])
+            stranger.say(messages.ShipFunction(sha), [bomb])
             stranger.say(messages.Run([messages.ClosureCall(1, 0, sha, [], 0)]))
             answers = [stranger.hear() for _ in range(4)]
             assert answers[0].code == "PermissionDeniedError"
@@ -270,7 +270,7 @@ def test_bar42_the_coordinator_itself_is_heard_and_unpickling_is_seen(
     with watched_worker.channel() as channel:
         channel.job, channel.epoch = "job", 1
         channel.request(messages.Attach([], {}), timeout=30)
-        channel.post(messages.Ship(sha), [bomb])
+        channel.post(messages.ShipFunction(sha), [bomb])
         channel.post(messages.Run([messages.ClosureCall(1, 0, sha, [], 0)]))
         becomes((tmp_path / "mark").exists, "the worker runs what its coordinator ships")
         assert any("mkdir" in name for name in watched_worker.unpickled())

@@ -57,9 +57,9 @@ class Liar:
                     said, arrays = self.lie(closure.closure)
                     self.service.send(caller, said, arrays)
             return None
-        if isinstance(body, messages.MakeResource):
+        if isinstance(body, messages.CreateResource):
             error = RemoteError("input", "os.system", "id", "")
-            return messages.ResourceMade(body.resource, error), ()
+            return messages.ResourceCreated(body.resource, error), ()
         return messages.Done(), ()
 
 

@@ -109,7 +109,7 @@ def test_bar44_malformed_messages_do_nothing(
 def test_a_message_without_hello_is_told_so(ipc: Place, reached: Reached) -> None:
     with ipc.serve(reached) as service, Stranger(service.url) as stranger:
         stranger.connect()
-        for body in (PING, messages.Ship("0" * 64)):
+        for body in (PING, messages.ShipFunction("0" * 64)):
             stranger.say(body, [b"x" * 100_000])
             answer = stranger.hear()
             assert answer.code == "ProtocolError"
@@ -130,7 +130,7 @@ def test_a_long_first_message_is_not_decoded(
     monkeypatch.setattr(codec, "decode", watched)
     with ipc.serve(reached) as service, Stranger(service.url) as stranger:
         stranger.connect()
-        stranger.hello(library="x" * limits.GREETING)
+        stranger.hello(library="x" * limits.HELLO)
         assert stranger.hear().text.startswith("hello first")
     assert decoded_by == {threading.main_thread().name}
 
@@ -221,16 +221,16 @@ def test_patch_versions_may_differ(ipc: Place, monkeypatch: pytest.MonkeyPatch) 
 # Roles.
 
 _FORBIDDEN = [
-    (WORKER, PS, messages.CreatePart(1, "v", (1,), "float32", messages.Given())),
+    (WORKER, PS, messages.CreatePart(1, "v", (1,), "float32", messages.FromBuffer())),
     (WORKER, PS, messages.Attach([], {})),
     (WORKER, PS, messages.Fence([1])),
-    (WORKER, PS, messages.Ship("0" * 64)),
+    (WORKER, PS, messages.ShipFunction("0" * 64)),
     (WORKER, PS, messages.Replicate(0, 0)),
     (WORKER, PS, messages.FetchReplica(0)),
     (COORDINATOR, PS, messages.FetchReplica(0)),
     (Task("ps", 1), PS, messages.Fence([1])),
     (Task("ps", 1), PS, messages.Exchange([], [])),
-    (COORDINATOR, PS, messages.Ship("0" * 64)),
+    (COORDINATOR, PS, messages.ShipFunction("0" * 64)),
     (COORDINATOR, PS, messages.Finished([])),
     (COORDINATOR, WORKER, messages.Exchange([], [])),
 ]
@@ -305,7 +305,7 @@ def test_bar42_a_key_cannot_claim_another_role(tcp: Place, reached: Reached) -> 
         answer = stranger.hear()
         assert answer.code == "PermissionDeniedError"
         assert "a coordinator with the key of a worker" in answer.text
-        stranger.say(messages.CreatePart(1, "v", (1,), "float32", messages.Given()))
+        stranger.say(messages.CreatePart(1, "v", (1,), "float32", messages.FromBuffer()))
         assert stranger.hear().text.startswith("hello first")
     assert reached.bodies == []
 

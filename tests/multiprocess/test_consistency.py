@@ -487,7 +487,7 @@ def test_apply_rest_applies_what_is_there_once() -> None:
     contribute(caller, 0, full(1.0))
     contribute(caller, 1, full(3.0))
     for _ in range(3):
-        assert caller.ask(messages.ApplyRest()) == (messages.Done(), ())
+        assert caller.ask(messages.FlushGradients()) == (messages.Done(), ())
         np.testing.assert_array_equal(caller.read(0), full(-RATE * 2))
         assert caller.read(1) == 1 and clock_of(caller) == 1
 
@@ -503,9 +503,9 @@ def test_a_coordinator_that_takes_over_begins_with_whole_rounds() -> None:
 
 def test_apply_rest_is_for_the_coordinator_and_harmless_without_sync() -> None:
     caller = store(None)
-    assert caller.ask(messages.ApplyRest()) == (messages.Done(), ())
+    assert caller.ask(messages.FlushGradients()) == (messages.Done(), ())
     with pytest.raises(errors.PermissionDeniedError):
-        caller.ask(messages.ApplyRest(), role="worker", incarnation=2)
+        caller.ask(messages.FlushGradients(), role="worker", incarnation=2)
     assert clock_of(caller) == 0
 
 
@@ -549,7 +549,7 @@ def test_dropped_variables_take_their_gradients_along() -> None:
     np.testing.assert_array_equal(caller.read(2), [-RATE / 2, -RATE / 2])
     contribute(caller, 2)
     caller.ask(messages.DropParts([1]))
-    caller.ask(messages.ApplyRest())
+    caller.ask(messages.FlushGradients())
     assert caller.figures()["waiting_gradients"] == 0
 
 

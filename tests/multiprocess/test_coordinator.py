@@ -735,15 +735,15 @@ def test_a_closure_that_cannot_be_sent_fails(make: Any, monkeypatch: pytest.Monk
     setting = make(workers=1)
     coordinator = setting.coordinator
     setting.until_ready(0)
-    hub = coordinator._engine._hub
-    send = hub.send
+    pool = coordinator._engine._clients
+    send = pool.send
 
     def choosy(task: Task, body: Any, buffers: Any = (), request: int = 0) -> None:
         if isinstance(body, messages.Run) and any(len(b) > 100_000 for b in buffers):
             raise errors.ResourceExhaustedError("more than a message may have")
         send(task, body, buffers, request)
 
-    monkeypatch.setattr(hub, "send", choosy)
+    monkeypatch.setattr(pool, "send", choosy)
     assert coordinator.schedule(len, args=("x" * 10,)).fetch(timeout=SECONDS) == 10
     large = coordinator.schedule(len, args=("x" * 200_000,))
     with pytest.raises(errors.ResourceExhaustedError, match="more than"):
@@ -757,8 +757,8 @@ def test_bar16_lost_messages_are_said_again(make: Any, monkeypatch: pytest.Monke
     setting = make(workers=1)
     coordinator = setting.coordinator
     assert coordinator.schedule(add, args=(1,)).fetch(timeout=SECONDS) == 2
-    hub = coordinator._engine._hub
-    send, lost = hub.send, []
+    pool = coordinator._engine._clients
+    send, lost = pool.send, []
 
     def losing(task: Task, body: Any, *rest: Any) -> None:
         if isinstance(body, messages.Run) and not lost:
@@ -766,7 +766,7 @@ def test_bar16_lost_messages_are_said_again(make: Any, monkeypatch: pytest.Monke
         else:
             send(task, body, *rest)
 
-    monkeypatch.setattr(hub, "send", losing)
+    monkeypatch.setattr(pool, "send", losing)
     assert coordinator.schedule(note, args=(7,)).fetch(timeout=SECONDS) == 7
     assert lost
 
@@ -805,7 +805,7 @@ def test_T119_dropping_coordinator_and_strategy_ends_the_threads(
     make: Any, shared: Shared, what: str
 ) -> None:
     setting = make(workers=1)
-    before = {t for t in threading.enumerate() if t.name == "replicax-hub"}
+    before = {t for t in threading.enumerate() if t.name == "replicax-pool"}
     assert before
     values = []
     if what == "busy":

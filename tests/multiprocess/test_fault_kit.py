@@ -39,8 +39,8 @@ SECONDS = 30.0
 @pytest.fixture
 def repeats_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is lost is repeated after 30 milliseconds, however long answers are waited for."""
-    monkeypatch.setattr(limits, "REPEAT", 0.03 / SECONDS)
-    monkeypatch.setattr(limits, "LONGEST_REPEAT", 0.15 / SECONDS)
+    monkeypatch.setattr(limits, "RETRY", 0.03 / SECONDS)
+    monkeypatch.setattr(limits, "MAX_RETRY", 0.15 / SECONDS)
 
 
 class Between:

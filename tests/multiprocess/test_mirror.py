@@ -31,7 +31,7 @@ from replicax.ps.store.journal import Change
 from replicax.ps.store.service import ParameterStore
 from replicax.transport import addresses
 from replicax.transport.channel import Channel
-from replicax.transport.sessions import Caller
+from replicax.transport.sessions import Session
 
 ADD = messages.Update(0, "assign_add", 0)
 PUSH = messages.Exchange([messages.Push(1, [ADD])], [])
@@ -61,8 +61,8 @@ class Logged:
         for _ in range(count):
             self.log.note(FENCE, [bytes(num_bytes)])
 
-    def hold(self, caller: Caller, body: Any, request: int, **options: Any) -> bool:
-        return self.log.hold(caller, enveloped(body, request), (messages.Done(), ()), **options)
+    def hold(self, session: Session, body: Any, request: int, **options: Any) -> bool:
+        return self.log.hold(session, enveloped(body, request), (messages.Done(), ()), **options)
 
     def places(self) -> list[int]:
         batch = self.log.take(100, 1 << 20)
@@ -70,7 +70,7 @@ class Logged:
         return list(range(batch.position, batch.position + len(batch.changes)))
 
 
-A, B = Caller(b"a", "worker", 0, 11), Caller(b"b", "worker", 1, 12)
+A, B = Session(b"a", "worker", 0, 11), Session(b"b", "worker", 1, 12)
 
 
 def test_bar22_answers_to_changes_wait_for_the_mirror_and_keep_their_order() -> None:
@@ -177,7 +177,7 @@ class Pair:
         self.log = MirrorLog(0, lambda *_: None, bool)
         self.store = ParameterStore(0, journal=self.log)
         self.replicas = Replicas(1)
-        self.owner = Caller(b"ps", "ps", 0, 77)
+        self.owner = Session(b"ps", "ps", 0, 77)
         self.mirroring = mirroring.Mirroring(Task("ps", 0), self.store, None, 77, self.log)
         self.ask(ATTACH)
 
@@ -192,11 +192,13 @@ class Pair:
         answer, _ = self.store.handle(role, life, body, views, job="job", epoch=epoch, now=0.0)
         return answer
 
-    def tell(self, body: Any, *buffers: Any, caller: Caller | None = None, job: str = "job") -> Any:
+    def tell(
+        self, body: Any, *buffers: Any, session: Session | None = None, job: str = "job"
+    ) -> Any:
         target = self.log.target
-        return self.replicas.handle(caller or self.owner, enveloped(body, 1, job), buffers, target)
+        return self.replicas.handle(session or self.owner, enveloped(body, 1, job), buffers, target)
 
-    def seed(self, *, caller: Caller | None = None, is_first: bool = True) -> None:
+    def seed(self, *, session: Session | None = None, is_first: bool = True) -> None:
         with mirroring.tempfile.TemporaryFile() as file:
             position, attach, total = self.mirroring._cut_into(file, "job")
             file.seek(0)
@@ -205,7 +207,7 @@ class Pair:
         for offset, piece in ((0, octets[:half]), (half, octets[half:])):
             seed = messages.Seed(position, offset, total, is_first, attach)
             for _ in range(2):  # Each may come twice.
-                assert self.tell(seed, piece, caller=caller) == (messages.Done(), ())
+                assert self.tell(seed, piece, session=session) == (messages.Done(), ())
         assert self.log.end_seed(position)
 
     def pass_on(self, *, most: int = 100, times: int = 1) -> int:
@@ -249,7 +251,7 @@ def pair() -> Iterator[Pair]:
 
 
 def part(number: int, size: int = 3, dtype: str = "float32") -> messages.CreatePart:
-    return messages.CreatePart(number, f"v{number}", (size,), dtype, messages.Given())
+    return messages.CreatePart(number, f"v{number}", (size,), dtype, messages.FromBuffer())
 
 
 SGD = exported(lambda g, v: v - 0.5 * g, open_rows(), open_rows())
@@ -291,7 +293,7 @@ def test_bar22_random_histories_lead_to_an_equal_copy(pair: Pair, seed: int) -> 
             elif kind == "fence" and rng.random() < 0.3:
                 pair.ask(messages.Fence([rng.randrange(20, 23)]), epoch=epoch)
             elif kind == "rest":
-                pair.ask(messages.ApplyRest(), epoch=epoch)
+                pair.ask(messages.FlushGradients(), epoch=epoch)
             elif kind == "part":
                 pair.ask(part(3 + step), arrays.normal(size=3).astype(np.float32), epoch=epoch)
                 pair.ask(messages.DropParts([3 + step - rng.randrange(2)]), epoch=epoch)
@@ -325,11 +327,11 @@ def test_bar22_a_value_that_changed_while_another_was_computed_from_it_is_not_tr
         pair.ask(PUSH, np.ones(3, np.float32), role="worker", life=20)
         return compiled
 
-    spec = messages.CreatePart(1, "twice", (3,), "float32", messages.Computed([0], 0))
+    spec = messages.CreatePart(1, "twice", (3,), "float32", messages.FromProgram([0], 0))
     pair.ask(spec, np.frombuffer(program, np.uint8))
     assert not pair.log.needs_seed, "nothing was changed"
     pair.store._storage._initializer = slow  # type: ignore[method-assign]
-    spec = messages.CreatePart(2, "twice", (3,), "float32", messages.Computed([0], 0))
+    spec = messages.CreatePart(2, "twice", (3,), "float32", messages.FromProgram([0], 0))
     pair.ask(spec, np.frombuffer(program, np.uint8))
     assert pair.log.needs_seed
     pair.seed()
@@ -365,9 +367,9 @@ def test_bar22_a_gap_is_no_copy(pair: Pair) -> None:
 
 
 def test_bar42_a_mirror_listens_to_one_server_of_its_job(pair: Pair) -> None:
-    other = Caller(b"x", "ps", 1, 78)
+    other = Session(b"x", "ps", 1, 78)
     with refused(errors.PermissionDeniedError, "/job:ps/task:1 asked"):
-        pair.tell(messages.Replicate(0, 0), caller=other)
+        pair.tell(messages.Replicate(0, 0), session=other)
     with refused(errors.UnavailableError, "another one"):
         pair.tell(messages.Replicate(0, 0), job="other")
     with refused(errors.NotFoundError, "has none"):
@@ -399,8 +401,8 @@ def test_bar22_a_damaged_snapshot_is_refused(pair: Pair) -> None:
 def test_bar22_a_process_that_was_replaced_is_not_followed(pair: Pair) -> None:
     pair.ask(part(0), np.zeros(3, np.float32))
     pair.seed()
-    follower = Caller(b"new", "ps", 0, 99)
-    found, _ = pair.tell(messages.FetchReplica(0), caller=follower)
+    follower = Session(b"new", "ps", 0, 99)
+    found, _ = pair.tell(messages.FetchReplica(0), session=follower)
     assert found.position == pair.log._end
     # The process from before wakes up, and goes on.
     pair.ask(PUSH, np.ones(3, np.float32), role="worker", life=20)
@@ -560,7 +562,7 @@ def test_bar22_changes_wait_for_a_mirror_that_is_away_and_reads_do_not(servers: 
         assert isinstance(ping, messages.Pong) and ping.figures["mirror_lag"] >= 1
         other.request(messages.Fence([5]), timeout=30)
     assert servers.channels[0].collect(0.3) is None, "not acknowledged"
-    assert servers.channels[0].num_unanswered() == 1
+    assert servers.channels[0].num_in_flight() == 1
     servers.start(1)
     servers.rejoin(1)
     servers.collect(0)
@@ -606,9 +608,9 @@ def test_bar22_a_mirror_that_goes_silent_while_it_is_given_everything_is_away() 
         mirror = servers.task(1)._replicas
         handle = mirror.handle
 
-        def no_seed(caller: Any, envelope: Any, *rest: Any) -> Any:
+        def no_seed(session: Any, envelope: Any, *rest: Any) -> Any:
             is_seed = isinstance(envelope.body, messages.Seed)
-            return None if is_seed else handle(caller, envelope, *rest)
+            return None if is_seed else handle(session, envelope, *rest)
 
         mirror.handle = no_seed  # type: ignore[method-assign]
         mirror.clear()
@@ -771,7 +773,7 @@ def test_bar22_large_parts_are_given_in_pieces(
     monkeypatch.setattr("replicax.ps.process.mirror_copies.PIECE_BYTES", 1 << 16)
     servers.in_step()
     value = np.random.default_rng(0).normal(size=200_000)
-    spec = messages.CreatePart(1, "w", value.shape, "float64", messages.Given())
+    spec = messages.CreatePart(1, "w", value.shape, "float64", messages.FromBuffer())
     servers.ask(0, spec, value)
     for server in (1, 0):
         servers.stop(server)

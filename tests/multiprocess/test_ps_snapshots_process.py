@@ -201,7 +201,7 @@ def test_a_job_that_is_let_go_leaves_no_snapshots(tmp_path: Path, coordinator: C
         assert not list((tmp_path / "ps-0").glob("promise*"))
     with server(tmp_path):
         coordinator.channel.reset()
-        assert coordinator.ask(messages.Look()).job == ""
+        assert coordinator.ask(messages.QueryJob()).job == ""
 
 
 def test_bar30_a_killed_server_still_obeys_the_coordinator_that_has_taken_it_over(
@@ -238,7 +238,7 @@ def test_another_job_does_not_mix_with_the_snapshots_of_the_last(
     assert len(files_in(tmp_path)) <= 2
     with server(tmp_path):
         coordinator.channel.reset()
-        found = coordinator.ask(messages.Look())
+        found = coordinator.ask(messages.QueryJob())
         assert found.job == "other" and found.parts == []
 
 

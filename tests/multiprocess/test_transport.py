@@ -57,7 +57,7 @@ def test_every_body_survives_encoding(kind: type[messages.Body]) -> None:
     for _ in range(30):
         body = random_body(kind, rng)
         sizes = [
-            rng.choice((0, 1, 63, 64, 1000, limits.SMALL - 1, limits.SMALL, 40_000))
+            rng.choice((0, 1, 63, 64, 1000, limits.JOINED - 1, limits.JOINED, 40_000))
             for _ in range(rng.randrange(5))
         ]
         buffers = [rng.randbytes(n) for n in sizes]
@@ -65,8 +65,8 @@ def test_every_body_survives_encoding(kind: type[messages.Body]) -> None:
         envelope, received = codec.decode([bytes(f) for f in frames])
         assert envelope == messages.Envelope("job", 3, 1 << 62, 7, sizes, body)  # type: ignore[arg-type]
         assert [bytes(b) for b in received] == buffers
-        assert len(frames) == 1 + any(0 < n < limits.SMALL for n in sizes) + sum(
-            n >= limits.SMALL for n in sizes
+        assert len(frames) == 1 + any(0 < n < limits.JOINED for n in sizes) + sum(
+            n >= limits.JOINED for n in sizes
         )
 
 
@@ -75,12 +75,12 @@ def test_small_buffers_are_aligned_in_their_frame() -> None:
     assert bytes(frames[1]) == b"a" + bytes(63) + b"b" * 65 + bytes(63) + b"c"
 
 
-@pytest.mark.parametrize("more", [0, 1, limits.FRAME - 1, limits.FRAME])
+@pytest.mark.parametrize("more", [0, 1, limits.PART - 1, limits.PART])
 def test_bar50_long_buffers_are_cut_into_frames_and_put_together(more: int) -> None:
-    long = random.Random(more).randbytes(2 * limits.FRAME + more)
-    buffers = [b"short", long, b"x" * limits.FRAME]
+    long = random.Random(more).randbytes(2 * limits.PART + more)
+    buffers = [b"short", long, b"x" * limits.PART]
     frames = codec.encode("", 0, 1, 1, messages.Done(), buffers)
-    assert max(map(len, frames)) <= limits.FRAME
+    assert max(map(len, frames)) <= limits.PART
     _, received = codec.decode([bytes(f) for f in frames])
     assert [bytes(b) for b in received] == buffers
     first, second = frames[2], frames[3]
@@ -117,7 +117,7 @@ def test_what_is_no_contiguous_memory_is_refused(bad: Any) -> None:
 
 def test_too_long_messages_are_refused_before_they_are_sent() -> None:
     with pytest.raises(errors.ResourceExhaustedError, match="header"):
-        codec.encode("", 0, 1, 1, messages.Refused("x", "y" * limits.HEADER))
+        codec.encode("", 0, 1, 1, messages.ErrorReply("x", "y" * limits.HEADER))
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (limits.MESSAGE // 2 + 1,), (0,))
     with pytest.raises(errors.ArgumentTypeError, match="contiguous"):
         codec.encode("", 0, 1, 1, messages.Done(), [huge])
@@ -135,7 +135,7 @@ def test_bar45_sizes_that_do_not_fit_the_frames_are_refused(sizes: list[int]) ->
     header = codec.encode("", 0, 1, 1, messages.Done())[0]
     fake = header.replace(b"\x90", codec._encoder.encode(sizes), 1)
     assert fake != header
-    for more in ([], [b"abc"], [b"abc", b"d"], [b"x" * limits.SMALL]):
+    for more in ([], [b"abc"], [b"abc", b"d"], [b"x" * limits.JOINED]):
         with pytest.raises(errors.ProtocolError):
             codec.decode([fake, *more])
 
@@ -170,7 +170,7 @@ def test_deep_nesting_is_refused_and_not_followed() -> None:
 def test_every_body_travels_as_an_answer(place: Place) -> None:
     rng = random.Random(5)
     bodies = [
-        random_body(k, rng) for k in ALL_BODIES if k not in (messages.Welcome, messages.Refused)
+        random_body(k, rng) for k in ALL_BODIES if k not in (messages.Welcome, messages.ErrorReply)
     ]
 
     def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
@@ -183,7 +183,7 @@ def test_every_body_travels_as_an_answer(place: Place) -> None:
             assert bytes(data) == b"%d" % i
 
 
-@pytest.mark.parametrize("size", [0, 1, 1_000, limits.SMALL, limits.LENT, 1_000_000])
+@pytest.mark.parametrize("size", [0, 1, 1_000, limits.JOINED, limits.ZERO_COPY, 1_000_000])
 def test_arrays_of_all_sizes_travel(place: Place, size: int) -> None:
     _check_echo(place, size)
 
@@ -239,7 +239,7 @@ def test_errors_of_the_handler_reach_the_caller_with_their_type(place: Place) ->
 def test_posted_questions_are_answered_in_order(place: Place) -> None:
     with place.serve(), place.channel() as channel:
         numbers = [channel.post(messages.Ping(i), [b"%d" % i]) for i in range(200)]
-        assert channel.num_unanswered() == 200
+        assert channel.num_in_flight() == 200
         for i, number in enumerate(numbers):
             answer = channel.collect(timeout=60)
             assert answer is not None
@@ -261,12 +261,16 @@ def test_refused_answers_to_posted_questions_are_returned(ipc: Place) -> None:
 
     with ipc.serve(handler), ipc.channel() as channel:
         number = channel.post(PING)
-        assert channel.collect(timeout=60) == (number, messages.Refused("NotFoundError", "no"), [])
+        assert channel.collect(timeout=60) == (
+            number,
+            messages.ErrorReply("NotFoundError", "no"),
+            [],
+        )
 
 
 def test_too_many_posted_questions_are_refused(ipc: Place) -> None:
     with ipc.serve(lambda *_: None), ipc.channel() as channel:
-        for _ in range(limits.UNANSWERED):
+        for _ in range(limits.IN_FLIGHT):
             channel.post(PING)
         with pytest.raises(errors.ResourceExhaustedError, match="/job:ps/task:0"):
             channel.post(PING)
@@ -342,7 +346,7 @@ def test_late_answers_and_notices_come_from_any_thread(ipc: Place) -> None:
 
 def test_answers_too_long_for_a_message_become_an_error(ipc: Place) -> None:
     def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
-        return messages.Refused("x", "y" * limits.HEADER), ()
+        return messages.ErrorReply("x", "y" * limits.HEADER), ()
 
     with ipc.serve(handler), ipc.channel() as channel, pytest.raises(errors.ResourceExhaustedError):
         channel.request(PING, timeout=60)
@@ -484,7 +488,7 @@ def test_bar25_a_connection_that_nobody_uses_breaks_once_and_holds_up_no_other(i
 
 
 def test_forgotten_callers_say_hello_again(ipc: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CALLERS", 1)
+    monkeypatch.setattr(limits, "SESSIONS", 1)
     with ipc.serve(), ipc.channel() as one, ipc.channel() as two:
         for i in range(5):
             for channel in (one, two):
@@ -538,7 +542,7 @@ def test_closing_is_idempotent_and_leaves_nothing(place: Place) -> None:
     threads = threading.active_count()
     for _ in range(5):
         with place.serve() as service, place.channel() as channel:
-            channel.request(PING, [np.zeros(limits.LENT * 4, np.uint8)], timeout=60)
+            channel.request(PING, [np.zeros(limits.ZERO_COPY * 4, np.uint8)], timeout=60)
             channel.close()
             channel.close()
             service.close()
@@ -591,5 +595,5 @@ with Service(place, ps, echo) as service, Channel(place, me, peer=ps) as mine:
 
 def test_the_answer_to_a_stranger_of_this_process_is_known() -> None:
     assert error_replies.is_hello_first(error_replies.hello_first())
-    assert not error_replies.is_hello_first(messages.Refused("ProtocolError", "else"))
-    assert error_replies.to_error(messages.Refused("message", "x")).args == ("x",)
+    assert not error_replies.is_hello_first(messages.ErrorReply("ProtocolError", "else"))
+    assert error_replies.to_error(messages.ErrorReply("message", "x")).args == ("x",)

@@ -1,4 +1,4 @@
-"""One thread and many tasks: what the hub reports, and when."""
+"""One thread and many tasks: what the pool reports, and when."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from replicax.protocol.tasks import Task
 from replicax.testing.proxy import Proxy
 from replicax.transport import addresses
 from replicax.transport import keys as key_files
-from replicax.transport.client_pool import Hub
+from replicax.transport.client_pool import ClientPool
 from replicax.transport.service import Service
 
 PING = messages.Ping(0)
 
 
 class Recorder:
-    """A hub whose callbacks are put into a queue."""
+    """A pool whose callbacks are put into a queue."""
 
     def __init__(self, **more: Any) -> None:
         self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.threads: set[threading.Thread] = set()
-        self.hub = Hub(
+        self.pool = ClientPool(
             COORDINATOR,
             more.pop("keys", None),
             lambda task, envelope, buffers: self._put(
@@ -54,9 +54,9 @@ class Recorder:
 def recorder() -> Iterator[Recorder]:
     recorder = Recorder()
     yield recorder
-    recorder.hub.close()
+    recorder.pool.close()
     assert recorder.events.empty()
-    assert recorder.threads <= {recorder.hub._thread}
+    assert recorder.threads <= {recorder.pool._thread}
 
 
 @pytest.fixture(params=["inproc", "ipc"])
@@ -71,10 +71,10 @@ def ipc(tmp_path: Path) -> Place:
 
 def test_the_hub_reports_connections_and_messages(recorder: Recorder, place: Place) -> None:
     with place.serve(incarnation=5):
-        recorder.hub.connect(PS, place.resolve("coordinator"))
+        recorder.pool.connect(PS, place.resolve("coordinator"))
         assert recorder.next() == ("connected", PS, 5)
         for i in range(50):
-            recorder.hub.send(PS, messages.Ping(i), [b"%d" % i], request=i + 1)
+            recorder.pool.send(PS, messages.Ping(i), [b"%d" % i], request=i + 1)
         for i in range(50):
             assert recorder.next() == ("message", PS, messages.Ping(i), [b"%d" % i], i + 1)
     assert recorder.next()[:2] == ("lost", PS)
@@ -83,17 +83,17 @@ def test_the_hub_reports_connections_and_messages(recorder: Recorder, place: Pla
 def test_the_hub_speaks_over_tcp(tmp_path: Path) -> None:
     place = Place("tcp", tmp_path)
     recorder = Recorder(keys=place.key("coordinator"))
-    with recorder.hub as hub, place.serve():
-        hub.connect(PS, place.resolve("coordinator"))
+    with recorder.pool as pool, place.serve():
+        pool.connect(PS, place.resolve("coordinator"))
         assert recorder.next()[0] == "connected"
         large = np.arange(1_000_000, dtype=np.uint8)
-        _, (data,) = hub.request(PS, PING, [large], timeout=60)
+        _, (data,) = pool.request(PS, PING, [large], timeout=60)
         np.testing.assert_array_equal(np.frombuffer(data, np.uint8), large)
 
 
 def test_messages_wait_for_a_task_that_starts_later(recorder: Recorder, place: Place) -> None:
-    recorder.hub.connect(PS, place.resolve("coordinator"))
-    recorder.hub.send(PS, PING, request=3)
+    recorder.pool.connect(PS, place.resolve("coordinator"))
+    recorder.pool.send(PS, PING, request=3)
     with place.serve():
         got = {recorder.next()[0], recorder.next()[0]}
     assert got == {"connected", "message"}
@@ -105,8 +105,8 @@ def test_notices_of_a_task_arrive(recorder: Recorder, place: Place) -> None:
         service.send(caller, messages.Finished([]))
 
     with place.serve(handler, WORKER) as service:
-        recorder.hub.connect(WORKER, place.resolve("coordinator"))
-        recorder.hub.send(WORKER, messages.Run([]))
+        recorder.pool.connect(WORKER, place.resolve("coordinator"))
+        recorder.pool.send(WORKER, messages.Run([]))
         assert recorder.next()[0] == "connected"
         assert recorder.next() == ("message", WORKER, messages.Finished([]), [], 0)
     assert recorder.next()[:2] == ("lost", WORKER)
@@ -118,11 +118,11 @@ def test_questions_of_other_threads_get_their_answers(recorder: Recorder, place:
     def ask(index: int) -> None:
         for i in range(20):
             body = messages.Ping(index * 100 + i)
-            if recorder.hub.request(PS, body, timeout=60)[0] != body:
+            if recorder.pool.request(PS, body, timeout=60)[0] != body:
                 wrong.append(body.settled)
 
     with place.serve():
-        recorder.hub.connect(PS, place.resolve("coordinator"))
+        recorder.pool.connect(PS, place.resolve("coordinator"))
         threads = [threading.Thread(target=ask, args=(i,)) for i in range(5)]
         for thread in threads:
             thread.start()
@@ -140,39 +140,39 @@ def test_errors_of_a_task_are_raised_where_it_was_asked(recorder: Recorder, ipc:
         raise errors.NotFoundError("There is no such part.")
 
     with ipc.serve(handler):
-        recorder.hub.connect(PS, ipc.resolve("coordinator"))
+        recorder.pool.connect(PS, ipc.resolve("coordinator"))
         with pytest.raises(errors.NotFoundError):
-            recorder.hub.request(PS, messages.Ping(0), timeout=60)
+            recorder.pool.request(PS, messages.Ping(0), timeout=60)
         with pytest.raises(errors.DeadlineExceededError, match="/job:ps/task:0"):
-            recorder.hub.request(PS, messages.Ping(1), timeout=0.1)
+            recorder.pool.request(PS, messages.Ping(1), timeout=0.1)
         with pytest.raises(errors.UnavailableError, match="/job:ps/task:7"):
-            recorder.hub.request(Task("ps", 7), PING, timeout=60)
-        recorder.hub.disconnect(PS)
+            recorder.pool.request(Task("ps", 7), PING, timeout=60)
+        recorder.pool.disconnect(PS)
         assert recorder.next()[0] == "connected"
 
 
 def test_a_lost_task_is_reported_once_and_found_again(recorder: Recorder, place: Place) -> None:
     with place.serve(incarnation=1):
-        recorder.hub.connect(PS, place.resolve("coordinator"))
+        recorder.pool.connect(PS, place.resolve("coordinator"))
         assert recorder.next() == ("connected", PS, 1)
     kind, task, reason = recorder.next()
     assert (kind, task) == ("lost", PS)
     assert "listens" in reason or "closed" in reason
     with pytest.raises(errors.PSUnavailableError):
-        recorder.hub.request(PS, PING, timeout=60)
-    recorder.hub.send(PS, messages.Ping(77))  # dropped: it was meant for the old life
+        recorder.pool.request(PS, PING, timeout=60)
+    recorder.pool.send(PS, messages.Ping(77))  # dropped: it was meant for the old life
     with place.serve(incarnation=2):
         assert recorder.next() == ("connected", PS, 2)
-        recorder.hub.send(PS, PING, request=1)
+        recorder.pool.send(PS, PING, request=1)
         assert recorder.next() == ("message", PS, PING, [], 1)
-        recorder.hub.disconnect(PS)
+        recorder.pool.disconnect(PS)
         with pytest.raises(errors.UnavailableError):
-            recorder.hub.request(PS, PING, timeout=60)
+            recorder.pool.request(PS, PING, timeout=60)
 
 
 def test_a_task_restarted_at_once_is_lost_first(recorder: Recorder, place: Place) -> None:
     with place.serve(incarnation=1):
-        recorder.hub.connect(PS, place.resolve("coordinator"))
+        recorder.pool.connect(PS, place.resolve("coordinator"))
         assert recorder.next() == ("connected", PS, 1)
     with place.serve(incarnation=2):
         kind, task, reason = recorder.next()
@@ -180,9 +180,9 @@ def test_a_task_restarted_at_once_is_lost_first(recorder: Recorder, place: Place
         # Whoever asks in between finds nobody.
         assert reason in ("it was restarted", "nobody listens there")
         assert recorder.next() == ("connected", PS, 2)
-        recorder.hub.disconnect(PS)
+        recorder.pool.disconnect(PS)
         with pytest.raises(errors.UnavailableError):
-            recorder.hub.request(PS, PING, timeout=60)
+            recorder.pool.request(PS, PING, timeout=60)
 
 
 def test_bar25_a_short_break_is_no_loss(
@@ -202,25 +202,25 @@ def test_bar25_a_short_break_is_no_loss(
         ipc.serve(answer_the_second, incarnation=3) as service,
         Proxy(f"{ipc.address}-proxy", service.address) as proxy,
     ):
-        recorder.hub.connect(PS, addresses.resolve(proxy.address))
+        recorder.pool.connect(PS, addresses.resolve(proxy.address))
         assert recorder.next() == ("connected", PS, 3)
         asking = threading.Thread(
-            target=lambda: answers.append(recorder.hub.request(PS, PING, timeout=60)[0])
+            target=lambda: answers.append(recorder.pool.request(PS, PING, timeout=60)[0])
         )
         asking.start()
         assert asked.wait(60)
         assert proxy.blip() == 1
         assert recorder.next() == ("connected", PS, 3)
         asking.join()
-        recorder.hub.disconnect(PS)
+        recorder.pool.disconnect(PS)
         with pytest.raises(errors.UnavailableError):
-            recorder.hub.request(PS, PING, timeout=60)
+            recorder.pool.request(PS, PING, timeout=60)
     assert answers == [PING]
 
 
 def test_bar19_a_killed_task_is_reported(recorder: Recorder, ipc: Place) -> None:
     with process(ipc.address, 9) as child:
-        recorder.hub.connect(PS, ipc.resolve("coordinator"))
+        recorder.pool.connect(PS, ipc.resolve("coordinator"))
         assert recorder.next() == ("connected", PS, 9)
         child.kill()
         assert recorder.next()[:2] == ("lost", PS)
@@ -231,50 +231,50 @@ def test_bar49_a_task_of_another_version_is_reported(
 ) -> None:
     monkeypatch.setattr("replicax.transport.service.library_version", lambda: "99.1.0")
     with ipc.serve():
-        recorder.hub.connect(PS, ipc.resolve("coordinator"))
+        recorder.pool.connect(PS, ipc.resolve("coordinator"))
         kind, _, reason = recorder.next()
         assert kind == "lost"
         assert "99.1.0" in reason
-        recorder.hub.disconnect(PS)
+        recorder.pool.disconnect(PS)
         with pytest.raises(errors.UnavailableError):
-            recorder.hub.request(PS, PING, timeout=60)
+            recorder.pool.request(PS, PING, timeout=60)
 
 
 def test_a_task_that_gets_the_right_keys_later_is_found(tmp_path: Path) -> None:
     place = Place("tcp", tmp_path)
     wrong = key_files.load(key_files.make(tmp_path / "other"), "ps")
     recorder = Recorder(keys=place.key("coordinator"))
-    with recorder.hub as hub:
+    with recorder.pool as pool:
         with Service(addresses.resolve("127.0.0.1:0", None, wrong), PS, echo, wrong) as service:
             service.start()
             place.address = service.address
-            hub.connect(PS, place.resolve("coordinator"))
+            pool.connect(PS, place.resolve("coordinator"))
             with pytest.raises(errors.PermissionDeniedError, match="keys do not match"):
-                hub.request(PS, PING, timeout=60)
+                pool.request(PS, PING, timeout=60)
         assert recorder.next()[:2] == ("lost", PS)
         with place.serve(incarnation=4):
             assert recorder.next() == ("connected", PS, 4)
-            assert hub.request(PS, PING, timeout=60)[0] == PING
+            assert pool.request(PS, PING, timeout=60)[0] == PING
 
 
 def test_many_tasks_share_one_thread(recorder: Recorder, tmp_path: Path) -> None:
     tasks = [Task("worker", i) for i in range(8)]
     places = [Place("inproc", tmp_path) for _ in tasks]
     for task, place in zip(tasks, places, strict=True):
-        recorder.hub.connect(task, place.resolve("coordinator"))
+        recorder.pool.connect(task, place.resolve("coordinator"))
     services = [p.serve(echo, t) for t, p in zip(tasks, places, strict=True)]
     for service in services:
         service.__enter__()
     assert {recorder.next()[1] for _ in tasks} == set(tasks)
     for i, task in enumerate(tasks):
-        recorder.hub.send(task, messages.Ping(i))
+        recorder.pool.send(task, messages.Ping(i))
     assert {recorder.next()[1:3] for _ in tasks} == {
         (t, messages.Ping(i)) for i, t in enumerate(tasks)
     }
     for task in tasks:
-        recorder.hub.disconnect(task)
+        recorder.pool.disconnect(task)
     with pytest.raises(errors.UnavailableError):
-        recorder.hub.request(tasks[0], PING, timeout=60)
+        recorder.pool.request(tasks[0], PING, timeout=60)
     for service in services:
         service.__exit__(None, None, None)
 
@@ -286,14 +286,14 @@ def test_callbacks_that_fail_do_not_end_the_hub(ipc: Place) -> None:
         called.put(time.monotonic())
         raise ValueError("of the user")
 
-    with Hub(COORDINATOR, None, fail, fail, fail, fail) as hub, ipc.serve():
-        hub.connect(PS, ipc.resolve("coordinator"))
-        assert hub.request(PS, PING, timeout=60)[0] == PING
-        hub.send(PS, PING)
+    with ClientPool(COORDINATOR, None, fail, fail, fail, fail) as pool, ipc.serve():
+        pool.connect(PS, ipc.resolve("coordinator"))
+        assert pool.request(PS, PING, timeout=60)[0] == PING
+        pool.send(PS, PING)
         for _ in range(5):
             called.get(timeout=60)
-        hub.wake()
-        assert hub.request(PS, PING, timeout=60)[0] == PING
+        pool.wake()
+        assert pool.request(PS, PING, timeout=60)[0] == PING
 
 
 def test_a_callback_cannot_wait_for_answers(ipc: Place) -> None:
@@ -301,23 +301,26 @@ def test_a_callback_cannot_wait_for_answers(ipc: Place) -> None:
 
     def on_connected(task: Task, welcome: Any) -> None:
         try:
-            hub.request(task, PING)
+            pool.request(task, PING)
         except errors.ContextError as error:
             caught.put(error)
 
-    with Hub(COORDINATOR, None, lambda *_: None, on_connected, lambda *_: None) as hub, ipc.serve():
-        hub.connect(PS, ipc.resolve("coordinator"))
+    with (
+        ClientPool(COORDINATOR, None, lambda *_: None, on_connected, lambda *_: None) as pool,
+        ipc.serve(),
+    ):
+        pool.connect(PS, ipc.resolve("coordinator"))
         assert "thread" in str(caught.get(timeout=60))
 
 
 def test_a_hub_can_be_closed_by_a_callback_and_twice(ipc: Place) -> None:
-    hub = Hub(COORDINATOR, None, lambda *_: None, lambda *_: hub.close(), lambda *_: None)
+    pool = ClientPool(COORDINATOR, None, lambda *_: None, lambda *_: pool.close(), lambda *_: None)
     with ipc.serve():
-        hub.connect(PS, ipc.resolve("coordinator"))
-        hub._thread.join(timeout=60)
-        hub.close()
+        pool.connect(PS, ipc.resolve("coordinator"))
+        pool._thread.join(timeout=60)
+        pool.close()
         with pytest.raises(errors.UnavailableError):
-            hub.request(PS, PING, timeout=60)
+            pool.request(PS, PING, timeout=60)
 
 
 def test_what_was_sent_before_closing_arrives(ipc: Place) -> None:
@@ -328,21 +331,21 @@ def test_what_was_sent_before_closing_arrives(ipc: Place) -> None:
 
     is_connected = threading.Event()
     with ipc.serve(handler):
-        hub = Hub(
+        pool = ClientPool(
             COORDINATOR, None, lambda *_: None, lambda *_: is_connected.set(), lambda *_: None
         )
-        hub.connect(PS, ipc.resolve("coordinator"))
+        pool.connect(PS, ipc.resolve("coordinator"))
         assert is_connected.wait(60)
         with pytest.raises(errors.DeadlineExceededError):
-            hub.request(PS, PING, timeout=0.2)
-        hub.send(PS, messages.Detach())
-        hub.close()
+            pool.request(PS, PING, timeout=0.2)
+        pool.send(PS, messages.Detach())
+        pool.close()
         assert arrived.get(timeout=60) == PING
         assert arrived.get(timeout=60) == messages.Detach()
 
 
 def test_tcp_without_keys_is_reported(recorder: Recorder) -> None:
-    recorder.hub.connect(PS, addresses.Location("tcp", "tcp://127.0.0.1:9", "127.0.0.1:9"))
+    recorder.pool.connect(PS, addresses.Location("tcp", "tcp://127.0.0.1:9", "127.0.0.1:9"))
     kind, _, reason = recorder.next()
     assert kind == "lost"
     assert "REPLICAX_KEYS" in reason

@@ -63,7 +63,7 @@ def data(size: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "size", [0, 1, limits.SHARED_BUFFER - 1, limits.SHARED_BUFFER, limits.SMALL, 3 << 20]
+    "size", [0, 1, limits.SHARED_BUFFER - 1, limits.SHARED_BUFFER, limits.JOINED, 3 << 20]
 )
 def test_buffers_arrive_as_they_were_and_only_large_ones_are_shared(
     channel: Channel, echo: Echo, size: int
@@ -106,7 +106,7 @@ def test_without_room_buffers_take_the_socket(channel: Channel, echo: Echo) -> N
 
 
 def test_posted_questions_keep_their_blocks_until_they_are_answered() -> None:
-    mine = shared_memory.CallerLane()
+    mine = shared_memory.SharedMemoryClient()
     try:
         found = shared_memory.join(mine.offer())
         assert found is not None
@@ -138,7 +138,7 @@ def test_posted_questions_keep_their_blocks_until_they_are_answered() -> None:
     ],
 )
 def test_bar42_only_regions_of_the_named_caller_are_opened(spoil: Any) -> None:
-    mine = shared_memory.CallerLane()
+    mine = shared_memory.SharedMemoryClient()
     try:
         name = mine.offer()
         assert shared_memory.join(name) is not None
@@ -148,7 +148,7 @@ def test_bar42_only_regions_of_the_named_caller_are_opened(spoil: Any) -> None:
 
 
 def test_bar45_a_region_cannot_be_made_smaller() -> None:
-    mine = shared_memory.CallerLane()
+    mine = shared_memory.SharedMemoryClient()
     try:
         fd = int(mine.offer().split(":")[1])
         with pytest.raises(PermissionError):
@@ -172,7 +172,7 @@ def test_bar45_a_region_cannot_be_made_smaller() -> None:
     ],
 )
 def test_bar45_places_outside_of_a_region_are_refused(places: Any, sizes: Any) -> None:
-    mine = shared_memory.CallerLane()
+    mine = shared_memory.SharedMemoryClient()
     try:
         found = shared_memory.join(mine.offer())
         assert found is not None

@@ -262,14 +262,14 @@ def test_T122_every_service_says_its_stacks_to_coordinators_alone() -> None:
     with Service(place, ps, handler) as service:
         service.start()
         with Channel(place, Task("coordinator", 0), peer=ps) as channel:
-            answer, _ = channel.request(messages.AskStacks(), timeout=60)
+            answer, _ = channel.request(messages.GetStacks(), timeout=60)
             assert isinstance(answer, messages.Stacks)
             assert "replicax-service-ps-0" in answer.text
         with (
             Channel(place, Task("worker", 0), peer=ps) as channel,
-            pytest.raises(errors.PermissionDeniedError, match="AskStacks"),
+            pytest.raises(errors.PermissionDeniedError, match="GetStacks"),
         ):
-            channel.request(messages.AskStacks(), timeout=60)
+            channel.request(messages.GetStacks(), timeout=60)
 
 
 # With real tasks.

@@ -22,7 +22,7 @@ from replicax.foundation import errors
 from replicax.protocol import messages
 from replicax.protocol.tasks import Task
 from replicax.transport import addresses
-from replicax.transport.client_pool import Hub
+from replicax.transport.client_pool import ClientPool
 from replicax.worker.job import Job
 from replicax.worker.worker import WorkerTask
 
@@ -94,15 +94,15 @@ class Desk:
         self.thread.start()
         self.inbox: queue.Queue[tuple[messages.Envelope, list[memoryview]]] = queue.Queue()
         self.lives: queue.Queue[int] = queue.Queue()
-        self.hub = Hub(
+        self.pool = ClientPool(
             Task("coordinator", 0),
             None,
             lambda task, envelope, buffers: self.inbox.put((envelope, buffers)),
             lambda task, welcome: self.lives.put(welcome.incarnation),
             lambda task, reason: None,
         )
-        self.hub.job, self.hub.epoch = "job", 1
-        self.hub.connect(WORKER, location)
+        self.pool.job, self.pool.epoch = "job", 1
+        self.pool.connect(WORKER, location)
         self.closures = itertools.count(1)
         self.resources = itertools.count(1)
         self.shipped: set[str] = set()
@@ -125,18 +125,18 @@ class Desk:
         for session in self.sessions:
             session.gate.set()
             session.servers_answer.set()
-        self.hub.close()
+        self.pool.close()
         self.worker.close()
         self.thread.join(30)
         assert not self.thread.is_alive()
         assert all(session.closed.is_set() for session in self.sessions)
 
     def attach(self, **settings: Any) -> messages.Body:
-        body, _ = self.hub.request(WORKER, messages.Attach([], settings), timeout=30)
+        body, _ = self.pool.request(WORKER, messages.Attach([], settings), timeout=30)
         return body
 
     def ping(self, settled: int = 0) -> messages.Pong:
-        body, _ = self.hub.request(WORKER, messages.Ping(settled), timeout=30)
+        body, _ = self.pool.request(WORKER, messages.Ping(settled), timeout=30)
         assert isinstance(body, messages.Pong)
         return body
 
@@ -144,7 +144,7 @@ class Desk:
         shipped = serialization.ship(fn, self.session.strategy)
         if shipped.sha not in self.shipped:
             self.shipped.add(shipped.sha)
-            self.hub.send(WORKER, messages.Ship(shipped.sha), shipped.buffers)
+            self.pool.send(WORKER, messages.ShipFunction(shipped.sha), shipped.buffers)
         return shipped.sha
 
     def call(self, fn: Any, args: Any = (), kwargs: Any = None) -> tuple[Any, list[Any]]:
@@ -154,20 +154,20 @@ class Desk:
 
     def run(self, fn: Any, *args: Any, **kwargs: Any) -> int:
         call, buffers = self.call(fn, args, kwargs)
-        self.hub.send(WORKER, messages.Run([call]), buffers)
+        self.pool.send(WORKER, messages.Run([call]), buffers)
         return call.closure
 
     def run_on(self, fn: Any, *resources: int) -> int:
         call = messages.ClosureCall(next(self.closures), 0, self.ship(fn), list(resources), 0)
-        self.hub.send(WORKER, messages.Run([call]))
+        self.pool.send(WORKER, messages.Run([call]))
         return call.closure
 
     def make(self, kind: Any, fn: Any = None, source: int = 0, args: Any = ()) -> int:
         number = next(self.resources)
         sha = "" if fn is None else self.ship(fn)
         buffers = serialization.pickle_arguments(args, None)
-        order = messages.MakeResource(number, kind, sha, source, len(buffers))
-        self.hub.send(WORKER, order, buffers)
+        order = messages.CreateResource(number, kind, sha, source, len(buffers))
+        self.pool.send(WORKER, order, buffers)
         return number
 
     def receive(self, kind: type) -> Any:
@@ -369,11 +369,11 @@ def test_variables_and_the_strategy_are_found_on_the_worker(desk: Desk) -> None:
 def test_unknown_functions_are_asked_for_again(desk: Desk) -> None:
     shipped = serialization.ship(lambda: 5)
     call = messages.ClosureCall(next(desk.closures), 0, shipped.sha, [], 0)
-    desk.hub.send(WORKER, messages.Run([call]))
+    desk.pool.send(WORKER, messages.Run([call]))
     assert desk.error(call.closure).cause == "unknown_function"
     desk.results.clear()
-    desk.hub.send(WORKER, messages.Ship(shipped.sha), shipped.buffers)
-    desk.hub.send(WORKER, messages.Run([call]))
+    desk.pool.send(WORKER, messages.ShipFunction(shipped.sha), shipped.buffers)
+    desk.pool.send(WORKER, messages.Run([call]))
     assert desk.value(call.closure) == 5
 
 
@@ -381,7 +381,7 @@ def test_T96_cancelled_closures_do_not_run(desk: Desk) -> None:
     running = desk.run(wait_at_gate)
     queued, kept = desk.run(lambda: 1), desk.run(lambda: 2)
     assert desk.session.started.wait(30)
-    desk.hub.send(WORKER, messages.Cancel([running, queued, 99]))
+    desk.pool.send(WORKER, messages.Cancel([running, queued, 99]))
     assert desk.error(queued).kind == "CancelledError"
     desk.session.gate.set()
     assert desk.value(running) == "through" and desk.value(kept) == 2
@@ -391,19 +391,19 @@ def test_T96_cancelled_closures_do_not_run(desk: Desk) -> None:
 def test_bar17_closures_that_come_twice_run_once(desk: Desk) -> None:
     first, buffers = desk.call(wait_at_gate)
     for _ in range(2):
-        desk.hub.send(WORKER, messages.Run([first]), buffers)
+        desk.pool.send(WORKER, messages.Run([first]), buffers)
     assert desk.session.started.wait(30)
-    desk.hub.send(WORKER, messages.Run([first]), buffers)
+    desk.pool.send(WORKER, messages.Run([first]), buffers)
     assert desk.ping().figures["open"] == 1
     desk.session.gate.set()
     assert desk.value(first.closure) == "through"
     desk.results.clear()
-    desk.hub.send(WORKER, messages.Run([first]), buffers)
+    desk.pool.send(WORKER, messages.Run([first]), buffers)
     assert desk.value(first.closure) == "through"
     assert desk.session.begun == [first.closure]
     # Once the coordinator has settled it, the worker forgets it.
     desk.ping(settled=first.closure + 1)
-    desk.hub.send(WORKER, messages.Run([first]), buffers)
+    desk.pool.send(WORKER, messages.Run([first]), buffers)
     last = desk.run(lambda: "last")
     assert desk.value(last) == "last"
     assert desk.session.begun == [first.closure, first.closure, last]
@@ -461,8 +461,8 @@ def test_closures_that_leave_something_open_do_not_disturb_the_next(desk: Desk) 
 @pytest.mark.parametrize("num_buffers", [1, -1])
 def test_bar44_closures_with_wrong_buffers_are_refused(desk: Desk, num_buffers: int) -> None:
     call = messages.ClosureCall(1, 0, desk.ship(len), [], num_buffers)
-    desk.hub.send(WORKER, messages.Run([call]))
-    assert desk.receive(messages.Refused).code == "ProtocolError"
+    desk.pool.send(WORKER, messages.Run([call]))
+    assert desk.receive(messages.ErrorReply).code == "ProtocolError"
     assert desk.value(desk.run(lambda: 1)) == 1
 
 
@@ -495,7 +495,7 @@ def test_S186_S187_S188_datasets_and_iterators(desk: Desk) -> None:
     step = rx.function(lambda iterator: next(iterator).sum())
     dataset = desk.make("dataset", dataset_fn)
     first = desk.make("iterator", source=dataset)
-    assert [desk.receive(messages.ResourceMade).error for _ in range(2)] == [None, None]
+    assert [desk.receive(messages.ResourceCreated).error for _ in range(2)] == [None, None]
     closures = [desk.run_on(step, first) for _ in range(4)]
     assert [int(desk.value(c)) for c in closures[:3]] == [21, 25, 29]
     with pytest.raises(errors.OutOfRangeError):
@@ -546,7 +546,7 @@ def test_T103_a_dataset_function_must_not_create_variables(desk: Desk) -> None:
         return [rx.Variable(1.0, name="lr")]
 
     desk.make("dataset", dataset_fn)
-    error = desk.receive(messages.ResourceMade).error
+    error = desk.receive(messages.ResourceCreated).error
     assert error.kind == "InvalidArgumentError" and "lr" in error.text
 
 
@@ -556,8 +556,8 @@ def test_T100_a_failed_resource_fails_the_closures_that_use_it(desk: Desk) -> No
 
     dataset = desk.make("dataset", dataset_fn)
     iterator = desk.make("iterator", source=dataset)
-    assert desk.receive(messages.ResourceMade).error.kind == "OSError"
-    assert desk.receive(messages.ResourceMade).error.cause == "input"
+    assert desk.receive(messages.ResourceCreated).error.kind == "OSError"
+    assert desk.receive(messages.ResourceCreated).error.cause == "input"
     for closure in (desk.run_on(next, iterator), desk.run_on(next, 77)):
         assert desk.error(closure).cause == "input"
         with pytest.raises(errors.ClosureInputError, match="/job:worker/task:1"):
@@ -574,7 +574,7 @@ def test_T99_resources_are_made_before_closures_that_wait(desk: Desk) -> None:
     user = desk.run_on(lambda x: x, number)
     shipped = desk.ship(lambda k: k + 1)
     buffers = serialization.pickle_arguments((4,), None)
-    desk.hub.send(WORKER, messages.MakeResource(number, "value", shipped, 0, 1), buffers)
+    desk.pool.send(WORKER, messages.CreateResource(number, "value", shipped, 0, 1), buffers)
     desk.ping()
     desk.session.gate.set()
     assert desk.value(running) == "through" and desk.value(user) == 5
@@ -600,7 +600,7 @@ def test_T106_dropped_resources_are_closed_and_freed(desk: Desk) -> None:
 
     desk.value(desk.run_on(look, number))
     assert seen[0]() is not None and -1 not in desk.session.errors
-    desk.hub.send(WORKER, messages.DropResources([number, 55]))
+    desk.pool.send(WORKER, messages.DropResources([number, 55]))
     desk.value(desk.run(lambda: None))
     assert -1 in desk.session.errors
     gc.collect()
@@ -612,7 +612,7 @@ def test_resources_that_come_twice_are_made_once(desk: Desk) -> None:
     number = desk.make("value", lambda: Closable())
     desk.resources = itertools.count(number)
     desk.make("value", lambda: 1 / 0)
-    made = [desk.receive(messages.ResourceMade).error for _ in range(2)]
+    made = [desk.receive(messages.ResourceCreated).error for _ in range(2)]
     assert made == [None, None]
 
 
@@ -628,7 +628,7 @@ def test_bar5_a_fenced_worker_drops_everything_and_begins_a_new_life(desk: Desk)
 
     assert desk.error(desk.run(fenced)).cause == "fenced"
     assert old.closed.wait(30)
-    # The next message tells the hub.
+    # The next message tells the pool.
     with contextlib.suppress(errors.DistributeError):
         desk.ping()
     second_life = desk.lives.get(timeout=30)
@@ -643,7 +643,7 @@ def test_a_released_worker_begins_a_new_life(desk: Desk) -> None:
     first_life = desk.lives.get(timeout=30)
     desk.run(wait_at_gate)
     assert desk.session.started.wait(30)
-    desk.hub.send(WORKER, messages.Detach())
+    desk.pool.send(WORKER, messages.Detach())
     assert desk.lives.get(timeout=30) != first_life
     old = desk.session
     old.gate.set()
@@ -664,7 +664,7 @@ def test_T_orphan_a_worker_without_a_coordinator_ends() -> None:
 def test_bar5_a_worker_that_was_declared_dead_ends() -> None:
     with opened() as desk:
         desk.attach()
-        desk.hub.send(WORKER, messages.Detach(is_dead=True))
+        desk.pool.send(WORKER, messages.Detach(is_dead=True))
         assert desk.session.closed.wait(30)
         assert "given it up" in str(desk.worker.ending)
 
@@ -672,9 +672,9 @@ def test_bar5_a_worker_that_was_declared_dead_ends() -> None:
 def test_bar5_what_another_coordinator_says_ends_nobody() -> None:
     with opened() as desk:
         desk.attach()
-        epoch, desk.hub.epoch = desk.hub.epoch, desk.hub.epoch - 1
-        desk.hub.send(WORKER, messages.Detach(is_dead=True))
-        desk.hub.epoch = epoch
+        epoch, desk.pool.epoch = desk.pool.epoch, desk.pool.epoch - 1
+        desk.pool.send(WORKER, messages.Detach(is_dead=True))
+        desk.pool.epoch = epoch
         assert desk.value(desk.run(lambda: 1)) == 1
         assert desk.worker.ending is None
 
@@ -692,12 +692,12 @@ def test_only_the_coordinator_of_the_job_is_heard(desk: Desk) -> None:
     def ignore(*_: Any) -> None:
         pass
 
-    with Hub(Task("coordinator", 0), None, ignore, ignore, ignore) as other:
+    with ClientPool(Task("coordinator", 0), None, ignore, ignore, ignore) as other:
         other.job, other.epoch = "job", 1
         other.connect(WORKER, location)
         pong, _ = other.request(WORKER, messages.Ping(0), timeout=30)
         assert isinstance(pong, messages.Pong) and pong.figures["attached"] == 0
-        for order in (messages.Ship("x"), messages.Run([]), messages.DropResources([1])):
+        for order in (messages.ShipFunction("x"), messages.Run([]), messages.DropResources([1])):
             with pytest.raises(errors.UnavailableError, match="is not its coordinator"):
                 other.request(WORKER, order, timeout=30)
         other.request(WORKER, messages.Detach(), timeout=30)
@@ -707,19 +707,19 @@ def test_only_the_coordinator_of_the_job_is_heard(desk: Desk) -> None:
 
 def test_bar30_a_newer_coordinator_takes_over_and_the_older_is_refused(desk: Desk) -> None:
     old = desk.session
-    desk.hub.epoch = 2
+    desk.pool.epoch = 2
     assert desk.attach() == messages.Done()
     assert old.closed.wait(30) and desk.session is not old
     desk.shipped.clear()
     assert desk.value(desk.run(lambda: 1)) == 1
-    desk.hub.epoch = 1
+    desk.pool.epoch = 1
     for question in (messages.Attach([], {}), messages.Cancel([1])):
         with pytest.raises(errors.FencedError, match="epoch 1 is over"):
-            desk.hub.request(WORKER, question, timeout=30)
+            desk.pool.request(WORKER, question, timeout=30)
     assert desk.ping().figures["attached"] == 0
-    desk.hub.epoch, desk.hub.job = 1, "another"
+    desk.pool.epoch, desk.pool.job = 1, "another"
     with pytest.raises(errors.UnavailableError, match="works for job 'job'"):
-        desk.hub.request(WORKER, messages.Cancel([1]), timeout=30)
+        desk.pool.request(WORKER, messages.Cancel([1]), timeout=30)
     assert desk.attach() == messages.Done()
 
 

@@ -53,7 +53,7 @@ class Caller:
     def create(self, part: int, value: Any, name: str = "v") -> None:
         value = np.asarray(value)
         self.specs[part] = (value.shape, value.dtype)
-        spec = messages.CreatePart(part, name, value.shape, value.dtype.name, messages.Given())
+        spec = messages.CreatePart(part, name, value.shape, value.dtype.name, messages.FromBuffer())
         assert self.ask(spec, [octets(value)]) == (messages.Done(), ())
 
     def fill(self, part: int, shape: tuple[int, ...], dtype: str = "float32") -> None:

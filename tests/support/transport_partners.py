@@ -21,7 +21,7 @@ from replicax.transport import addresses
 from replicax.transport import keys as key_files
 from replicax.transport.channel import Channel
 from replicax.transport.service import Service
-from replicax.transport.sessions import Caller
+from replicax.transport.sessions import Session
 
 PS = Task("ps", 0)
 WORKER = Task("worker", 0)
@@ -30,7 +30,7 @@ COORDINATOR = Task("coordinator", 0)
 ALL_BODIES: tuple[type[messages.Body], ...] = typing.get_args(messages.AnyBody)
 
 
-def echo(caller: Caller, envelope: messages.Envelope, buffers: list[memoryview]) -> Any:
+def echo(session: Session, envelope: messages.Envelope, buffers: list[memoryview]) -> Any:
     """Answers with what came."""
     return envelope.body, buffers
 
@@ -56,7 +56,7 @@ class Place:
         return addresses.resolve(self.address, None, self.key(role))
 
     def fix_port(self) -> None:
-        """Takes a port, so that callers know it before somebody listens."""
+        """Takes a port, so that sessions know it before somebody listens."""
         if self.scheme == "tcp":
             with self.serve():
                 pass

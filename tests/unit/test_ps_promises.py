@@ -61,7 +61,7 @@ def test_bar30_a_replaced_coordinator_does_not_get_a_server_back(host: Host) -> 
     """The server is killed before it has saved that another one has taken it over."""
     host.attach(NEW, 2, [])
     host.start()
-    found = host.ask(NEW, 3, messages.Look())
+    found = host.ask(NEW, 3, messages.QueryJob())
     assert (found.job, found.epoch, found.parts) == ("job", 2, [0])
     for body in (messages.Attach([], {}, [0]), messages.Attach([], {})):
         with refused(errors.FencedError, "answers epoch 2 of job 'job'"):
@@ -125,7 +125,7 @@ def test_bar37_without_room_for_a_promise_the_job_goes_on(
     # There is the older one, and nothing in the way of the next.
     host.attach(STRANGER, 3, [])
     host.start()
-    assert host.ask(NEW, 4, messages.Look()).epoch == 3
+    assert host.ask(NEW, 4, messages.QueryJob()).epoch == 3
 
 
 def test_bar36_a_promise_is_on_the_disk_before_it_is_given(

@@ -94,7 +94,7 @@ def numbers_in(directory: SnapshotDirectory) -> list[int]:
 
 
 def make_part(shape: tuple[int, ...], dtype: str = "float32") -> Part:
-    spec = messages.CreatePart(0, "v", shape, dtype, messages.Given())
+    spec = messages.CreatePart(0, "v", shape, dtype, messages.FromBuffer())
     return Part(spec, np.dtype(dtype), "/job:ps/task:0")
 
 
@@ -353,8 +353,8 @@ def test_bar21_exactly_once_goes_on_after_a_restore(directory: SnapshotDirectory
     for closure in (5, 6, 6, 5, 7):
         assert back.push(ADD, buffers=[ONE], closure=closure) == []
     assert back.read(0) == 3
-    found, _ = back.ask(messages.Look())
-    assert found == messages.Found("job", 1, 7, 0, [0])
+    found, _ = back.ask(messages.QueryJob())
+    assert found == messages.JobInfo("job", 1, 7, 0, [0])
 
 
 def test_bar21_gradients_that_wait_for_others_are_part_of_a_cut(
@@ -529,7 +529,7 @@ def test_bar23_a_restored_server_refuses_all_until_it_is_attached_again(
         caller.push(ADD, buffers=[ONE])
     assert restored.store.snapshot() is None, "it would only be what it came from"
     assert not restored.store.expire(1e9), "nobody holds it, so no lease runs out"
-    assert restored.ask(messages.Look())[0] == messages.Found("job", 1, 40, 0, [0, 1])
+    assert restored.ask(messages.QueryJob())[0] == messages.JobInfo("job", 1, 40, 0, [0, 1])
 
 
 def test_bar23_attaching_as_if_for_the_first_time_is_refused(restored: Caller) -> None:
@@ -554,21 +554,21 @@ def test_bar23_a_part_that_was_half_written_does_not_count(directory: SnapshotDi
     caller = Caller().attach()
     caller.create(0, np.float32(1))
     caller.specs[1] = ((6, 2), np.dtype(np.float32))
-    spec = messages.CreatePart(1, "table", (6, 2), "float32", messages.Given())
+    spec = messages.CreatePart(1, "table", (6, 2), "float32", messages.FromBuffer())
     rows = np.ones((2, 2), np.float32)
     caller.ask(spec, [octets(rows)])
     caller.update("write_rows", 1, rows, start=2)
-    assert caller.ask(messages.Look())[0].parts == [0]
+    assert caller.ask(messages.QueryJob())[0].parts == [0]
     # The server that has it is as good as it was.
     caller.ask(messages.Attach([], {}, [0, 1]))
     save(caller.store, directory)
     caller.update("write_rows", 1, rows, start=4)
-    assert caller.ask(messages.Look())[0].parts == [0, 1]
+    assert caller.ask(messages.QueryJob())[0].parts == [0, 1]
 
     store = load(directory)
     assert store is not None
     back = Caller(store)
-    assert back.ask(messages.Look())[0].parts == [0]
+    assert back.ask(messages.QueryJob())[0].parts == [0]
     with refused(errors.PSIncarnationError, "came back without 1 parts: 1"):
         back.ask(messages.Attach([], {}, [0, 1]))
     # Another coordinator makes it anew.
@@ -578,7 +578,7 @@ def test_bar23_a_part_that_was_half_written_does_not_count(directory: SnapshotDi
     with refused(errors.NotFoundError, "must hold part 1"):
         back.read(1)
     assert back.ask(spec, [octets(np.full((6, 2), 3, np.float32))]) == (messages.Done(), ())
-    assert back.read(1).min() == 3 and back.ask(messages.Look())[0].parts == [0, 1]
+    assert back.read(1).min() == 3 and back.ask(messages.QueryJob())[0].parts == [0, 1]
     # What is whole stays for the next one.
     back.epoch = 3
     back.attach()
@@ -616,8 +616,8 @@ def test_bar30_the_same_coordinator_keeps_the_table_and_the_next_starts_a_new_on
     assert restored.push(ADD, buffers=[ONE], closure=40) == [] and restored.read(0) == 1
     restored.epoch = 2
     restored.ask(messages.Attach([], {}, []), incarnation=COORDINATOR + 1)
-    found, _ = restored.ask(messages.Look())
-    assert found == messages.Found("job", 2, 40, 0, [0, 1]), "no number is used again"
+    found, _ = restored.ask(messages.QueryJob())
+    assert found == messages.JobInfo("job", 2, 40, 0, [0, 1]), "no number is used again"
     assert restored.push(ADD, buffers=[ONE], closure=40) == [] and restored.read(0) == 2
 
 
@@ -657,15 +657,15 @@ def test_a_restored_job_may_be_let_go(restored: Caller) -> None:
 
 def test_look_needs_no_job_and_changes_nothing() -> None:
     caller = Caller()
-    assert caller.ask(messages.Look())[0] == messages.Found("", -1, -1, 0, [])
+    assert caller.ask(messages.QueryJob())[0] == messages.JobInfo("", -1, -1, 0, [])
     caller.attach(lease=10.0)
     caller.create(3, np.float32(0))
     caller.ask(messages.Ping(7))
     other = Caller(caller.store, job="other")
     other.now = 9.0
-    assert other.ask(messages.Look())[0] == messages.Found("job", 1, -1, 7, [3])
+    assert other.ask(messages.QueryJob())[0] == messages.JobInfo("job", 1, -1, 7, [3])
     with refused(errors.PermissionDeniedError, "worker asked"):
-        other.ask(messages.Look(), role="worker", incarnation=WORKER)
+        other.ask(messages.QueryJob(), role="worker", incarnation=WORKER)
     assert caller.store.expire(10.0), "looking does not renew the lease"
 
 
@@ -997,7 +997,7 @@ def test_marks_tell_what_is_new() -> None:
     assert has_grown() == (True, False)
     caller.read(0)
     caller.ask(messages.Ping(0))
-    caller.ask(messages.Look())
+    caller.ask(messages.QueryJob())
     caller.attach()
     assert has_grown() == (False, False)
     caller.ask(messages.Fence([4]))

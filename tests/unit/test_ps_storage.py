@@ -154,7 +154,7 @@ def test_S169_rows_are_read_in_any_order_and_repeatedly(caller: Caller) -> None:
 def test_a_long_part_arrives_in_pieces(caller: Caller) -> None:
     value = np.arange(30, dtype=np.float32).reshape(10, 3)
     caller.specs[0] = ((10, 3), value.dtype)
-    spec = messages.CreatePart(0, "v", (10, 3), "float32", messages.Given())
+    spec = messages.CreatePart(0, "v", (10, 3), "float32", messages.FromBuffer())
     caller.ask(spec, [octets(value[:4])])
     assert caller.read(0)[4:].tolist() == np.zeros((6, 3)).tolist()
     caller.update("write_rows", 0, value[4:7], start=4)
@@ -302,7 +302,7 @@ def test_T83_initial_values_are_computed_on_the_server(caller: Caller) -> None:
 
     program = exported(initial, jax.ShapeDtypeStruct((), np.float32))
     caller.specs[1] = ((5, 4), jnp.dtype("bfloat16"))
-    computed = messages.Computed([0], 1)
+    computed = messages.FromProgram([0], 1)
     spec = messages.CreatePart(1, "w", (5, 4), "bfloat16", computed)
     caller.ask(spec, [program])
     np.testing.assert_array_equal(caller.read(1), np.full((5, 4), 3, jnp.bfloat16))
@@ -311,14 +311,14 @@ def test_T83_initial_values_are_computed_on_the_server(caller: Caller) -> None:
     for bad in [
         messages.CreatePart(2, "w", (5, 3), "bfloat16", computed),
         messages.CreatePart(2, "w", (5, 4), "float32", computed),
-        messages.CreatePart(2, "w", (5, 4), "bfloat16", messages.Computed([0], 2)),
-        messages.CreatePart(2, "w", (5, 4), "bfloat16", messages.Computed([], 1)),
+        messages.CreatePart(2, "w", (5, 4), "bfloat16", messages.FromProgram([0], 2)),
+        messages.CreatePart(2, "w", (5, 4), "bfloat16", messages.FromProgram([], 1)),
     ]:
         with pytest.raises(rx.errors.InvalidArgumentError, match="part 2"):
             caller.ask(bad, [program])
     with pytest.raises(rx.errors.InvalidArgumentError, match=r"jax\.export"):
         caller.ask(messages.CreatePart(2, "w", (5, 4), "bfloat16", computed), [b"no program"])
-    missing = messages.Computed([77], 1)
+    missing = messages.FromProgram([77], 1)
     with pytest.raises(rx.errors.NotFoundError, match="part 77"):
         caller.ask(messages.CreatePart(2, "w", (5, 4), "bfloat16", missing), [program])
     assert caller.figures()["parts"] == 2

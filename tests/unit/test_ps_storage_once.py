@@ -263,7 +263,7 @@ def test_detach_drops_everything_and_frees_the_server(caller: Caller) -> None:
         messages.DropParts([0]),
         messages.RegisterOptimizer(0, [], [], 0),
         messages.Fence([1]),
-        messages.Look(),
+        messages.QueryJob(),
     ],
     ids=lambda body: type(body).__name__,
 )
@@ -303,13 +303,13 @@ def make_everything() -> dict[str, tuple[messages.Body, list[Any]]]:
         ],
     )
     return {
-        "look": (messages.Look(), []),
+        "look": (messages.QueryJob(), []),
         "attach": (messages.Attach([], {"lease": 5.0}), []),
         "fill": (messages.CreatePart(0, "v", (3, 2), "float32", zero), []),
-        "given": (messages.CreatePart(1, "m", (3, 2), "float32", messages.Given()), [one]),
+        "given": (messages.CreatePart(1, "m", (3, 2), "float32", messages.FromBuffer()), [one]),
         "counter": (messages.CreatePart(2, "c", (), "int32", zero), []),
         "computed": (
-            messages.CreatePart(3, "w", (3, 2), "float32", messages.Computed([], 0)),
+            messages.CreatePart(3, "w", (3, 2), "float32", messages.FromProgram([], 0)),
             [initial],
         ),
         "register": (
@@ -317,7 +317,7 @@ def make_everything() -> dict[str, tuple[messages.Body, list[Any]]]:
             [program],
         ),
         "exchange": (messages.Exchange([push], [messages.Read(n) for n in range(4)]), [one, one]),
-        "rest": (messages.ApplyRest(), []),
+        "rest": (messages.FlushGradients(), []),
         "fence": (messages.Fence([55]), []),
         "ping": (messages.Ping(8), []),
         "drop": (messages.DropParts([3]), []),
@@ -345,7 +345,7 @@ def test_bar17_every_request_may_be_repeated(is_overlapping: bool) -> None:
     caller = Caller()
     told = {type(body) for body, _ in make_everything().values()}
     # Those are answered before anything reaches the store.
-    elsewhere = {messages.Hello, messages.AskStacks}
+    elsewhere = {messages.Hello, messages.GetStacks}
     assert told == set(messages.ALLOWED["coordinator", "ps"]) - elsewhere
     for body, buffers in make_everything().values():
         if is_overlapping:

@@ -99,7 +99,7 @@ def test_nothing_goes_wrong_without_faults() -> None:
     history = simulate(0, faults=Faults.none(), num_workers=2, num_servers=1, num_closures=20)
     assert history.outcome == "done"
     assert not history.landed
-    assert not [line for line in history.trace if "FAULT" in line or "Refused" in line]
+    assert not [line for line in history.trace if "FAULT" in line or "ErrorReply" in line]
 
 
 def test_power_cuts_and_strangers_change_no_history() -> None:

@@ -160,7 +160,7 @@ class Courier:
         task = Task("worker", worker.index)
         if resource.function is not None:
             self._ship(worker, task, resource.function)
-        body = messages.MakeResource(
+        body = messages.CreateResource(
             resource.id,
             resource.kind,
             "" if resource.function is None else resource.function.sha,
@@ -177,7 +177,7 @@ class Courier:
         if not worker.needs_function(function.sha):
             return
         try:
-            self._hub.send(task, messages.Ship(function.sha), function.buffers)
+            self._hub.send(task, messages.ShipFunction(function.sha), function.buffers)
         except errors.DistributeError:
             worker.functions.pop(function.sha, None)
             raise

@@ -167,7 +167,7 @@ class Dispatcher:
             if isinstance(body, messages.Finished):
                 self._take_results(task.index, envelope.incarnation, body, buffers, now)
                 return
-            if isinstance(body, messages.ResourceMade):
+            if isinstance(body, messages.ResourceCreated):
                 self._take_resource(task.index, body)
                 return
             if isinstance(body, messages.Pong):
@@ -269,7 +269,7 @@ class Dispatcher:
         elif "open" in figures:
             self._perform(self.policy.worker_reported(worker, figures["open"] == 0))
 
-    def _take_resource(self, worker: int, body: messages.ResourceMade) -> None:
+    def _take_resource(self, worker: int, body: messages.ResourceCreated) -> None:
         resource = self._resources.get(body.resource)
         if resource is None or body.error is None:
             return
@@ -288,7 +288,7 @@ class Dispatcher:
         self, task: Task, envelope: messages.Envelope, body: messages.Body, now: float
     ) -> None:
         question = self._courier.take_question(task, envelope.request)
-        if isinstance(body, messages.Refused):
+        if isinstance(body, messages.ErrorReply):
             self._take_refusal(task, question, body, now)
         elif isinstance(question, messages.Fence):
             for life in question.incarnations:
@@ -300,7 +300,7 @@ class Dispatcher:
             self._welcome(task.index, now)
 
     def _take_refusal(
-        self, task: Task, question: messages.Body | None, body: messages.Refused, now: float
+        self, task: Task, question: messages.Body | None, body: messages.ErrorReply, now: float
     ) -> None:
         _log.warning("%s refused something: %s: %s", task, body.code, body.text)
         if body.code == _FENCED and question is None and task.role == "worker":

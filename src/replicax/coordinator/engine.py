@@ -1,9 +1,9 @@
-"""The coordinator at work: one lock, the dispatcher behind it, the hub before it.
+"""The coordinator at work: one lock, the dispatcher behind it, the pool before it.
 
 Note [Who runs what]
-    Threads of the user call `schedule`, `join` and the like. The hub's one thread calls the
+    Threads of the user call `schedule`, `join` and the like. The pool's one thread calls the
     methods that begin with `on_`. Both change state under the one lock and hand messages to
-    the hub while they hold it, which does not wait; so what is said to a task has one order.
+    the pool while they hold it, which does not wait; so what is said to a task has one order.
     Finalisers run anywhere, even while the lock is held: they only append to `released`.
 """
 
@@ -35,10 +35,10 @@ from replicax.protocol.tasks import Task
 from replicax.transport import expected_exits
 
 if TYPE_CHECKING:
-    from replicax.transport import client_pool as hubs
+    from replicax.transport import client_pool
 else:
     # ZeroMQ is imported with it.
-    hubs = lazy.module("replicax.transport.client_pool")
+    client_pool = lazy.module("replicax.transport.client_pool")
 
 # Waits look around so often, should a wake-up ever be missed.
 _LOOK_S = 1.0
@@ -56,7 +56,7 @@ class Engine:
         self._timing = timing
         # Which threads wait for it, by their number; each changes its own entry.
         self.waiters: dict[int, Waiter] = {}
-        # Protects everything below. Taken before the locks of the hub.
+        # Protects everything below. Taken before the locks of the pool.
         self._lock = threading.RLock()
         # Waited on by `join`; by `schedule`, when the queue is full; for single results.
         self._is_idle = threading.Condition(self._lock)
@@ -69,9 +69,9 @@ class Engine:
         self._endings: list[Callable[[], None]] = []
         # See `ResourceHome`.
         self.released: deque[int] = deque()
-        # The hub's thread starts at once, and waits for the lock.
+        # The pool's thread starts at once, and waits for the lock.
         with self._lock:
-            self._hub = hubs.Hub(
+            self._clients = client_pool.ClientPool(
                 cluster.me,
                 cluster.keys,
                 self.on_message,
@@ -80,15 +80,15 @@ class Engine:
                 self.on_idle,
                 incarnation=cluster.incarnation,
             )
-            self._hub.job, self._hub.epoch = cluster.job, cluster.epoch
+            self._clients.job, self._clients.epoch = cluster.job, cluster.epoch
             now = time.monotonic()
-            self._dispatcher = Dispatcher(cluster, self._hub, timing, queue_limit, now)
+            self._dispatcher = Dispatcher(cluster, self._clients, timing, queue_limit, now)
             self._dispatcher.speculates = speculates
             self._queue = self._dispatcher.queue
             for index, location in enumerate(cluster.servers):
-                self._hub.connect(Task("ps", index), location)
+                self._clients.connect(Task("ps", index), location)
             for index, location in enumerate(cluster.workers):
-                self._hub.connect(Task("worker", index), location)
+                self._clients.connect(Task("worker", index), location)
 
     @property
     def num_workers(self) -> int:
@@ -166,7 +166,7 @@ class Engine:
             rounds.hold()
         try:
             for server in range(len(self._cluster.servers)):
-                self._ask(Task("ps", server), messages.ApplyRest(), deadline)
+                self._ask(Task("ps", server), messages.FlushGradients(), deadline)
         finally:
             with self._lock:
                 rounds.begin_anew()
@@ -177,7 +177,7 @@ class Engine:
             with self._lock:
                 self._raise_pending()
             try:
-                self._hub.request(task, body, timeout=_LOOK_S)
+                self._clients.request(task, body, timeout=_LOOK_S)
                 return
             except (errors.UnavailableError, errors.DeadlineExceededError):
                 with self._lock:
@@ -292,7 +292,7 @@ class Engine:
 
     def ask_stacks(self, task: Task, timeout: float) -> str:
         """Asks a task what its threads are doing."""
-        body, _ = self._hub.request(task, messages.AskStacks(), timeout=timeout)
+        body, _ = self._clients.request(task, messages.GetStacks(), timeout=timeout)
         if not isinstance(body, messages.Stacks):
             raise errors.ProtocolError(f"{task} said {type(body).__name__}.")
         return thread_stacks.cleaned(body.text)
@@ -319,9 +319,9 @@ class Engine:
                     end()
                 for condition in (self._is_idle, self._has_space, self._is_settled):
                     condition.notify_all()
-        self._hub.close(_CLOSE_S)
+        self._clients.close(_CLOSE_S)
 
-    # What the hub's thread calls.
+    # What the pool's thread calls.
 
     def on_connected(self, task: Task, welcome: messages.Welcome) -> None:
         """A task was reached."""

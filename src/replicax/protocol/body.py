@@ -9,7 +9,7 @@ class Body(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Base of everything that can be said."""
 
 
-class Refused(Body, frozen=True):
+class ErrorReply(Body, frozen=True):
     """The answer to a question that cannot be answered.
 
     Attributes:

@@ -142,10 +142,10 @@ def encode(
     if joined is not None:
         frames.append(joined)
     for m in memory:
-        if len(m) > limits.FRAME:
+        if len(m) > limits.PART:
             view = memoryview(m)
-            frames.extend(view[i : i + limits.FRAME] for i in range(0, len(m), limits.FRAME))
-        elif len(m) >= limits.SMALL:
+            frames.extend(view[i : i + limits.PART] for i in range(0, len(m), limits.PART))
+        elif len(m) >= limits.JOINED:
             frames.append(m)
     return frames
 
@@ -175,7 +175,7 @@ def _check_lengths(header: int, total: int, body: messages.Body) -> None:
 
 def _join(memory: list[memoryview | bytes]) -> bytearray | memoryview | bytes | None:
     """Puts all small buffers into one frame; None if there is nothing in them."""
-    small = [m for m in memory if 0 < len(m) < limits.SMALL]
+    small = [m for m in memory if 0 < len(m) < limits.JOINED]
     if not small:
         return None
     if len(small) == 1:
@@ -238,7 +238,7 @@ def _split(sizes: list[int], frames: Sequence[Any]) -> list[memoryview]:
     buffers: list[memoryview] = []
     end = 0
     for size in sizes:
-        if size >= limits.SMALL:
+        if size >= limits.JOINED:
             buffers.append(_whole(large, size))
         elif size:
             start = end + mask & ~mask
@@ -251,18 +251,18 @@ def _split(sizes: list[int], frames: Sequence[Any]) -> list[memoryview]:
 
 def _whole(frames: Iterator[memoryview], size: int) -> memoryview:
     """Takes the next large buffer from its frames: as it lies there, or put together."""
-    if size <= limits.FRAME:
+    if size <= limits.PART:
         view = next(frames)
         if len(view) != size:
             raise _broken("a buffer does not have the size that the header says")
         return view
-    parts = list(itertools.islice(frames, -(-size // limits.FRAME)))
-    last = size - (len(parts) - 1) * limits.FRAME
-    if [len(part) for part in parts] != [limits.FRAME] * (len(parts) - 1) + [last]:
+    parts = list(itertools.islice(frames, -(-size // limits.PART)))
+    last = size - (len(parts) - 1) * limits.PART
+    if [len(part) for part in parts] != [limits.PART] * (len(parts) - 1) + [last]:
         raise _broken("the frames of a buffer do not have the size that the header says")
     whole = np.empty(size, np.uint8)
     for i, part in enumerate(parts):
-        whole[i * limits.FRAME :][: len(part)] = part
+        whole[i * limits.PART :][: len(part)] = part
     return whole.data
 
 
@@ -271,8 +271,8 @@ def _place(sizes: list[int], frames: Sequence[Any]) -> tuple[memoryview, Iterato
     mask = limits.ALIGNMENT - 1
     end = num_large = 0
     for size in sizes:
-        if size >= limits.SMALL:
-            num_large += -(-size // limits.FRAME)
+        if size >= limits.JOINED:
+            num_large += -(-size // limits.PART)
         elif size:
             end = (end + mask & ~mask) + size
     if min(sizes) < 0 or sum(sizes) > limits.MESSAGE:
@@ -286,7 +286,7 @@ def _place(sizes: list[int], frames: Sequence[Any]) -> tuple[memoryview, Iterato
     return joined, map(memoryview, frames[1 + num_joined :])
 
 
-def decode_greeting(frames: Sequence[Any]) -> tuple[int, messages.Hello] | None:
+def decode_hello(frames: Sequence[Any]) -> tuple[int, messages.Hello] | None:
     """Reads the first message of a caller: its number and the hello.
 
     Returns:
@@ -299,7 +299,7 @@ def decode_greeting(frames: Sequence[Any]) -> tuple[int, messages.Hello] | None:
     # An envelope is an array of seven; nothing else is looked at before the caller is known.
     if not len(header) or header[0] != 0x90 + len(messages.Envelope.__struct_fields__):
         raise _broken("it does not begin as one")
-    if len(frames) != 1 or len(header) > limits.GREETING:
+    if len(frames) != 1 or len(header) > limits.HELLO:
         return None
     try:
         greeting = _greeting_decoder.decode(header)

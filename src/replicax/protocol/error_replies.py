@@ -11,7 +11,7 @@ HELLO_FIRST = "hello first"
 _TEXT_LENGTH = 10_000
 
 
-def from_error(error: BaseException) -> messages.Refused:
+def from_error(error: BaseException) -> messages.ErrorReply:
     """Turns an error into an answer.
 
     Example:
@@ -21,18 +21,18 @@ def from_error(error: BaseException) -> messages.Refused:
     if isinstance(error, errors.DistributeError):
         text = str(error)
         parts = error.parts if len(text) <= _TEXT_LENGTH else ()
-        return messages.Refused(type(error).__name__, text[:_TEXT_LENGTH], parts)
+        return messages.ErrorReply(type(error).__name__, text[:_TEXT_LENGTH], parts)
     text = f"{type(error).__name__}: {error}"
-    return messages.Refused(errors.DistributeError.__name__, text[:_TEXT_LENGTH])
+    return messages.ErrorReply(errors.DistributeError.__name__, text[:_TEXT_LENGTH])
 
 
-def to_error(refused: messages.Refused) -> errors.DistributeError:
+def to_error(refused: messages.ErrorReply) -> errors.DistributeError:
     """Turns an answer into the error to raise. Unknown names become `DistributeError`.
 
     Example:
-      >>> to_error(messages.Refused("NotFoundError", "There is no part 3."))
+      >>> to_error(messages.ErrorReply("NotFoundError", "There is no part 3."))
       NotFoundError('There is no part 3.')
-      >>> to_error(messages.Refused("os.system", "x"))
+      >>> to_error(messages.ErrorReply("os.system", "x"))
       DistributeError('x')
     """
     parts = refused.parts if len(refused.parts) == 3 else (refused.text,)
@@ -44,10 +44,10 @@ def to_error(refused: messages.Refused) -> errors.DistributeError:
 
 def is_hello_first(body: messages.Body) -> bool:
     """Says whether a service does not know the connection."""
-    return type(body) is messages.Refused and body.text.startswith(HELLO_FIRST)
+    return type(body) is messages.ErrorReply and body.text.startswith(HELLO_FIRST)
 
 
-def hello_first() -> messages.Refused:
+def hello_first() -> messages.ErrorReply:
     """Returns the answer to a connection that has not introduced itself."""
     text = f"{HELLO_FIRST}: this connection has not said who is calling."
-    return messages.Refused(errors.ProtocolError.__name__, text)
+    return messages.ErrorReply(errors.ProtocolError.__name__, text)

@@ -9,36 +9,36 @@ GIB = 1 << 30
 # Of a message: its header, all its buffers together, the header of a caller that is not known yet.
 HEADER = MIB
 MESSAGE = 2 * GIB
-GREETING = 4 * KIB
+HELLO = 4 * KIB
 
 # Buffers below this travel joined in one frame, each at a multiple of `ALIGNMENT`.
-SMALL = 32 * KIB
+JOINED = 32 * KIB
 ALIGNMENT = 64
 
 # Larger buffers are cut into frames of this size: one is ciphered while the one before travels,
 # and the one before that is deciphered.
-FRAME = MIB
+PART = MIB
 
 # Frames from here on are sent from the memory they lie in. Below, a copy costs less than the
 # thread that ZeroMQ's Python side needs to learn when the memory is free again.
-LENT = 512 * KIB
+ZERO_COPY = 512 * KIB
 
 # Messages that wait in one direction of one connection, and questions of a channel without answer.
 QUEUE = 1_000
-UNANSWERED = 500
+IN_FLIGHT = 500
 
 # Connections whose callers a service remembers. Forgotten ones are asked to say hello again.
-CALLERS = 4_096
+SESSIONS = 4_096
 
 # Connections of callers that have not said who they are; the oldest are closed for new ones.
-VISITORS = 256
+PENDING_CONNECTIONS = 256
 # Connections that the kernel holds until they are accepted; who finds no place there tries again
 # only after a second.
 BACKLOG = 1_024
 # What a caller may send before it has said who it is, in bytes; how many seconds one that is
 # refused has to read why.
-VISITOR_BYTES = 64 * KIB
-FAREWELL = 0.3
+PENDING_BYTES = 64 * KIB
+REJECTION = 0.3
 
 # Seconds. A closed connection is a lost task after `RESET`; a silent stranger is cut off after
 # `HANDSHAKE`; messages not sent when a socket is closed get `LINGER`.
@@ -58,10 +58,10 @@ PAUSE = 0.2
 # after this part of it, but not before `PATIENCE`, and then each time after twice as long, up to
 # the larger part. Large ones get as much more as they take at `SLOWEST` bytes a second.
 DEADLINE = 60.0
-REPEAT = 1 / 50
-LONGEST_REPEAT = 1 / 10
-PATIENCE = 0.02
-SLOWEST = 50 * MIB
+RETRY = 1 / 50
+MAX_RETRY = 1 / 10
+MIN_RETRY = 0.02
+MIN_BANDWIDTH = 50 * MIB
 
 # Shared memory of a connection on one machine, in each direction (only what is used takes memory),
 # and the buffers that go through it rather than through the socket.

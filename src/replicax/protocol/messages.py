@@ -13,23 +13,23 @@ from typing import Literal
 import msgspec
 
 from replicax.protocol.body import Body as Body
-from replicax.protocol.body import Refused as Refused
+from replicax.protocol.body import ErrorReply as ErrorReply
 from replicax.protocol.server_messages import Apply as Apply
-from replicax.protocol.server_messages import ApplyRest as ApplyRest
 from replicax.protocol.server_messages import Attached as Attached
-from replicax.protocol.server_messages import Computed as Computed
 from replicax.protocol.server_messages import CreatePart as CreatePart
 from replicax.protocol.server_messages import DropParts as DropParts
 from replicax.protocol.server_messages import Exchange as Exchange
 from replicax.protocol.server_messages import Exchanged as Exchanged
 from replicax.protocol.server_messages import Fence as Fence
 from replicax.protocol.server_messages import Fill as Fill
-from replicax.protocol.server_messages import Found as Found
-from replicax.protocol.server_messages import Given as Given
+from replicax.protocol.server_messages import FlushGradients as FlushGradients
+from replicax.protocol.server_messages import FromBuffer as FromBuffer
+from replicax.protocol.server_messages import FromProgram as FromProgram
 from replicax.protocol.server_messages import Gradient as Gradient
-from replicax.protocol.server_messages import Look as Look
+from replicax.protocol.server_messages import JobInfo as JobInfo
 from replicax.protocol.server_messages import Push as Push
 from replicax.protocol.server_messages import PushFailure as PushFailure
+from replicax.protocol.server_messages import QueryJob as QueryJob
 from replicax.protocol.server_messages import Read as Read
 from replicax.protocol.server_messages import ReadResult as ReadResult
 from replicax.protocol.server_messages import RegisterOptimizer as RegisterOptimizer
@@ -37,15 +37,15 @@ from replicax.protocol.server_messages import TrainedPart as TrainedPart
 from replicax.protocol.server_messages import Update as Update
 from replicax.protocol.worker_messages import Cancel as Cancel
 from replicax.protocol.worker_messages import ClosureCall as ClosureCall
+from replicax.protocol.worker_messages import CreateResource as CreateResource
 from replicax.protocol.worker_messages import DropResources as DropResources
 from replicax.protocol.worker_messages import Finished as Finished
-from replicax.protocol.worker_messages import MakeResource as MakeResource
 from replicax.protocol.worker_messages import Node as Node
 from replicax.protocol.worker_messages import RemoteError as RemoteError
-from replicax.protocol.worker_messages import ResourceMade as ResourceMade
+from replicax.protocol.worker_messages import ResourceCreated as ResourceCreated
 from replicax.protocol.worker_messages import Result as Result
 from replicax.protocol.worker_messages import Run as Run
-from replicax.protocol.worker_messages import Ship as Ship
+from replicax.protocol.worker_messages import ShipFunction as ShipFunction
 
 # Raised whenever a message changes its meaning; both sides must have the same.
 VERSION = 3
@@ -135,7 +135,7 @@ class Pong(Body, frozen=True):
     figures: dict[str, int | float]
 
 
-class AskStacks(Body, frozen=True):
+class GetStacks(Body, frozen=True):
     """Asks a task what its threads are doing, for people."""
 
 
@@ -222,16 +222,16 @@ class ReplicaPiece(Body, frozen=True):
 AnyBody = (
     Hello
     | Welcome
-    | Refused
+    | ErrorReply
     | Done
     | Attach
     | Detach
     | Ping
     | Pong
-    | AskStacks
+    | GetStacks
     | Stacks
-    | Look
-    | Found
+    | QueryJob
+    | JobInfo
     | Attached
     | CreatePart
     | DropParts
@@ -239,19 +239,19 @@ AnyBody = (
     | Fence
     | Exchange
     | Exchanged
-    | ApplyRest
+    | FlushGradients
     | Replicate
     | Replicated
     | Seed
     | FetchReplica
     | ReplicaPiece
-    | Ship
+    | ShipFunction
     | Run
-    | MakeResource
+    | CreateResource
     | DropResources
     | Cancel
     | Finished
-    | ResourceMade
+    | ResourceCreated
 )
 
 
@@ -285,14 +285,14 @@ ALLOWED: dict[tuple[Role, Role], tuple[type[Body], ...]] = {
         Attach,
         Detach,
         Ping,
-        AskStacks,
-        Look,
+        GetStacks,
+        QueryJob,
         CreatePart,
         DropParts,
         RegisterOptimizer,
         Fence,
         Exchange,
-        ApplyRest,
+        FlushGradients,
     ),
     ("worker", "ps"): (Hello, Exchange),
     ("ps", "ps"): (Hello, Replicate, Seed, FetchReplica),
@@ -301,10 +301,10 @@ ALLOWED: dict[tuple[Role, Role], tuple[type[Body], ...]] = {
         Attach,
         Detach,
         Ping,
-        AskStacks,
-        Ship,
+        GetStacks,
+        ShipFunction,
         Run,
-        MakeResource,
+        CreateResource,
         DropResources,
         Cancel,
     ),

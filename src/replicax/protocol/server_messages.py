@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from replicax.protocol.body import Body, Refused
+from replicax.protocol.body import Body, ErrorReply
 
 
-class Look(Body, frozen=True):
+class QueryJob(Body, frozen=True):
     """A coordinator asks who holds a server, before it joins or takes over a job."""
 
 
-class Found(Body, frozen=True):
-    """The answer to `Look`.
+class JobInfo(Body, frozen=True):
+    """The answer to `QueryJob`.
 
     Attributes:
       job: The job that holds the server, or that it has restored; empty if there is none.
@@ -45,11 +45,11 @@ class Fill(Body, frozen=True):
     element: bytes
 
 
-class Given(Body, frozen=True):
+class FromBuffer(Body, frozen=True):
     """A part starts with the next buffer; of a long one, with its first rows."""
 
 
-class Computed(Body, frozen=True):
+class FromProgram(Body, frozen=True):
     """A part starts with a result of an exported program: the next buffer.
 
     Attributes:
@@ -76,7 +76,7 @@ class CreatePart(Body, frozen=True):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    initial: Fill | Given | Computed
+    initial: Fill | FromBuffer | FromProgram
 
 
 class DropParts(Body, frozen=True):
@@ -211,10 +211,10 @@ class ReadResult(Body, frozen=True):
 
 
 class PushFailure(Body, frozen=True):
-    """A closure whose changes could not be made; see `Refused`."""
+    """A closure whose changes could not be made; see `ErrorReply`."""
 
     closure: int
-    error: Refused
+    error: ErrorReply
 
 
 class Exchanged(Body, frozen=True):
@@ -233,5 +233,5 @@ class Exchanged(Body, frozen=True):
     clock: int = 0
 
 
-class ApplyRest(Body, frozen=True):
+class FlushGradients(Body, frozen=True):
     """The coordinator lets optimizers apply gradients that still wait for others."""

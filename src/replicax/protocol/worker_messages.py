@@ -7,7 +7,7 @@ from typing import Literal
 from replicax.protocol.body import Body
 
 
-class Ship(Body, frozen=True):
+class ShipFunction(Body, frozen=True):
     """The coordinator sends a function: the buffers are its pickle and what lies beside it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Run(Body, frozen=True):
     closures: list[ClosureCall]
 
 
-class MakeResource(Body, frozen=True):
+class CreateResource(Body, frozen=True):
     """Makes an object that stays on the worker: a dataset, an iterator or any value.
 
     Attributes:
@@ -153,7 +153,7 @@ class Finished(Body, frozen=True):
     warnings: list[str] = []
 
 
-class ResourceMade(Body, frozen=True):
+class ResourceCreated(Body, frozen=True):
     """A resource is there, or could not be made."""
 
     resource: int

@@ -45,7 +45,7 @@ def _first_slot(first: Any, part: Any, spec: Any) -> Initial:
         if element is not None:
             return Initial(messages.Fill(element.astype(spec.dtype).tobytes()), [])
         program = export.export(jax.jit(first), platforms=("cpu",))(value).serialize()
-    return Initial(messages.Computed([part.number], 0), [bytes(program)])
+    return Initial(messages.FromProgram([part.number], 0), [bytes(program)])
 
 
 def make_shared(extended: Any, variables: Sequence[Any], name: str, value: Any) -> CopiedVariable:
@@ -55,7 +55,7 @@ def make_shared(extended: Any, variables: Sequence[Any], name: str, value: Any) 
     servers = sorted({part.server for variable in variables for part in variable.components})
     copies = [
         extended.make_part(
-            attributes.named(f"{name}/copy_{i}"), Initial(messages.Given(), [array]), server
+            attributes.named(f"{name}/copy_{i}"), Initial(messages.FromBuffer(), [array]), server
         )
         for i, server in enumerate(servers)
     ]

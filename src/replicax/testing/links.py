@@ -224,7 +224,7 @@ class Link:
 
 def _without_lane(frame: bytes, link: Link) -> bytes:
     """Returns a greeting that shares no memory, which would go past the proxy."""
-    found = codec.decode_greeting([frame])
+    found = codec.decode_hello([frame])
     if found is None:
         return frame
     number, hello = found

@@ -52,7 +52,7 @@ class Channel:
       job: The job that questions belong to; may be set.
       epoch: Its epoch; may be set.
       incarnation: May be set, when the asking task begins a new life.
-      given_up: May be set: asked now and then by who waits, returns the error to raise if no
+      check_failure: May be set: asked now and then by who waits, returns the error to raise if no
         answer will come, and None if one may.
 
     Example:
@@ -83,7 +83,7 @@ class Channel:
         self.job = ""
         self.epoch = 0
         self.incarnation = incarnation or new_incarnation()
-        self.given_up: Callable[[], Exception | None] | None = None
+        self.check_failure: Callable[[], Exception | None] | None = None
         self._keys = keys
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -124,14 +124,14 @@ class Channel:
         deadline = time.monotonic() + timeout
         self._require_own_process()
         if not self._lock.acquire(timeout=max(timeout, 0.0)):
-            raise failures.deadline(self.peer, body, timeout)
+            raise failures.deadline_exceeded(self.peer, body, timeout)
         number = 0
         try:
             number = self._post(body, buffers)
             while True:
                 answer = self._take(deadline, timeout)
                 if answer is None:
-                    raise failures.deadline(self.peer, body, timeout, self._reason())
+                    raise failures.deadline_exceeded(self.peer, body, timeout, self._reason())
                 if answer[0] == number:
                     break
                 self._ready.append(answer)
@@ -140,7 +140,7 @@ class Channel:
                 # The questions after this one would wait for it.
                 self._give_up()
             self._lock.release()
-        if type(answer[1]) is messages.Refused:
+        if type(answer[1]) is messages.ErrorReply:
             raise error_replies.to_error(answer[1])
         return answer[1], answer[2]
 
@@ -157,7 +157,7 @@ class Channel:
     def collect(self, timeout: float = limits.DEADLINE, wakeup: int | None = None) -> Answer | None:
         """Waits for the next answer to a posted question.
 
-        Answers come in the order in which the peer gives them. One that says `Refused` is
+        Answers come in the order in which the peer gives them. One that says `ErrorReply` is
         returned like all others; `refusals.to_error` makes the error of it.
 
         Args:
@@ -181,7 +181,7 @@ class Channel:
         finally:
             self._lock.release()
 
-    def num_unanswered(self) -> int:
+    def num_in_flight(self) -> int:
         """Returns how many questions are under way."""
         return len(self._unanswered)
 
@@ -191,7 +191,7 @@ class Channel:
         return self._peer_life
 
     @property
-    def met_new_life(self) -> bool:
+    def peer_restarted(self) -> bool:
         """Whether another life of the peer has answered; every question fails until `reset`."""
         return self._new_life is not None
 
@@ -231,10 +231,10 @@ class Channel:
 
     def _post(self, body: messages.Body, buffers: Sequence[codec.Buffer]) -> int:
         if self._new_life is not None:
-            raise failures.new_life(self.peer, self.location)
-        if len(self._unanswered) >= limits.UNANSWERED:
+            raise failures.restarted(self.peer, self.location)
+        if len(self._unanswered) >= limits.IN_FLIGHT:
             raise errors.ResourceExhaustedError(
-                f"At most {limits.UNANSWERED} questions to {self.peer} may be under way",
+                f"At most {limits.IN_FLIGHT} questions to {self.peer} may be under way",
                 "as many have no answer yet",
                 "Collect some answers first.",
             )
@@ -287,7 +287,7 @@ class Channel:
         while True:
             now = time.monotonic()
             wait = min(deadline - now, connection.next_check(now), self._repeat_s(timeout) - now)
-            if self.given_up is not None:
+            if self.check_failure is not None:
                 wait = min(wait, _LOOK_S)
             polled = connection.pollables
             if wakeup is not None:
@@ -337,12 +337,12 @@ class Channel:
         """Returns when to ask again; whoever does not wait does not repeat."""
         if timeout <= 0:
             return math.inf
-        pause = max(limits.PATIENCE, timeout * limits.REPEAT) * 2 ** min(self._num_repeats, 8)
-        longest = max(limits.PATIENCE, timeout * limits.LONGEST_REPEAT)
+        pause = max(limits.MIN_RETRY, timeout * limits.RETRY) * 2 ** min(self._num_repeats, 8)
+        longest = max(limits.MIN_RETRY, timeout * limits.MAX_RETRY)
         return self._asked_s + min(pause, longest) + self._grace_s
 
     def _repeat(self, connection: Connection, now: float) -> None:
-        grace_s = sum(map(codec.num_bytes, self._unanswered.values())) / limits.SLOWEST
+        grace_s = sum(map(codec.num_bytes, self._unanswered.values())) / limits.MIN_BANDWIDTH
         if grace_s > self._grace_s:
             # Looked at only now: most questions are answered long before.
             self._grace_s = grace_s
@@ -367,11 +367,11 @@ class Channel:
         elif self._peer_life != connection.incarnation:
             self._new_life = connection.incarnation
             self._give_up()
-            raise failures.new_life(self.peer, self.location)
+            raise failures.restarted(self.peer, self.location)
         self._send_all(connection)
 
     def _check(self, connection: Connection, now: float) -> None:
-        if self.given_up is not None and (error := self.given_up()) is not None:
+        if self.check_failure is not None and (error := self.check_failure()) is not None:
             self._give_up()
             raise error
         if connection.refusal is not None:

@@ -41,7 +41,7 @@ _TURN = 64
 _FIRST_NUMBER = 1 << 48
 
 
-class Hub:
+class ClientPool:
     """Talks to many tasks. Its callbacks run in its one thread, and no lock is held then.
 
     Args:
@@ -63,14 +63,14 @@ class Hub:
     Example:
       >>> from replicax.transport import addresses
       >>> from replicax.transport.service import Service
-      >>> place, ps = addresses.resolve("inproc://hub-example"), Task("ps", 0)
+      >>> place, ps = addresses.resolve("inproc://pool-example"), Task("ps", 0)
       >>> answer = lambda caller, envelope, buffers: (messages.Pong(1, {}), buffers)
       >>> ignore = lambda *_: None
       >>> with Service(place, ps, answer) as service:
       ...     service.start()
-      ...     with Hub(Task("coordinator", 0), None, ignore, ignore, ignore) as hub:
-      ...         hub.connect(ps, place)
-      ...         hub.request(ps, messages.Ping(0))[0]
+      ...     with ClientPool(Task("coordinator", 0), None, ignore, ignore, ignore) as pool:
+      ...         pool.connect(ps, place)
+      ...         pool.request(ps, messages.Ping(0))[0]
       Pong(progress=1, figures={})
     """
 
@@ -105,7 +105,7 @@ class Hub:
         self._idle_at = 0.0
         self._linger = limits.LINGER
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="replicax-hub", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="replicax-pool", daemon=True)
         self._thread.start()
 
     # What any thread calls.
@@ -142,7 +142,7 @@ class Hub:
         buffers: Sequence[codec.Buffer] = (),
         timeout: float = limits.DEADLINE,
     ) -> tuple[messages.Body, list[memoryview]]:
-        """Asks a task and waits for the answer, in another thread than the hub's.
+        """Asks a task and waits for the answer, in another thread than the pool's.
 
         Raises:
           DeadlineExceededError: There was no answer in time.
@@ -151,7 +151,7 @@ class Hub:
         """
         if threading.current_thread() is self._thread:
             raise errors.ContextError(
-                "The hub's thread cannot wait for answers",
+                "The pool's thread cannot wait for answers",
                 f"a callback asked {task} and would wait",
                 "Use `send`, and take the answer in `on_message`.",
             )
@@ -160,16 +160,16 @@ class Hub:
         self._command(self._ask, task, number, waiter)
         if not waiter.event.wait(timeout):
             self._command(self._forget, task, number)
-            raise failures.deadline(task, body, timeout)
+            raise failures.deadline_exceeded(task, body, timeout)
         if waiter.error is not None:
             raise waiter.error
         assert waiter.answer is not None
-        if type(waiter.answer[0]) is messages.Refused:
+        if type(waiter.answer[0]) is messages.ErrorReply:
             raise error_replies.to_error(waiter.answer[0])
         return waiter.answer
 
     def wake(self) -> None:
-        """Makes the hub call `on_idle` now."""
+        """Makes the pool call `on_idle` now."""
         self._command(self._hurry)
 
     def close(self, timeout: float = limits.LINGER) -> None:
@@ -184,7 +184,7 @@ class Hub:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def __enter__(self) -> Hub:
+    def __enter__(self) -> ClientPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -196,7 +196,7 @@ class Hub:
         if not self._thread.is_alive():
             self._fail_commands()
 
-    # The hub's thread: the loop.
+    # The pool's thread: the loop.
 
     def _run(self) -> None:
         try:
@@ -230,7 +230,7 @@ class Hub:
             self._call(function, *args)
 
     def _fail_commands(self) -> None:
-        """Tells threads that asked a closed hub."""
+        """Tells threads that asked a closed pool."""
         while self._commands:
             function, args = self._commands.popleft()
             if function == self._ask:
@@ -248,8 +248,8 @@ class Hub:
         try:
             callback(*args)
         except Exception:
-            # The hub serves all peers: what fails for one must not end it for the others.
-            _log.exception("%s: %s failed in the hub", self.me, callback)
+            # The pool serves all peers: what fails for one must not end it for the others.
+            _log.exception("%s: %s failed in the pool", self.me, callback)
 
     def _arrange(self) -> None:
         """Notes which sockets there are now."""
@@ -260,7 +260,7 @@ class Hub:
             for socket, _ in peer.connection.pollables
         }
 
-    # The hub's thread: what was asked for.
+    # The pool's thread: what was asked for.
 
     def _connect(self, task: Task, location: Location) -> None:
         self._disconnect(task)
@@ -312,7 +312,7 @@ class Hub:
     def _hurry(self) -> None:
         self._idle_at = 0.0
 
-    # The hub's thread: what happens.
+    # The pool's thread: what happens.
 
     def _serve(self, peer: Peer, socket: Any) -> None:
         connection = peer.connection

@@ -20,7 +20,7 @@ def unavailable(peer: Task, location: Location, reason: str) -> errors.Unavailab
     )
 
 
-def new_life(peer: Task, location: Location) -> errors.UnavailableError:
+def restarted(peer: Task, location: Location) -> errors.UnavailableError:
     """Makes the error for a task that came back as another process."""
     kind = errors.PSIncarnationError if peer.role == "ps" else errors.UnavailableError
     lost = "its variables" if peer.role == "ps" else "what it held"
@@ -33,7 +33,7 @@ def new_life(peer: Task, location: Location) -> errors.UnavailableError:
     )
 
 
-def deadline(
+def deadline_exceeded(
     peer: Task, body: messages.Body, timeout: float, reason: str | None = None
 ) -> errors.DeadlineExceededError:
     """Makes the error for an answer that did not come in time.

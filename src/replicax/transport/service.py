@@ -1,4 +1,4 @@
-"""A listener: takes messages of known callers, and answers them.
+"""A listener: takes messages of known sessions, and answers them.
 
 One thread does everything: it receives, calls the handler, sends, and looks at the clock. A
 message that is none, comes from a stranger or asks for something that its sender may not ask for
@@ -22,7 +22,7 @@ from replicax.protocol import admission, codec, error_replies, limits, messages
 from replicax.protocol.tasks import Task, library_version, new_incarnation
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
-from replicax.transport.sessions import Caller
+from replicax.transport.sessions import Session
 from replicax.transport.shared_memory import OutdatedError
 from replicax.transport.shared_memory import join as join_lane
 from replicax.transport.wakeup import Wakeup
@@ -36,8 +36,8 @@ else:
 _log = logging.getLogger(__name__)
 
 
-Answer = tuple[messages.Body, Sequence[codec.Buffer]]
-Handler = Callable[[Caller, messages.Envelope, list[memoryview]], Answer | None]
+Reply = tuple[messages.Body, Sequence[codec.Buffer]]
+Handler = Callable[[Session, messages.Envelope, list[memoryview]], Reply | None]
 
 
 class Service:
@@ -46,27 +46,27 @@ class Service:
     Args:
       location: Where to listen; the place is taken at once.
       task: Who listens.
-      handler: Called in the thread of the service with (caller, envelope, buffers); what it
-        returns is the answer, None means that there is none now. The buffers are views of what
-        came and may be kept. An error that it raises is the answer `Refused`.
-      keys: What to prove with who listens, and to check callers by; TCP needs them.
+      handler: Called in the thread of the service with (session, envelope, buffers); what it
+        returns is the reply, None means that there is none now. The buffers are views of what
+        came and may be kept. An error that it raises is the reply `ErrorReply`.
+      keys: What to prove with who listens, and to check sessions by; TCP needs them.
       incarnation: Which life of the task this is.
       on_idle: Called in the thread of the service at least every 0.1 s with the monotonic time.
       on_failed: Called in the thread of the service, with the reason, when it cannot listen any
         more, for example because its sockets were closed under it.
 
-    A message may come twice, when a connection broke before its answer had arrived; handlers
-    must give the same answer again.
+    A message may come twice, when a connection broke before its reply had arrived; handlers
+    must give the same reply again.
 
     Attributes:
-      incarnation: May be set to begin a new life; callers then notice and say hello again.
+      incarnation: May be set to begin a new life; sessions then notice and say hello again.
       url: Where it listens, for sockets.
       address: Where it listens, for clusters.
 
     Example:
       >>> from replicax.transport import addresses
       >>> place = addresses.resolve("inproc://example")
-      >>> def handler(caller, envelope, buffers):
+      >>> def handler(session, envelope, buffers):
       ...     return messages.Done(), buffers
       >>> with Service(place, Task("ps", 0), handler) as service:
       ...     service.start()
@@ -90,19 +90,19 @@ class Service:
         self._on_idle = on_idle
         self._on_failed = on_failed
         self._can_lend = location.scheme != "inproc"
-        # Of known callers: headers and buffers, whatever way they took.
+        # Of known sessions: headers and buffers, whatever way they took.
         self.num_bytes_received = self.num_bytes_sent = 0
         self._can_share = location.scheme == "ipc"
         self._listener = listener.Listener(location, task, keys)
         self.url = self._listener.url
         self.address = self._listener.address
         self._allowed = {
-            caller: frozenset(types)
-            for (caller, called), types in messages.ALLOWED.items()
+            session: frozenset(types)
+            for (session, called), types in messages.ALLOWED.items()
             if called == task.role
         }
-        # The callers that are known, the longest silent first.
-        self._callers: collections.OrderedDict[bytes, Caller] = collections.OrderedDict()
+        # The sessions that are known, the longest silent first.
+        self._sessions: collections.OrderedDict[bytes, Session] = collections.OrderedDict()
         # What other threads want to be said, in order.
         self._outbox: collections.deque[Callable[[], None]] = collections.deque()
         self._wakeup = Wakeup()
@@ -116,7 +116,7 @@ class Service:
     # What others call.
 
     def start(self) -> None:
-        """Starts to answer."""
+        """Starts to reply."""
         with self._lock:
             if self._thread is None and not self._is_closing:
                 name = f"replicax-service-{self.task.role}-{self.task.index}"
@@ -125,24 +125,24 @@ class Service:
 
     def send(
         self,
-        caller: Caller,
+        session: Session,
         body: messages.Body,
         buffers: Sequence[codec.Buffer] = (),
         request: int = 0,
     ) -> None:
-        """Sends a late answer, or a notice, from any thread.
+        """Sends a late reply, or a notice, from any thread.
 
         The memory of the buffers must stay as it is until it was sent.
         """
-        message = codec.encode(caller.job, caller.epoch, self.incarnation, request, body, buffers)
+        message = codec.encode(session.job, session.epoch, self.incarnation, request, body, buffers)
         if self._thread is threading.current_thread():
-            self._send(caller, message)
+            self._send(session, message)
             return
-        self._say(functools.partial(self._send, caller, message))
+        self._say(functools.partial(self._send, session, message))
 
-    def answer(
+    def reply(
         self,
-        caller: Caller,
+        session: Session,
         envelope: messages.Envelope,
         body: messages.Body,
         buffers: Sequence[codec.Buffer] = (),
@@ -152,24 +152,24 @@ class Service:
         Answers leave in the order of the calls, before those of requests that come later. Who
         has said hello again meanwhile gets none: it has asked again, too.
         """
-        self._say(functools.partial(self._answer_late, caller, envelope, body, buffers))
+        self._say(functools.partial(self._reply_late, session, envelope, body, buffers))
 
     def _say(self, saying: Callable[[], None]) -> None:
         if not self._is_closing:
             self._outbox.append(saying)
             self._wakeup.set()
 
-    def has_caller(self, role: messages.Role, incarnation: int) -> bool:
+    def has_session(self, role: messages.Role, incarnation: int) -> bool:
         """Tells whether a process has an open connection to this service.
 
         The kernel closes those of a process that ends, however it ends. Those of one that is
-        stopped stay open. Callers inside this process count as connected.
+        stopped stay open. Sessions inside this process count as connected.
         """
         doorway = self._listener.doorway
         return any(
-            caller.connection is None or doorway is None or doorway.is_open(caller.connection)
-            for caller in list(self._callers.values())
-            if caller.role == role and caller.incarnation == incarnation
+            session.connection is None or doorway is None or doorway.is_open(session.connection)
+            for session in list(self._sessions.values())
+            if session.role == role and session.incarnation == incarnation
         )
 
     def wake(self) -> None:
@@ -190,7 +190,7 @@ class Service:
         self._release()
 
     def _release(self) -> None:
-        self._callers.clear()  # They may share memory.
+        self._sessions.clear()  # They may share memory.
         self._wakeup.close()
         self._listener.close()
 
@@ -216,7 +216,7 @@ class Service:
                 ready = zmq.zmq_poll(poll, timeout)
                 if len(ready) > 1 or (ready and ready[0][0] is not self._listener.socket):
                     if authenticator is not None:
-                        authenticator.answer()
+                        authenticator.reply()
                     if doorway is not None and zmq_io.has_message(doorway.monitor):
                         doorway.observe(time.monotonic())
                     self._wakeup.clear()
@@ -264,50 +264,50 @@ class Service:
                 _log.exception("%s: a message could not be handled", self.task)
 
     def _handle(self, identity: zmq.Frame, message: list[zmq.Frame]) -> None:
-        caller = self._callers.get(identity.bytes)
-        if caller is None:
+        session = self._sessions.get(identity.bytes)
+        if session is None:
             self._greet(identity.bytes, message)
             return
-        self._callers.move_to_end(identity.bytes)
-        envelope, buffers = codec.decode(message, caller.reader)
+        self._sessions.move_to_end(identity.bytes)
+        envelope, buffers = codec.decode(message, session.reader)
         self.num_bytes_received += len(message[0]) + sum(envelope.sizes)
         body = envelope.body
         if type(body) is messages.Hello:
             self._greet(identity.bytes, message)
             return
-        if envelope.incarnation != caller.incarnation or caller.misses(envelope.request):
-            # Nothing may overtake what was lost: the caller begins anew, with the oldest.
-            self._answer(caller, envelope, error_replies.hello_first())
+        if envelope.incarnation != session.incarnation or session.has_gap_before(envelope.request):
+            # Nothing may overtake what was lost: the session begins anew, with the oldest.
+            self._reply(session, envelope, error_replies.hello_first())
             return
-        caller.job, caller.epoch = envelope.job, envelope.epoch
+        session.job, session.epoch = envelope.job, envelope.epoch
         try:
-            if type(body) not in self._allowed.get(caller.role, ()):
-                self._dismiss(identity, limits.FAREWELL)
-                raise self._forbidden(caller, body)
-            if type(body) is messages.AskStacks:
+            if type(body) not in self._allowed.get(session.role, ()):
+                self._dismiss(identity, limits.REJECTION)
+                raise self._forbidden(session, body)
+            if type(body) is messages.GetStacks:
                 # Here, where it is answered whatever the rest of the process waits for.
-                answer = messages.Stacks(thread_stacks.text()), ()
+                reply = messages.Stacks(thread_stacks.text()), ()
             else:
-                answer = self._handler(caller, envelope, buffers)
+                reply = self._handler(session, envelope, buffers)
         except errors.DistributeError as error:
-            answer = error_replies.from_error(error), ()
+            reply = error_replies.from_error(error), ()
         except Exception as error:
-            _log.exception("%s: %s of %s failed", self.task, type(body).__name__, caller)
-            answer = error_replies.from_error(error), ()
-        if answer is not None:
+            _log.exception("%s: %s of %s failed", self.task, type(body).__name__, session)
+            reply = error_replies.from_error(error), ()
+        if reply is not None:
             self._send_outbox()
-            self._answer(caller, envelope, *answer)
+            self._reply(session, envelope, *reply)
 
-    def _forbidden(self, caller: Caller, body: messages.Body) -> errors.PermissionDeniedError:
+    def _forbidden(self, session: Session, body: messages.Body) -> errors.PermissionDeniedError:
         return errors.PermissionDeniedError(
-            f"{self.task} takes from a {caller.role} only what a {caller.role} may ask",
-            f"{caller} sent {type(body).__name__}",
+            f"{self.task} takes from a {session.role} only what a {session.role} may ask",
+            f"{session} sent {type(body).__name__}",
             "Check the role of that task and its keys.",
         )
 
-    def _answer(
+    def _reply(
         self,
-        caller: Caller,
+        session: Session,
         envelope: messages.Envelope,
         body: messages.Body,
         buffers: Sequence[codec.Buffer] = (),
@@ -315,63 +315,63 @@ class Service:
         life, number = self.incarnation, envelope.request
         try:
             message = codec.encode(
-                envelope.job, envelope.epoch, life, number, body, buffers, caller.writer
+                envelope.job, envelope.epoch, life, number, body, buffers, session.writer
             )
         except errors.DistributeError as error:
             refused = error_replies.from_error(error)
             message = codec.encode(envelope.job, envelope.epoch, life, number, refused)
         self.num_bytes_sent += len(message[0]) + sum(memoryview(b).nbytes for b in buffers)
-        self._send(caller, message)
+        self._send(session, message)
 
     def _send_outbox(self) -> None:
         while self._outbox:
             self._outbox.popleft()()
 
-    def _answer_late(self, caller: Caller, *answer: Any) -> None:
-        if self._callers.get(caller.identity) is caller:
-            self._answer(caller, *answer)
+    def _reply_late(self, session: Session, *reply: Any) -> None:
+        if self._sessions.get(session.identity) is session:
+            self._reply(session, *reply)
 
-    def _send(self, caller: Caller, message: list[Any]) -> None:
+    def _send(self, session: Session, message: list[Any]) -> None:
         try:
-            zmq_io.send(self._listener.socket, [caller.identity, *message], self._can_lend)
+            zmq_io.send(self._listener.socket, [session.identity, *message], self._can_lend)
         except zmq.Again:
             # It has not read for a thousand messages. It will be asked to begin again.
-            _log.warning("%s: %s does not read what it is sent", self.task, caller)
-            self._callers.pop(caller.identity, None)
+            _log.warning("%s: %s does not read what it is sent", self.task, session)
+            self._sessions.pop(session.identity, None)
         except zmq.ZMQError as error:
-            # Gone: whoever waits for the answer has noticed the same.
-            _log.debug("%s: %s is gone: %s", self.task, caller, error)
-            self._callers.pop(caller.identity, None)
+            # Gone: whoever waits for the reply has noticed the same.
+            _log.debug("%s: %s is gone: %s", self.task, session, error)
+            self._sessions.pop(session.identity, None)
 
     # Strangers.
 
     def _greet(self, identity: bytes, message: list[zmq.Frame]) -> None:
-        greeting = codec.decode_greeting(message)
+        greeting = codec.decode_hello(message)
         # Who says something else first may be known from an earlier life of this task.
-        answer: messages.Body = error_replies.hello_first()
+        reply: messages.Body = error_replies.hello_first()
         role: messages.Role = "worker"
         if greeting is not None:
             hello = greeting[1]
             role = self._proven_role(message[0]) or hello.role
-            answer = self._judge(hello, role)
-            if type(answer) is not messages.Welcome:
-                self._dismiss(message[0], limits.FAREWELL)
-        caller = Caller(identity, role, 0, 0)
-        if greeting is not None and type(answer) is messages.Welcome:
+            reply = self._judge(hello, role)
+            if type(reply) is not messages.Welcome:
+                self._dismiss(message[0], limits.REJECTION)
+        session = Session(identity, role, 0, 0)
+        if greeting is not None and type(reply) is messages.Welcome:
             hello = greeting[1]
-            caller = Caller(identity, role, hello.task, hello.incarnation)
-            caller.expected = hello.first
+            session = Session(identity, role, hello.task, hello.incarnation)
+            session.expected = hello.first
             lane = join_lane(hello.lane) if hello.lane and self._can_share else None
             if lane is not None:
-                caller.reader, caller.writer = lane
-                answer = msgspec.structs.replace(answer, has_shared_memory=True)
+                session.reader, session.writer = lane
+                reply = msgspec.structs.replace(reply, has_shared_memory=True)
             if self._listener.doorway is not None:
-                caller.connection = self._listener.doorway.admit(message[0])
-            self._callers[identity] = caller
-            self._callers.move_to_end(identity)
-            while len(self._callers) > limits.CALLERS:
-                self._callers.popitem(last=False)
-        self._send(caller, codec.encode("", 0, self.incarnation, 0, answer))
+                session.connection = self._listener.doorway.admit(message[0])
+            self._sessions[identity] = session
+            self._sessions.move_to_end(identity)
+            while len(self._sessions) > limits.SESSIONS:
+                self._sessions.popitem(last=False)
+        self._send(session, codec.encode("", 0, self.incarnation, 0, reply))
 
     def _proven_role(self, frame: zmq.Frame) -> messages.Role | None:
         """Returns the role that the key of a connection stands for; None without keys."""
@@ -383,7 +383,7 @@ class Service:
             raise errors.ProtocolError("A connection has no key.") from error
 
     def _judge(self, hello: messages.Hello, role: messages.Role) -> messages.Body:
-        """Decides whether a caller is let in."""
+        """Decides whether a session is let in."""
         try:
             admission.check(hello, role, self.task, self._allowed, library_version())
         except errors.DistributeError as error:

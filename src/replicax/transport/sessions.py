@@ -7,14 +7,14 @@ from replicax.protocol.tasks import Task
 from replicax.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
 
 
-class Caller:
+class Session:
     """A task at the other end of a connection.
 
     Attributes:
       identity: The connection.
-      role: The caller's role; with keys it is proven, without them believed.
-      task: The caller's index.
-      incarnation: Which life of the caller it is.
+      role: The session's role; with keys it is proven, without them believed.
+      task: The session's index.
+      incarnation: Which life of the session it is.
       job: The job of its last message.
       epoch: The epoch of its last message.
       expected: The number of its next question; 0 if it does not count them.
@@ -43,17 +43,17 @@ class Caller:
         self.epoch = 0
         self.expected = 0
         self.connection: tuple[int, int] | None = None
-        # Memory that the caller shares: what it writes, and what it reads.
+        # Memory that the session shares: what it writes, and what it reads.
         self.reader: SharedMemoryReader | None = None
         self.writer: SharedMemoryWriter | None = None
 
-    def misses(self, number: int) -> bool:
+    def has_gap_before(self, number: int) -> bool:
         """Tells whether a question before this one has not arrived; else takes note of it.
 
         Example:
-          >>> caller = Caller(b"", "worker", 0, 1)
-          >>> caller.expected = 7
-          >>> [caller.misses(number) for number in (7, 8, 7, 10, 9)]
+          >>> session = Session(b"", "worker", 0, 1)
+          >>> session.expected = 7
+          >>> [session.has_gap_before(number) for number in (7, 8, 7, 10, 9)]
           [False, False, False, True, False]
         """
         if self.expected and number == self.expected:
@@ -64,4 +64,4 @@ class Caller:
         return str(Task(self.role, self.task))
 
     def __repr__(self) -> str:
-        return f"<Caller {self} {self.incarnation:x}>"
+        return f"<Session {self} {self.incarnation:x}>"

@@ -158,7 +158,7 @@ def _free(region: np.ndarray, start: int, number: int) -> None:
         region[start] = 0
 
 
-class CallerLane:
+class SharedMemoryClient:
     """The lane of a caller: it makes the regions."""
 
     def __init__(self) -> None:

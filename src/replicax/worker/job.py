@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from replicax.protocol.messages import Attach, ClosureCall, MakeResource, Result
+from replicax.protocol.messages import Attach, ClosureCall, CreateResource, Result
 from replicax.worker.functions import Functions
 
 # Results that were sent and may be asked for again, and their bytes.
@@ -31,7 +31,7 @@ class Call:
 class Make:
     """A resource to make, with the pickled arguments of its function."""
 
-    order: MakeResource
+    order: CreateResource
     buffers: Sequence[Any]
 
 
@@ -54,7 +54,7 @@ class Job:
       epoch: Which coordinator of the job it is.
       incarnation: The life of this worker that serves it.
       attach: What the coordinator said about it.
-      caller: Where the coordinator is reached.
+      session: Where the coordinator is reached.
       request: The number of its question to attach.
       functions: What it was sent.
       heard_s: When its coordinator gave a sign of life.
@@ -62,10 +62,10 @@ class Job:
     """
 
     def __init__(
-        self, name: str, epoch: int, incarnation: int, attach: Attach, caller: Any, request: int
+        self, name: str, epoch: int, incarnation: int, attach: Attach, session: Any, request: int
     ) -> None:
         self.name, self.epoch, self.incarnation = name, epoch, incarnation
-        self.attach, self.caller, self.request = attach, caller, request
+        self.attach, self.session, self.request = attach, session, request
         self.functions = Functions()
         self.heard_s = 0.0
         self.is_ready = False

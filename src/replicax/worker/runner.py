@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from replicax.contexts import worker_index
 from replicax.foundation import errors
-from replicax.protocol.messages import Body, ClosureCall, MakeResource, ResourceMade
+from replicax.protocol.messages import Body, ClosureCall, CreateResource, ResourceCreated
 from replicax.worker import error_reports, forked_children, resources, results
 from replicax.worker.functions import unpickle
 from replicax.worker.job import Call, Drop, Job, Make, Work
@@ -248,7 +248,7 @@ class Runner:
 
     # Resources.
 
-    def _make(self, order: MakeResource, buffers: Sequence[Any]) -> None:
+    def _make(self, order: CreateResource, buffers: Sequence[Any]) -> None:
         @forked_children.only_in_this_process()
         def make() -> Any:
             if order.kind == "iterator":
@@ -262,7 +262,7 @@ class Runner:
         error = self._context.copy().run(self.resources.make, order.resource, make)
         if error is not None and error.cause == "fenced":
             self.is_fenced = True
-        self._send(ResourceMade(order.resource, error), ())
+        self._send(ResourceCreated(order.resource, error), ())
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

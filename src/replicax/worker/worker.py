@@ -20,7 +20,7 @@ from replicax.protocol.tasks import Task, new_incarnation
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
 from replicax.transport.service import Service
-from replicax.transport.sessions import Caller
+from replicax.transport.sessions import Session
 from replicax.worker import error_reports
 from replicax.worker.job import Call, Drop, Job, Make
 from replicax.worker.runner import Runner, WorkerSession
@@ -171,12 +171,12 @@ class WorkerTask:
             if session is not None:
                 session.close()
             self._forget(job)
-            self._service.send(job.caller, error_replies.from_error(error), (), job.request)
+            self._service.send(job.session, error_replies.from_error(error), (), job.request)
             return None
         with self._changed:
             job.is_ready = True
-            caller, request = job.caller, job.request
-        self._service.send(caller, messages.Done(), (), request)
+            coordinator, request = job.session, job.request
+        self._service.send(coordinator, messages.Done(), (), request)
         return runner
 
     def _work(self, job: Job, runner: Runner) -> None:
@@ -194,7 +194,7 @@ class WorkerTask:
     def _sender(self, job: Job) -> Callable[[messages.Body, Sequence[Any]], None]:
         def send(body: messages.Body, buffers: Sequence[Any]) -> None:
             if not job.is_ended:
-                self._service.send(job.caller, body, buffers)
+                self._service.send(job.session, body, buffers)
 
         return send
 
@@ -240,23 +240,23 @@ class WorkerTask:
     # The thread of the socket.
 
     def _handle(
-        self, caller: Caller, envelope: messages.Envelope, buffers: list[memoryview]
+        self, session: Session, envelope: messages.Envelope, buffers: list[memoryview]
     ) -> _Answer | None:
         body = envelope.body
         if isinstance(body, messages.Attach):
-            return self._attach(caller, envelope, body)
+            return self._attach(session, envelope, body)
         if isinstance(body, messages.Ping):
-            return self._answer_ping(caller, envelope, body), ()
+            return self._answer_ping(session, envelope, body), ()
         if isinstance(body, messages.Detach):
-            job = self._job_of(caller, envelope)
+            job = self._job_of(session, envelope)
             if body.is_dead and self._newest == (envelope.job, envelope.epoch):
                 self._end("its coordinator has given it up")
             elif job is not None:
                 self._end_life(job)
             # Said also when nobody asked: the coordinator learns of the new life by it.
             return messages.Done(), ()
-        job = self._require_job(caller, envelope)
-        job.caller = caller
+        job = self._require_job(session, envelope)
+        job.session = session
         answer = self._store(job, body, buffers)
         if answer is None and envelope.request:
             return messages.Done(), ()
@@ -264,13 +264,13 @@ class WorkerTask:
 
     def _store(self, job: Job, body: messages.Body, buffers: list[memoryview]) -> _Answer | None:
         """Takes what closures need, and the closures."""
-        if isinstance(body, messages.Ship):
+        if isinstance(body, messages.ShipFunction):
             job.functions.store(body.function, buffers)
         elif isinstance(body, messages.Run):
             again = job.add_calls(_calls(body, buffers))
             if again:
                 return _finished(again)
-        elif isinstance(body, messages.MakeResource):
+        elif isinstance(body, messages.CreateResource):
             _require_count(body.num_buffers, buffers)
             job.add(Make(body, buffers))
         elif isinstance(body, messages.DropResources):
@@ -283,7 +283,7 @@ class WorkerTask:
         return None
 
     def _attach(
-        self, caller: Caller, envelope: messages.Envelope, body: messages.Attach
+        self, session: Session, envelope: messages.Envelope, body: messages.Attach
     ) -> _Answer | None:
         name, epoch = envelope.job, envelope.epoch
         with self._changed:
@@ -291,10 +291,10 @@ class WorkerTask:
             if name == self._newest[0] and epoch < self._newest[1]:
                 raise self._replaced(name, epoch)
             self._newest = (name, epoch)
-            if old is not None and self._is_same(old, caller, envelope, body):
-                old.caller, old.request = caller, envelope.request
+            if old is not None and self._is_same(old, session, envelope, body):
+                old.session, old.request = session, envelope.request
                 return (messages.Done(), ()) if old.is_ready else None
-            job = Job(name, epoch, self._service.incarnation, body, caller, envelope.request)
+            job = Job(name, epoch, self._service.incarnation, body, session, envelope.request)
             job.heard_s = time.monotonic()
             self._job = job
             self._changed.notify_all()
@@ -304,22 +304,22 @@ class WorkerTask:
         return None
 
     def _is_same(
-        self, job: Job, caller: Caller, envelope: messages.Envelope, body: messages.Attach
+        self, job: Job, session: Session, envelope: messages.Envelope, body: messages.Attach
     ) -> bool:
         """Tells whether a question to attach is the one that was asked before."""
         return (
             (job.name, job.epoch, job.attach) == (envelope.job, envelope.epoch, body)
-            and job.caller.incarnation == caller.incarnation
+            and job.session.incarnation == session.incarnation
             and not job.is_ended
         )
 
     def _answer_ping(
-        self, caller: Caller, envelope: messages.Envelope, body: messages.Ping
+        self, session: Session, envelope: messages.Envelope, body: messages.Ping
     ) -> messages.Pong:
-        job, runner = self._job_of(caller, envelope), self._runner
+        job, runner = self._job_of(session, envelope), self._runner
         figures: dict[str, int | float] = {"attached": 0, "open": 0, "waiting": 0, "running_s": 0.0}
         if job is not None:
-            job.caller = caller
+            job.session = session
             job.heard_s = time.monotonic()
             job.forget_settled(body.settled)
             figures |= {"attached": 1, "open": job.num_open, "waiting": job.num_waiting}
@@ -335,22 +335,22 @@ class WorkerTask:
         progress = self._num_run_before + (runner.num_run if runner is not None else 0)
         return messages.Pong(progress, figures)
 
-    def _job_of(self, caller: Caller, envelope: messages.Envelope) -> Job | None:
+    def _job_of(self, session: Session, envelope: messages.Envelope) -> Job | None:
         """Returns the job, if it is the coordinator of the job that speaks."""
         job = self._job
         if job is None or (job.name, job.epoch) != (envelope.job, envelope.epoch):
             return None
-        return job if job.caller.incarnation == caller.incarnation else None
+        return job if job.session.incarnation == session.incarnation else None
 
-    def _require_job(self, caller: Caller, envelope: messages.Envelope) -> Job:
-        job = self._job_of(caller, envelope)
+    def _require_job(self, session: Session, envelope: messages.Envelope) -> Job:
+        job = self._job_of(session, envelope)
         if job is not None:
             return job
         if envelope.job == self._newest[0] and envelope.epoch < self._newest[1]:
             raise self._replaced(envelope.job, envelope.epoch)
         raise errors.UnavailableError(
             f"{self._task} takes closures of the job that it is attached to",
-            f"it works for {self._job or 'no job'} now, and {caller} is not its coordinator",
+            f"it works for {self._job or 'no job'} now, and {session} is not its coordinator",
             "Attach it first.",
         )
 

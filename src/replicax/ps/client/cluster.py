@@ -149,7 +149,7 @@ class Cluster:
             thread, with locks held, and must not wait. None ends it.
         """
         for server, channel in enumerate(self.channels):
-            channel.given_up = None if loss_of is None else functools.partial(loss_of, server)
+            channel.check_failure = None if loss_of is None else functools.partial(loss_of, server)
 
     def attach(self) -> None:
         """Takes the parameter servers into the job; waits until they can be reached."""
@@ -179,7 +179,7 @@ class Cluster:
 
     def _look_for_job(self, deadline: float) -> None:
         """Takes the job over if the servers hold it. See Note [A coordinator that comes back]."""
-        found = [_ask_early(channel, messages.Look(), deadline) for channel in self.channels]
+        found = [_ask_early(channel, messages.QueryJob(), deadline) for channel in self.channels]
         plan = job_resume.of_job(self.job, found)
         if plan is None:
             return
@@ -304,7 +304,7 @@ def _ask_early(channel: Channel, body: messages.Body, deadline: float) -> messag
         try:
             return channel.request(body, timeout=max(remaining, 0.1))[0]
         except errors.PSIncarnationError:
-            if not channel.met_new_life:
+            if not channel.peer_restarted:
                 # The server itself says so: it came back without what it held.
                 raise
             channel.reset()

@@ -31,7 +31,7 @@ def create_part(
     size = math.prod(attributes.shape) * dtype.itemsize
     body = messages.CreatePart(number, attributes.name, attributes.shape, dtype.name, initial.how)
     buffers, rest = initial.buffers, None
-    if isinstance(initial.how, messages.Given) and size > CHUNK_BYTES and attributes.shape:
+    if isinstance(initial.how, messages.FromBuffer) and size > CHUNK_BYTES and attributes.shape:
         rows = max(1, CHUNK_BYTES * attributes.shape[0] // size)
         buffers, rest = [initial.buffers[0][:rows]], initial.buffers[0][rows:]
     cluster.ask(server, body, buffers, size)

@@ -34,7 +34,7 @@ _UNIFORM = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "resha
 class Initial(NamedTuple):
     """The first value of a part."""
 
-    how: messages.Fill | messages.Given | messages.Computed
+    how: messages.Fill | messages.FromBuffer | messages.FromProgram
     buffers: list[Any]
 
 
@@ -66,10 +66,10 @@ class GivenValue(InitialValue):
         super().__init__(self._array.shape, array.dtype)
 
     def of_rows(self, start: int, stop: int) -> Initial:
-        return Initial(messages.Given(), [np.ascontiguousarray(self._array[start:stop])])
+        return Initial(messages.FromBuffer(), [np.ascontiguousarray(self._array[start:stop])])
 
     def whole(self) -> Initial:
-        return Initial(messages.Given(), [np.ascontiguousarray(self._array)])
+        return Initial(messages.FromBuffer(), [np.ascontiguousarray(self._array)])
 
     def rows(self, start: int, stop: int) -> Any:
         return self._array[start:stop]
@@ -255,7 +255,7 @@ def _made_by(function: Callable[[], Any]) -> Initial:
         if element is not None:
             return Initial(messages.Fill(element.tobytes()), [])
         program = export.export(jax.jit(function), platforms=("cpu",))().serialize()
-    return Initial(messages.Computed([], 0), [bytes(program)])
+    return Initial(messages.FromProgram([], 0), [bytes(program)])
 
 
 def uniform_element(closed: Any) -> np.ndarray | None:

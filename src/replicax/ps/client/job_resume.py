@@ -37,7 +37,7 @@ def of_job(job: str, found: Sequence[messages.Body]) -> Takeover | None:
     Raises:
       PSIncarnationError: Some hold variables of the job, and others have lost theirs.
     """
-    held = [f for f in found if isinstance(f, messages.Found) and f.job == job]
+    held = [f for f in found if isinstance(f, messages.JobInfo) and f.job == job]
     if not held:
         return None
     is_resumed = len(held) == len(found)

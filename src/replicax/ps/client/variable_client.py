@@ -386,7 +386,7 @@ class ParameterClient:
 
 
 def _error_of(body: messages.Body) -> Exception:
-    if isinstance(body, messages.Refused):
+    if isinstance(body, messages.ErrorReply):
         return error_replies.to_error(body)
     return errors.ProtocolError(
         "A parameter server must answer an exchange",

@@ -19,7 +19,7 @@ from replicax.ps.process.mirror_log import Target
 from replicax.ps.process.mirroring import PIECE_BYTES
 from replicax.ps.store import journal
 from replicax.ps.store.service import ParameterStore
-from replicax.transport.sessions import Caller
+from replicax.transport.sessions import Session
 
 Answer = tuple[messages.Body, Sequence[Any]]
 
@@ -77,7 +77,7 @@ class Replicas:
 
     def handle(
         self,
-        caller: Caller,
+        session: Session,
         envelope: messages.Envelope,
         buffers: Sequence[Any],
         mine: Target | None,
@@ -85,7 +85,7 @@ class Replicas:
         """Answers another server.
 
         Args:
-          caller: The server.
+          session: The server.
           envelope: What it asks.
           buffers: What comes with it.
           mine: The job that this server is in, if that wants mirrors.
@@ -96,14 +96,14 @@ class Replicas:
           UnavailableError: This server is not in its job.
           DataLossError: The copy is not what it should be.
         """
-        self._check(caller, envelope, mine)
+        self._check(session, envelope, mine)
         body = envelope.body
         if isinstance(body, messages.Replicate):
-            return self._replicate(caller, envelope.job, body, buffers), ()
+            return self._replicate(session, envelope.job, body, buffers), ()
         if isinstance(body, messages.Seed):
-            return self._seed(caller, envelope.job, body, buffers), ()
+            return self._seed(session, envelope.job, body, buffers), ()
         assert isinstance(body, messages.FetchReplica), body
-        return self._fetch(caller, envelope.job, body)
+        return self._fetch(session, envelope.job, body)
 
     def clear(self, *, but: str | None = None) -> None:
         """Drops all copies whose job is over: all but those of one job."""
@@ -125,39 +125,39 @@ class Replicas:
             "replica_bytes": sum(int(r.store.figures()["bytes"]) for r in found),
         }
 
-    def _check(self, caller: Caller, envelope: messages.Envelope, mine: Target | None) -> None:
+    def _check(self, session: Session, envelope: messages.Envelope, mine: Target | None) -> None:
         if mine is None or mine.job != envelope.job:
             if isinstance(envelope.body, messages.FetchReplica):
                 # Copies live as long as the job does here.
-                raise self._unknown(caller)
+                raise self._unknown(session)
             raise errors.UnavailableError(
                 f"/job:ps/task:{self._index} must be in job {envelope.job!r} to be a mirror",
                 "it is in another one" if mine is not None else "it is in none",
                 "Wait until its coordinator has attached it.",
             )
         owner = (self._index - 1) % len(mine.attach.servers)
-        if caller.task != owner:
+        if session.task != owner:
             raise errors.PermissionDeniedError(
                 f"/job:ps/task:{self._index} is the mirror of /job:ps/task:{owner}",
-                f"{caller} asked",
+                f"{session} asked",
                 "Check the order of the servers in the cluster of each task.",
             )
 
     def _replicate(
-        self, caller: Caller, job: str, body: messages.Replicate, buffers: Sequence[Any]
+        self, session: Session, job: str, body: messages.Replicate, buffers: Sequence[Any]
     ) -> messages.Replicated:
-        replica = self._replica(caller, job)
+        replica = self._replica(session, job)
         with replica.lock:
-            self._require_followed(replica, caller)
+            self._require_followed(replica, session)
             if body.count:
-                self._drop_going(caller.task)
+                self._drop_going(session.task)
                 try:
                     self._make(replica, body, buffers)
                 except Exception as error:
                     # Some may be made: it must not be used again.
                     with self._lock:
-                        self._replicas.pop(caller.task, None)
-                    raise self._differs(caller, error) from error
+                        self._replicas.pop(session.task, None)
+                    raise self._differs(session, error) from error
             return messages.Replicated(replica.position)
 
     def _make(self, replica: _Replica, body: messages.Replicate, buffers: Sequence[Any]) -> None:
@@ -189,40 +189,44 @@ class Replicas:
                 raise _broken(required, num_failures)
 
     def _seed(
-        self, caller: Caller, job: str, body: messages.Seed, buffers: Sequence[Any]
+        self, session: Session, job: str, body: messages.Seed, buffers: Sequence[Any]
     ) -> messages.Done:
-        owner = caller.task
+        owner = session.task
         replica = self._replicas.get(owner)
-        if replica is not None and replica.job == job and replica.incarnation != caller.incarnation:
+        if (
+            replica is not None
+            and replica.job == job
+            and replica.incarnation != session.incarnation
+        ):
             if not body.is_first:
-                raise self._replaced(caller)
+                raise self._replaced(session)
         elif replica is not None and body.offset and replica.seeded == body.position:
             # The last piece was repeated.
             return messages.Done()
         coming = self._coming.get(owner)
-        if body.offset == 0 and not _is_same(coming, caller, body.position):
-            coming = _Transfer(job, caller.incarnation, body.position)
+        if body.offset == 0 and not _is_same(coming, session, body.position):
+            coming = _Transfer(job, session.incarnation, body.position)
             self._replace(self._coming, owner, coming)
         piece = memoryview(buffers[0]) if buffers else memoryview(b"")
-        if coming is None or not _is_same(coming, caller, body.position):
-            raise _broken(f"{caller} must send a snapshot from its beginning", body.offset)
+        if coming is None or not _is_same(coming, session, body.position):
+            raise _broken(f"{session} must send a snapshot from its beginning", body.offset)
         if body.offset + piece.nbytes <= coming.num_bytes and body.total > coming.num_bytes:
             return messages.Done()
         if body.offset != coming.num_bytes or body.offset + piece.nbytes > body.total:
-            raise _broken(f"{caller} must send the pieces of a snapshot in order", body.offset)
+            raise _broken(f"{session} must send the pieces of a snapshot in order", body.offset)
         coming.file.seek(body.offset)
         coming.file.write(piece)
         coming.num_bytes += piece.nbytes
         if coming.num_bytes == body.total:
-            self._load(caller, job, body.attach, coming)
+            self._load(session, job, body.attach, coming)
         return messages.Done()
 
-    def _load(self, caller: Caller, job: str, attach: messages.Attach, coming: _Transfer) -> None:
+    def _load(self, session: Session, job: str, attach: messages.Attach, coming: _Transfer) -> None:
         """Makes a copy from a snapshot that is complete."""
-        store = ParameterStore(caller.task)
+        store = ParameterStore(session.task)
         try:
             coming.file.flush()
-            loaded, _ = snapshot_files.read(coming.file, f"The snapshot of {caller}")
+            loaded, _ = snapshot_files.read(coming.file, f"The snapshot of {session}")
             store.restore(loaded)
             state = loaded.state
             again = messages.Attach(attach.servers, attach.settings, [])
@@ -235,26 +239,26 @@ class Replicas:
                 now=_NO_TIME,
             )
         finally:
-            self._replace(self._coming, caller.task, None)
+            self._replace(self._coming, session.task, None)
         if state.job != job:
-            raise _broken(f"{caller} must send a snapshot of job {job!r}", state.job)
-        replica = _Replica(store, job, caller.incarnation, coming.position)
+            raise _broken(f"{session} must send a snapshot of job {job!r}", state.job)
+        replica = _Replica(store, job, session.incarnation, coming.position)
         with self._lock:
-            self._replicas[caller.task] = replica
+            self._replicas[session.task] = replica
 
-    def _fetch(self, caller: Caller, job: str, body: messages.FetchReplica) -> Answer:
-        owner = caller.task
-        replica = self._replica(caller, job)
+    def _fetch(self, session: Session, job: str, body: messages.FetchReplica) -> Answer:
+        owner = session.task
+        replica = self._replica(session, job)
         going = self._going.get(owner)
         with replica.lock:
             if body.offset == 0:
-                replica.incarnation = caller.incarnation
-                if not _is_same(going, caller, replica.position):
+                replica.incarnation = session.incarnation
+                if not _is_same(going, session, replica.position):
                     going = self._cut_of(replica)
                     self._replace(self._going, owner, going)
-            self._require_followed(replica, caller)
-            if going is None or not _is_same(going, caller, replica.position):
-                raise _broken(f"{caller} must fetch a snapshot from its beginning", body.offset)
+            self._require_followed(replica, session)
+            if going is None or not _is_same(going, session, replica.position):
+                raise _broken(f"{session} must fetch a snapshot from its beginning", body.offset)
             going.file.seek(body.offset)
             piece = going.file.read(PIECE_BYTES)
             return messages.ReplicaPiece(going.position, going.num_bytes), [piece]
@@ -285,45 +289,45 @@ class Replicas:
         if owner in self._going:
             self._replace(self._going, owner, None)
 
-    def _replica(self, caller: Caller, job: str) -> _Replica:
+    def _replica(self, session: Session, job: str) -> _Replica:
         with self._lock:
-            found = self._replicas.get(caller.task)
+            found = self._replicas.get(session.task)
         if found is None or found.job != job:
-            raise self._unknown(caller)
+            raise self._unknown(session)
         return found
 
-    def _require_followed(self, replica: _Replica, caller: Caller) -> None:
-        if replica.incarnation != caller.incarnation:
+    def _require_followed(self, replica: _Replica, session: Session) -> None:
+        if replica.incarnation != session.incarnation:
             # One that was replaced learns so when it sends everything.
-            raise self._unknown(caller)
+            raise self._unknown(session)
 
-    def _unknown(self, caller: Caller) -> errors.NotFoundError:
+    def _unknown(self, session: Session) -> errors.NotFoundError:
         return errors.NotFoundError(
-            f"/job:ps/task:{self._index} must have a copy of this life of {caller}",
+            f"/job:ps/task:{self._index} must have a copy of this life of {session}",
             "it has none",
             "Send it everything.",
         )
 
-    def _replaced(self, caller: Caller) -> errors.FencedError:
+    def _replaced(self, session: Session) -> errors.FencedError:
         return errors.FencedError(
-            f"/job:ps/task:{self._index} follows one process of {caller}",
+            f"/job:ps/task:{self._index} follows one process of {session}",
             "another one has taken its place",
             "End this process.",
         )
 
-    def _differs(self, caller: Caller, error: Exception) -> errors.DataLossError:
+    def _differs(self, session: Session, error: Exception) -> errors.DataLossError:
         if not isinstance(error, errors.DistributeError):
-            _log.exception("/job:ps/task:%d could not follow %s", self._index, caller)
+            _log.exception("/job:ps/task:%d could not follow %s", self._index, session)
         return errors.DataLossError(
-            f"The copy of {caller} must lead to the same as the original",
+            f"The copy of {session} must lead to the same as the original",
             f"it does not: {error}",
             "Nothing is to be done: it is made anew.",
         )
 
 
-def _is_same(transfer: _Transfer | None, caller: Caller, position: int) -> bool:
+def _is_same(transfer: _Transfer | None, session: Session, position: int) -> bool:
     found = None if transfer is None else (transfer.incarnation, transfer.position)
-    return found == (caller.incarnation, position)
+    return found == (session.incarnation, position)
 
 
 def _broken(required: str, found: object) -> errors.DataLossError:

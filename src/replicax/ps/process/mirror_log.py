@@ -6,7 +6,7 @@ Note [No acknowledged change on one server only]
     A change is made, put into the log, and told to the mirror; who asked for it gets its answer
     when the mirror has confirmed it. Changes have places, counted without a gap for as long as
     the process lives, so that the mirror makes each of them once, in order. Answers leave in the
-    order in which they were given; a caller that waits for one gets all later ones after it.
+    order in which they were given; a session that waits for one gets all later ones after it.
     Where the two may differ, the mirror gets everything anew: a cut stands for all changes
     before it. Signs of life, fences and words about the job wait for nobody; the
     coordinator says them again to a server that comes back.
@@ -25,7 +25,7 @@ from replicax.foundation import errors
 from replicax.protocol import messages
 from replicax.ps.store import jobs
 from replicax.ps.store.journal import Change
-from replicax.transport.sessions import Caller
+from replicax.transport.sessions import Session
 
 Answer = tuple[messages.Body, Sequence[Any]]
 Send = Callable[..., None]
@@ -35,7 +35,7 @@ _HELD = (
     messages.CreatePart,
     messages.DropParts,
     messages.RegisterOptimizer,
-    messages.ApplyRest,
+    messages.FlushGradients,
 )
 # Changes that are kept for a mirror that is away; with more of them it gets everything anew.
 _KEPT_CHANGES = 10_000
@@ -79,7 +79,7 @@ class _Entry(NamedTuple):
 
 class _Held(NamedTuple):
     position: int
-    caller: Caller
+    session: Session
     envelope: messages.Envelope
     answer: Answer
 
@@ -89,7 +89,7 @@ class MirrorLog:
 
     Args:
       index: The index of the server.
-      send: Sends a late answer: (caller, envelope, body, buffers). It does not wait.
+      send: Sends a late answer: (session, envelope, body, buffers). It does not wait.
       wake: Called when there is something to tell, or nothing any more. It does not wait.
 
     Attributes:
@@ -165,7 +165,7 @@ class MirrorLog:
 
     def hold(
         self,
-        caller: Caller,
+        session: Session,
         envelope: messages.Envelope,
         answer: Answer,
         *,
@@ -182,14 +182,14 @@ class MirrorLog:
             if self._target is None:
                 return False
             needs = not is_refusal and _is_change(envelope.body)
-            is_behind = caller.identity in self._waiting
+            is_behind = session.identity in self._waiting
             if not is_behind and not (needs and self._end > self._confirmed):
                 return False
             if len(self._held) >= _MOST_HELD:
                 raise self._too_many()
             position = self._end if needs else self._held[-1].position
-            self._held.append(_Held(position, caller, envelope, answer))
-            self._waiting[caller.identity] += 1
+            self._held.append(_Held(position, session, envelope, answer))
+            self._waiting[session.identity] += 1
             return True
 
     @property
@@ -328,11 +328,11 @@ class MirrorLog:
         self._confirmed = max(self._confirmed, position)
         while self._held and self._held[0].position <= self._confirmed:
             held = self._held.popleft()
-            identity = held.caller.identity
+            identity = held.session.identity
             self._waiting[identity] -= 1
             if not self._waiting[identity]:
                 del self._waiting[identity]
-            self._send(held.caller, held.envelope, *held.answer)
+            self._send(held.session, held.envelope, *held.answer)
 
     def _too_many(self) -> errors.ResourceExhaustedError:
         return errors.ResourceExhaustedError(

@@ -20,9 +20,9 @@ from replicax.ps.store.service import ParameterStore
 from replicax.transport import addresses
 from replicax.transport.channel import Channel
 from replicax.transport.keys import Keys
-from replicax.transport.sessions import Caller
+from replicax.transport.sessions import Session
 
-Request = tuple[Caller, messages.Envelope, Sequence[memoryview]]
+Request = tuple[Session, messages.Envelope, Sequence[memoryview]]
 
 # A mirror that cannot be reached is waited for so long, and no longer than a lease.
 _PATIENCE_S = 30.0
@@ -126,7 +126,7 @@ class Returning:
             Channel(location, self._task, self._keys, self._incarnation, peer=peer) as channel,
         ):
             channel.job, channel.epoch = envelope.job, envelope.epoch
-            channel.given_up = self._given_up
+            channel.check_failure = self._given_up
             while not self._ending.is_set():
                 try:
                     began_s = time.monotonic()

@@ -186,7 +186,7 @@ class Mirroring:
                 return self._overdue(mirror) if time.monotonic() > self._due_s else None
 
             channel.job = target.job
-            channel.given_up = given_up
+            channel.check_failure = given_up
             yield channel
 
     def _overdue(self, mirror: Task) -> errors.DeadlineExceededError:
@@ -264,7 +264,7 @@ class Mirroring:
                     found = channel.collect(self._answer_s)
                     if found is not None:
                         num_asked -= 1
-                        if isinstance(found[1], messages.Refused):
+                        if isinstance(found[1], messages.ErrorReply):
                             raise error_replies.to_error(found[1])
                         self._note_asked()
                         self._note_moved()
@@ -305,7 +305,7 @@ class Mirroring:
 
 
 def _position(answer: messages.Body) -> int:
-    if isinstance(answer, messages.Refused):
+    if isinstance(answer, messages.ErrorReply):
         raise error_replies.to_error(answer)
     assert isinstance(answer, messages.Replicated), answer
     return answer.position

@@ -24,11 +24,11 @@ from replicax.ps.store.service import ParameterStore
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
 from replicax.transport.service import Service
-from replicax.transport.sessions import Caller
+from replicax.transport.sessions import Session
 
 _log = logging.getLogger(__name__)
 
-# What a caller may say while slow work of its own is going on: it concerns no part.
+# What a session may say while slow work of its own is going on: it concerns no part.
 _AT_ANY_TIME = (messages.Ping, messages.Fence)
 # Requests that wait in the slow lane; their buffers are in memory.
 _LONGEST_LANE = 1_000
@@ -36,7 +36,7 @@ _JOIN_SECONDS = 5.0
 # Beside the snapshots: whom the server obeys.
 _PROMISE = "promise.json"
 
-_Request = tuple[Caller, messages.Envelope, Sequence[memoryview]]
+_Request = tuple[Session, messages.Envelope, Sequence[memoryview]]
 _Answer = tuple[messages.Body, Sequence[Any]]
 
 
@@ -45,7 +45,7 @@ class ParameterServerTask:
 
     Filling a part of 5 GB, or compiling an optimizer, takes seconds. A thread of its own does
     such work, one request after the other, so that training and beats go on. Requests of one
-    caller still take effect in the order in which they were sent.
+    session still take effect in the order in which they were sent.
 
     When the lease of its job runs out, `run_forever` returns, and `ending` says why: a process
     that nobody needs ends itself. Snapshots of the job stay for the process that follows.
@@ -75,7 +75,7 @@ class ParameterServerTask:
             is_saved=snapshots is not None,
             journal=self._log,
             promises=self._promises,
-            is_connected=lambda incarnation: self._service.has_caller("coordinator", incarnation),
+            is_connected=lambda incarnation: self._service.has_session("coordinator", incarnation),
         )
         self._replicas = Replicas(index)
         self._directory = snapshots
@@ -167,23 +167,23 @@ class ParameterServerTask:
             self._snapshots.close()
 
     def _handle(
-        self, caller: Caller, envelope: messages.Envelope, buffers: Sequence[memoryview]
+        self, session: Session, envelope: messages.Envelope, buffers: Sequence[memoryview]
     ) -> _Answer | None:
         """Answers in the thread of the socket, or leaves the request to others."""
-        if self._returning.takes((caller, envelope, buffers)):
+        if self._returning.takes((session, envelope, buffers)):
             return None
-        key = _key(caller)
+        key = _key(session)
         if self._is_quick(key, envelope.body):
-            return self._answer(caller, envelope, buffers)
+            return self._answer(session, envelope, buffers)
         with self._lock:
             if self._waiting.total() >= _LONGEST_LANE:
                 raise errors.ResourceExhaustedError(
                     f"{self._task} keeps at most {_LONGEST_LANE} slow requests waiting",
-                    f"{caller} sent one more",
+                    f"{session} sent one more",
                     "Wait for answers before sending more.",
                 )
             self._waiting[key] += 1
-        self._lane.put((caller, envelope, buffers))
+        self._lane.put((session, envelope, buffers))
         return None
 
     def _is_quick(self, key: bytes, body: messages.Body) -> bool:
@@ -196,15 +196,15 @@ class ParameterServerTask:
             return not is_slow and not self._waiting[key]
 
     def _answer(
-        self, caller: Caller, envelope: messages.Envelope, buffers: Sequence[memoryview]
+        self, session: Session, envelope: messages.Envelope, buffers: Sequence[memoryview]
     ) -> _Answer | None:
         """Returns the answer; None if it waits for the mirror."""
-        if caller.role == "ps":
-            return self._replicas.handle(caller, envelope, buffers, self._log.target)
+        if session.role == "ps":
+            return self._replicas.handle(session, envelope, buffers, self._log.target)
         try:
             body, found = self._store.handle(
-                caller.role,
-                caller.incarnation,
+                session.role,
+                session.incarnation,
                 envelope.body,
                 buffers,
                 job=envelope.job,
@@ -213,7 +213,7 @@ class ParameterServerTask:
             )
         except errors.DistributeError as error:
             refusal = error_replies.from_error(error), ()
-            if self._log.hold(caller, envelope, refusal, is_refusal=True):
+            if self._log.hold(session, envelope, refusal, is_refusal=True):
                 return None
             raise
         if isinstance(body, messages.Pong):
@@ -224,7 +224,7 @@ class ParameterServerTask:
                 self._mirroring.start()
         elif isinstance(envelope.body, messages.Detach):
             self._replicas.clear(but=self._store.job)
-        return None if self._log.hold(caller, envelope, (body, found)) else (body, found)
+        return None if self._log.hold(session, envelope, (body, found)) else (body, found)
 
     def _figures(self) -> dict[str, int | float]:
         """Returns what the store does not know."""
@@ -249,26 +249,26 @@ class ParameterServerTask:
 
     def _respond(self, request: _Request) -> None:
         """Answers from another thread than that of the socket."""
-        caller, envelope, _ = request
+        session, envelope, _ = request
         answer: _Answer | None
         try:
             answer = self._answer(*request)
         except Exception as error:
             if not isinstance(error, errors.DistributeError):
-                _log.exception("%s could not answer %s", self._task, caller)
+                _log.exception("%s could not answer %s", self._task, session)
             answer = error_replies.from_error(error), ()
-        # It goes before the way is free for quick requests of this caller.
+        # It goes before the way is free for quick requests of this session.
         if answer is not None:
-            self._answer_late(caller, envelope, *answer)
+            self._answer_late(session, envelope, *answer)
 
     def _answer_late(
         self,
-        caller: Caller,
+        session: Session,
         envelope: messages.Envelope,
         body: messages.Body,
         buffers: Sequence[Any],
     ) -> None:
-        self._service.answer(caller, envelope, body, buffers)
+        self._service.reply(session, envelope, body, buffers)
 
     def _wake(self) -> None:
         self._mirroring.wake()
@@ -291,9 +291,9 @@ class ParameterServerTask:
             self.interrupt()
 
 
-def _key(caller: Caller) -> bytes:
+def _key(session: Session) -> bytes:
     """What requests have in common that take effect in the order in which they came.
 
     Those of a server concern one copy, whichever process of that server sends them.
     """
-    return b"ps-%d" % caller.task if caller.role == "ps" else caller.identity
+    return b"ps-%d" % session.task if session.role == "ps" else session.identity

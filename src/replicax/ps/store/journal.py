@@ -23,7 +23,7 @@ AnyChange = (
     | messages.RegisterOptimizer
     | messages.Fence
     | messages.Exchange
-    | messages.ApplyRest
+    | messages.FlushGradients
 )
 
 

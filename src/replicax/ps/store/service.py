@@ -89,7 +89,7 @@ class ParameterStore:
             messages.DropParts: self._drop,
             messages.RegisterOptimizer: self._register,
             messages.Fence: self._fence,
-            messages.ApplyRest: self._apply_rest,
+            messages.FlushGradients: self._apply_rest,
         }
 
     @property
@@ -132,7 +132,7 @@ class ParameterStore:
                 return self._exchange(role, incarnation, body, buffers, job, epoch, now)
             if role != "coordinator":
                 raise jobs.not_for(role, body, self._task)
-            if isinstance(body, messages.Look):
+            if isinstance(body, messages.QueryJob):
                 return self._look()
             if isinstance(body, messages.Attach):
                 return self._attach(incarnation, body, job, epoch, now)
@@ -216,7 +216,7 @@ class ParameterStore:
             name, epoch = ("", -1) if held is None else (held.name, held.master[0])
             once = storage.once
             whole = sorted(storage.whole_parts)
-            return messages.Found(name, epoch, once.newest, once.settled, whole), ()
+            return messages.JobInfo(name, epoch, once.newest, once.settled, whole), ()
 
     def _attach(
         self, incarnation: int, body: messages.Attach, job: str, epoch: int, now: float
@@ -303,7 +303,7 @@ class ParameterStore:
                 self._note(body)
         return messages.Done(), ()
 
-    def _apply_rest(self, body: messages.ApplyRest, _: Sequence[Any]) -> Answer:
+    def _apply_rest(self, body: messages.FlushGradients, _: Sequence[Any]) -> Answer:
         with self._changing:
             try:
                 exchange.apply_rest(self._storage)

@@ -251,7 +251,7 @@ class Storage:
     def _allocated(self, spec: messages.CreatePart, dtype: np.dtype) -> Part:
         size = _size(spec, dtype)
         # The result of a program lies beside the part until it is copied.
-        needed = size * 2 if isinstance(spec.initial, messages.Computed) else size
+        needed = size * 2 if isinstance(spec.initial, messages.FromProgram) else size
         if needed >= _ASKED_FROM_BYTES:
             available = memory.available_bytes()
             if available is not None and needed > available:
@@ -272,7 +272,7 @@ class Storage:
             element = rules.as_array(initial.element, part.dtype, (), part.label)
             if any(initial.element):
                 part.replace(element)
-        elif isinstance(initial, messages.Given):
+        elif isinstance(initial, messages.FromBuffer):
             if part.shape:
                 rows = rules.as_rows(buffers[0], part.dtype, part)
                 if rows.shape[0] > part.num_rows:
@@ -286,7 +286,7 @@ class Storage:
         return used
 
     def _computed(
-        self, part: Part, initial: messages.Computed, buffer: Any, used: list[tuple[Part, int]]
+        self, part: Part, initial: messages.FromProgram, buffer: Any, used: list[tuple[Part, int]]
     ) -> np.ndarray:
         arguments: list[np.ndarray] = []
         for number in initial.arguments:

@@ -22,7 +22,7 @@ _DOMAIN = b"replicax"
 
 
 class Authenticator:
-    """The one authenticator of a context. Its owner polls `socket` and calls `answer`."""
+    """The one authenticator of a context. Its owner polls `socket` and calls `reply`."""
 
     def __init__(self, context: zmq.Context, keys: Keys) -> None:
         self._known = KnownKeys(keys)
@@ -30,7 +30,7 @@ class Authenticator:
         self.socket.linger = 0
         self.socket.bind(_URL)
 
-    def answer(self) -> None:
+    def reply(self) -> None:
         """Answers the questions that wait."""
         self._known.refresh()
         while zmq_io.has_message(self.socket):

@@ -17,7 +17,7 @@ from replicax.protocol import codec, error_replies, limits, messages
 from replicax.protocol.tasks import Task, library_version, python_version
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
-from replicax.transport.shared_memory import CallerLane
+from replicax.transport.shared_memory import SharedMemoryClient
 from replicax.transport.zmq import authenticator, context, probe, zmq_io
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Connection:
         self.reason = "it cannot be reached"
         self.first = 0
         # Memory that is shared with the peer; only on one machine.
-        self.lane = CallerLane() if uses_lane and location.scheme == "ipc" else None
+        self.lane = SharedMemoryClient() if uses_lane and location.scheme == "ipc" else None
         self._keys = keys
         self._context: zmq.Context | None = None
         self._opened_at = 0.0
@@ -241,7 +241,7 @@ class Connection:
                 continue
             if self.is_ready:
                 return envelope, buffers
-            if type(body) is messages.Refused and envelope.request == 0:
+            if type(body) is messages.ErrorReply and envelope.request == 0:
                 self.refusal = error_replies.to_error(body)
                 return None
         return None

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from replicax.foundation import lazy
 from replicax.protocol import limits
 from replicax.transport.zmq import zmq_io
-from replicax.transport.zmq.pending_connections import Visitors
+from replicax.transport.zmq.pending_connections import PendingConnections
 
 if TYPE_CHECKING:
     import zmq
@@ -39,7 +39,7 @@ _QUEUE = 10_000
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 
 
-class Doorway:
+class ConnectionGuard:
     """The place where a bound socket takes connections. Used by the thread of its service.
 
     Args:
@@ -53,7 +53,7 @@ class Doorway:
     def __init__(self, socket: zmq.Socket, owner: object) -> None:
         self._socket = socket
         self._owner = owner
-        self._visitors = Visitors()
+        self._visitors = PendingConnections()
         self._endpoint = ""
         self._is_tcp = False
         # When to listen again; None while it listens.
@@ -117,11 +117,11 @@ class Doorway:
         )
         has_room = _free_descriptor() < most - reserved
         self._listen(has_room, now)
-        for fd in self._visitors.must_go(now, limits.VISITORS if has_room else 0):
+        for fd in self._visitors.must_go(now, limits.PENDING_CONNECTIONS if has_room else 0):
             _cut(fd, self._endpoint)
         if self._is_tcp:
             for fd in self._visitors:
-                if _num_received(fd, self._endpoint) > limits.VISITOR_BYTES:
+                if _num_received(fd, self._endpoint) > limits.PENDING_BYTES:
                     self._visitors.forget(fd)
                     _cut(fd, self._endpoint)
 

@@ -24,7 +24,7 @@ from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
 from replicax.transport.zmq import context
 from replicax.transport.zmq.authenticator import Authenticator, guard_server
-from replicax.transport.zmq.connection_guard import Doorway
+from replicax.transport.zmq.connection_guard import ConnectionGuard
 
 if TYPE_CHECKING:
     import zmq
@@ -54,7 +54,7 @@ class Listener:
         # As the kernel tells it: a path, or a host and a port.
         self._local: Any = location.path if location.scheme == "ipc" else None
         self.authenticator: Authenticator | None = None
-        self.doorway: Doorway | None = None
+        self.doorway: ConnectionGuard | None = None
         self.url = location.url
         self.address = location.address
         is_tcp = location.scheme == "tcp"
@@ -76,7 +76,7 @@ class Listener:
                 guard_server(self.socket, keys)
                 self.socket.ipv6 = "[" in target
             if location.scheme != "inproc":
-                self.doorway = Doorway(self.socket, task)
+                self.doorway = ConnectionGuard(self.socket, task)
             self._bind(target)
             if self.doorway is not None:
                 self.doorway.opened()

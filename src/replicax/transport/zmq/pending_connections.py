@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from replicax.protocol import limits
 
 
-class Visitors:
+class PendingConnections:
     """Connections of strangers, by file descriptor. No sockets, no clock: it only decides.
 
     A stranger has `limits.HANDSHAKE` seconds to become a caller. There is room for
-    `limits.VISITORS` of them: who came first goes first.
+    `limits.PENDING_CONNECTIONS` of them: who came first goes first.
 
     Example:
-      >>> visitors = Visitors()
+      >>> visitors = PendingConnections()
       >>> visitors.arrived(20, now=0.0)
       >>> visitors.arrived(21, now=1.0)
       >>> visitors.forget(21)
@@ -45,7 +45,7 @@ class Visitors:
         """Notes that a connection must be closed soon, whoever it is."""
         self._until[fd] = min(at, self._until.get(fd, at))
 
-    def must_go(self, now: float, room: int = limits.VISITORS) -> list[int]:
+    def must_go(self, now: float, room: int = limits.PENDING_CONNECTIONS) -> list[int]:
         """Takes out the connections that are to be closed now.
 
         Args:

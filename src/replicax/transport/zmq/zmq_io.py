@@ -16,7 +16,7 @@ else:
 _EVENTS = 15
 
 # More frames than any message of ours can have: its header could not name them.
-_MAX_FRAMES = limits.MESSAGE // limits.SMALL + 3
+_MAX_FRAMES = limits.MESSAGE // limits.JOINED + 3
 
 
 def send(socket: zmq.Socket, frames: list[Any], can_lend: bool = True) -> None:
@@ -35,7 +35,7 @@ def send(socket: zmq.Socket, frames: list[Any], can_lend: bool = True) -> None:
     last = len(frames) - 1
     for i, frame in enumerate(frames):
         flags = 1 if i == last else 3  # NOBLOCK, SNDMORE
-        socket.send(frame, flags, not (can_lend and len(frame) >= limits.LENT))
+        socket.send(frame, flags, not (can_lend and len(frame) >= limits.ZERO_COPY))
 
 
 def has_message(socket: zmq.Socket) -> bool:
