@@ -51,7 +51,7 @@ class Channel:
         self._peer_life: int | None = None
         self._has_new_life = False
 
-    def post(self, body: messages.Body, buffers: Sequence[Any] = ()) -> int:
+    def send(self, body: messages.Body, buffers: Sequence[Any] = ()) -> int:
         """Asks; the answer comes to `on_answer`.
 
         Raises:

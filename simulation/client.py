@@ -63,7 +63,7 @@ class Client:
         post = Post(list(taken))
         self._under_way[server].append(post)
         try:
-            post.number = self._channels[server].post(
+            post.number = self._channels[server].send(
                 messages.Exchange(pushes, list(reads)), buffers
             )
         except errors.UnavailableError as error:

@@ -169,7 +169,7 @@ class Program:
             )
             channel.on_answer = lambda _, answer, __, found=answers: found.append(answer)
             channel.on_lost = answers.append
-            channel.post(body)
+            channel.send(body)
             while not answers:
                 if world.now > deadline_s:
                     channel.close()

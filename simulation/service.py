@@ -7,7 +7,7 @@ from typing import Any
 
 from replicax.foundation import errors
 from replicax.protocol import codec, error_replies, messages
-from replicax.protocol.tasks import ROLES, Task, library_version
+from replicax.protocol.tasks import ROLES, Role, Task, library_version
 from replicax.transport.keys import Keys
 from replicax.transport.sessions import Session
 from replicax.transport.zmq.authenticator import KnownKeys
@@ -20,7 +20,7 @@ Answer = tuple[messages.Body, Sequence[Any]]
 
 # The public keys of this cluster, by role, and one that is not among them; in the alphabet of
 # keys. Nothing is ciphered here.
-KEYS: dict[messages.Role, bytes] = {role: role[:1].encode() * 40 for role in ROLES}
+KEYS: dict[Role, bytes] = {role: role[:1].encode() * 40 for role in ROLES}
 STRANGER = b"x" * 40
 
 

@@ -10,14 +10,14 @@ from benchmarks import secure_transport as speed
 from benchmarks.harness import Settings
 from replicax.foundation import errors
 from replicax.protocol import messages
-from replicax.protocol.tasks import Task
+from replicax.protocol.tasks import Role, Task
 from replicax.transport import addresses, keys
 from replicax.transport.channel import Channel
 from torture.bars import Outcome, Plan, bar
 from torture.endurance import Feeder
 from torture.jobs import PATIENT, Job, cluster, until
 
-_TASKS: tuple[tuple[messages.Role, int], ...] = (("worker", 2), ("ps", 2))
+_TASKS: tuple[tuple[Role, int], ...] = (("worker", 2), ("ps", 2))
 _JOB = "renewed"
 
 

@@ -148,9 +148,9 @@ def test_bar47_recorded_messages_change_nothing_on_one_machine(tmp_path: Path) -
             coordinator.request(part, [0 * one], timeout=60)
             for i in range(100):
                 push = messages.Push(i + 1, [messages.Update(0, "assign_add", 1)])
-                number = channel.post(messages.Exchange([push], []), [one])
+                number = channel.send(messages.Exchange([push], []), [one])
                 recorded.append([bytes(f) for f in channel._unanswered[number]])
-                assert channel.collect(20) is not None
+                assert channel.receive(20) is not None
             with Stranger(place.address) as stranger:
                 stranger.connect()
                 # Without a word about itself; as another life; as the life that said them.

@@ -270,11 +270,11 @@ def test_bar42_the_coordinator_itself_is_heard_and_unpickling_is_seen(
     with watched_worker.channel() as channel:
         channel.job, channel.epoch = "job", 1
         channel.request(messages.Attach([], {}), timeout=30)
-        channel.post(messages.ShipFunction(sha), [bomb])
-        channel.post(messages.Run([messages.ClosureCall(1, 0, sha, [], 0)]))
+        channel.send(messages.ShipFunction(sha), [bomb])
+        channel.send(messages.Run([messages.ClosureCall(1, 0, sha, [], 0)]))
         becomes((tmp_path / "mark").exists, "the worker runs what its coordinator ships")
         assert any("mkdir" in name for name in watched_worker.unpickled())
-        channel.post(messages.Detach())
+        channel.send(messages.Detach())
     watched_worker.forget()
 
 

@@ -88,9 +88,9 @@ def tcp(tmp_path: Path) -> Iterator[Between]:
 def converse(channel: Channel, start: int, count: int, timeout: float = SECONDS) -> None:
     """Asks some questions, ten at a time, and checks every answer."""
     for first in range(start, start + count, 10):
-        numbers = [channel.post(messages.Ping(first + i), [b"%d" % i]) for i in range(10)]
+        numbers = [channel.send(messages.Ping(first + i), [b"%d" % i]) for i in range(10)]
         for i, number in enumerate(numbers):
-            answer = channel.collect(timeout)
+            answer = channel.receive(timeout)
             assert answer is not None, "an answer was lost for good"
             assert answer[:2] == (number, messages.Ping(first + i))
             assert bytes(answer[2][0]) == b"%d" % i
@@ -214,11 +214,11 @@ def test_what_is_cut_is_silent_and_goes_on_when_it_is_mended(scheme: str, tmp_pa
         with between.channel() as channel:
             converse(channel, 0, 10)
             between.proxy.cut()
-            channel.post(messages.Ping(10))
-            assert channel.collect(timeout=0.3) is None
+            channel.send(messages.Ping(10))
+            assert channel.receive(timeout=0.3) is None
             assert between.first_arrivals() == list(range(10))
             between.proxy.mend()
-            answer = channel.collect(timeout=60)
+            answer = channel.receive(timeout=60)
             assert answer is not None and answer[1] == messages.Ping(10)
     finally:
         between.close()

@@ -23,7 +23,7 @@ import replicax as rx
 from replicax.cluster import parameter_servers
 from replicax.foundation import errors
 from replicax.protocol import messages
-from replicax.protocol.tasks import Task
+from replicax.protocol.tasks import Role, Task
 from replicax.testing import LocalCluster
 from replicax.transport import addresses, keys
 from replicax.transport.channel import Channel
@@ -37,7 +37,7 @@ def becomes(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     return condition()
 
 
-def ask(cluster: LocalCluster, role: messages.Role, index: int) -> None:
+def ask(cluster: LocalCluster, role: Role, index: int) -> None:
     """Talks to a task as a coordinator would."""
     found = None
     if cluster.keys_directory is not None:

@@ -489,11 +489,11 @@ class Servers:
     def post(self, server: int, closure: int | None = None) -> int:
         closure = next(self.closures) if closure is None else closure
         body = messages.Exchange([messages.Push(closure, [ADD])], [])
-        self.channels[server].post(body, [np.ones(1, np.int64)])
+        self.channels[server].send(body, [np.ones(1, np.int64)])
         return closure
 
     def collect(self, server: int) -> None:
-        found = self.channels[server].collect(30)
+        found = self.channels[server].receive(30)
         assert found is not None and found[1] == messages.Exchanged([], [], 0), found
 
     def push(self, server: int) -> None:
@@ -561,7 +561,7 @@ def test_bar22_changes_wait_for_a_mirror_that_is_away_and_reads_do_not(servers: 
         ping = other.request(messages.Ping(0), timeout=30)[0]
         assert isinstance(ping, messages.Pong) and ping.figures["mirror_lag"] >= 1
         other.request(messages.Fence([5]), timeout=30)
-    assert servers.channels[0].collect(0.3) is None, "not acknowledged"
+    assert servers.channels[0].receive(0.3) is None, "not acknowledged"
     assert servers.channels[0].num_in_flight() == 1
     servers.start(1)
     servers.rejoin(1)
@@ -749,7 +749,7 @@ def test_bar22_a_server_that_was_replaced_acknowledges_nothing_more(
     # The process from before still answers at its place.
     servers.post(0)
     becomes(lambda: "was replaced" in caplog.text, "it knows")
-    assert servers.channels[0].collect(0.2) is None
+    assert servers.channels[0].receive(0.2) is None
     assert servers.task(0)._log.state is State.FENCED
 
 

@@ -244,9 +244,9 @@ def test_slow_requests_hold_up_nobody_else() -> None:
     try:
         with channel_to("localhost:6001") as channel, channel_to("localhost:6001") as other:
             channel.request(messages.Attach([], {}), timeout=60)
-            create = channel.post(fill(0), [])
+            create = channel.send(fill(0), [])
             push = messages.Push(0, [messages.Update(0, "assign", 0)])
-            change = channel.post(messages.Exchange([push], []), [np.ones(4, np.float32)])
+            change = channel.send(messages.Exchange([push], []), [np.ones(4, np.float32)])
             # Another connection is answered, and its beats too.
             answer, _ = other.request(messages.Ping(0), timeout=60)
             assert isinstance(answer, messages.Pong)
@@ -255,7 +255,7 @@ def test_slow_requests_hold_up_nobody_else() -> None:
             )
             assert blocked.seen == ["Attach", "Ping", "Exchange"]
             blocked.free.set()
-            found = [channel.collect(timeout=60), channel.collect(timeout=60)]
+            found = [channel.receive(timeout=60), channel.receive(timeout=60)]
             assert [(f[0], f[1]) for f in found if f] == [
                 (create, messages.Done()),
                 (change, messages.Exchanged([], [])),

@@ -238,21 +238,21 @@ def test_errors_of_the_handler_reach_the_caller_with_their_type(place: Place) ->
 
 def test_posted_questions_are_answered_in_order(place: Place) -> None:
     with place.serve(), place.channel() as channel:
-        numbers = [channel.post(messages.Ping(i), [b"%d" % i]) for i in range(200)]
+        numbers = [channel.send(messages.Ping(i), [b"%d" % i]) for i in range(200)]
         assert channel.num_in_flight() == 200
         for i, number in enumerate(numbers):
-            answer = channel.collect(timeout=60)
+            answer = channel.receive(timeout=60)
             assert answer is not None
             assert answer[:2] == (number, messages.Ping(i))
             assert bytes(answer[2][0]) == b"%d" % i
-        assert channel.collect(timeout=60) is None
+        assert channel.receive(timeout=60) is None
 
 
 def test_a_request_between_posted_questions_gets_its_own_answer(ipc: Place) -> None:
     with ipc.serve(), ipc.channel() as channel:
-        first = channel.post(messages.Ping(1))
+        first = channel.send(messages.Ping(1))
         assert channel.request(messages.Ping(2), timeout=60)[0] == messages.Ping(2)
-        assert channel.collect(timeout=60) == (first, messages.Ping(1), [])
+        assert channel.receive(timeout=60) == (first, messages.Ping(1), [])
 
 
 def test_refused_answers_to_posted_questions_are_returned(ipc: Place) -> None:
@@ -260,8 +260,8 @@ def test_refused_answers_to_posted_questions_are_returned(ipc: Place) -> None:
         raise errors.NotFoundError("no")
 
     with ipc.serve(handler), ipc.channel() as channel:
-        number = channel.post(PING)
-        assert channel.collect(timeout=60) == (
+        number = channel.send(PING)
+        assert channel.receive(timeout=60) == (
             number,
             messages.ErrorReply("NotFoundError", "no"),
             [],
@@ -271,9 +271,9 @@ def test_refused_answers_to_posted_questions_are_returned(ipc: Place) -> None:
 def test_too_many_posted_questions_are_refused(ipc: Place) -> None:
     with ipc.serve(lambda *_: None), ipc.channel() as channel:
         for _ in range(limits.IN_FLIGHT):
-            channel.post(PING)
+            channel.send(PING)
         with pytest.raises(errors.ResourceExhaustedError, match="/job:ps/task:0"):
-            channel.post(PING)
+            channel.send(PING)
 
 
 def test_many_callers_get_their_own_answers(place: Place) -> None:
@@ -322,8 +322,8 @@ def test_an_answer_that_does_not_come_ends_at_the_deadline(place: Place) -> None
         with pytest.raises(errors.DeadlineExceededError, match=r"/job:ps/task:0 must answer Ping"):
             channel.request(messages.Ping(1), timeout=0.2)
         assert channel.request(messages.Ping(0), timeout=60)[0] == messages.Done()
-        channel.post(messages.Ping(1))
-        assert channel.collect(timeout=0.05) is None
+        channel.send(messages.Ping(1))
+        assert channel.receive(timeout=0.05) is None
 
 
 def test_late_answers_and_notices_come_from_any_thread(ipc: Place) -> None:
@@ -382,9 +382,9 @@ def test_a_channel_waits_for_nobody_who_is_not_there(place: Place) -> None:
 
 def test_a_server_that_starts_in_time_is_found(ipc: Place) -> None:
     with ipc.channel() as channel:
-        channel.post(PING)
+        channel.send(PING)
         with ipc.serve():
-            assert channel.collect(timeout=60) == (1, PING, [])
+            assert channel.receive(timeout=60) == (1, PING, [])
 
 
 def test_bar23_a_new_life_of_a_server_is_an_error_until_reset(place: Place) -> None:
@@ -395,9 +395,9 @@ def test_bar23_a_new_life_of_a_server_is_an_error_until_reset(place: Place) -> N
             assert channel.peer_incarnation == 1
         reached: list[Any] = []
         with place.serve(lambda *a: reached.append(a), incarnation=2):
-            channel.post(PING)
+            channel.send(PING)
             with pytest.raises(errors.PSIncarnationError, match="/job:ps/task:0"):
-                channel.collect(timeout=60)
+                channel.receive(timeout=60)
             with pytest.raises(errors.PSIncarnationError):
                 channel.request(PING, timeout=60)
         assert reached == []
@@ -446,13 +446,13 @@ def test_bar25_a_question_outlives_a_break_of_the_connection(place: Place) -> No
     place.fix_port()
     with place.channel() as channel:
         with place.serve(lambda *_: None, incarnation=7) as service:
-            numbers = [channel.post(messages.Ping(i)) for i in range(3)]
+            numbers = [channel.send(messages.Ping(i)) for i in range(3)]
             while channel.peer_incarnation is None:
-                channel.collect(timeout=0.01)
+                channel.receive(timeout=0.01)
             service.close()
         with place.serve(incarnation=7):
             for i, number in enumerate(numbers):
-                assert channel.collect(timeout=60) == (number, messages.Ping(i), [])
+                assert channel.receive(timeout=60) == (number, messages.Ping(i), [])
 
 
 def test_bar25_a_connection_that_nobody_uses_breaks_once_and_holds_up_no_other(ipc: Place) -> None:
@@ -466,7 +466,7 @@ def test_bar25_a_connection_that_nobody_uses_breaks_once_and_holds_up_no_other(i
         listener.listen()
         listener.settimeout(60)
         with Channel(place, Task("coordinator", 0), peer=PS) as idle:
-            idle.post(PING)
+            idle.send(PING)
             listener.accept()[0].close()
             listener.settimeout(0.5)
             with pytest.raises(TimeoutError):
@@ -475,7 +475,7 @@ def test_bar25_a_connection_that_nobody_uses_breaks_once_and_holds_up_no_other(i
             listener.settimeout(60)
             # Now that somebody waits, it is tried again until the peer counts as lost.
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(idle.collect, timeout=60)
+                waiting = pool.submit(idle.receive, timeout=60)
                 num_tries = 0
                 while not waiting.done():
                     listener.settimeout(1)

@@ -19,8 +19,7 @@ import psutil
 import pytest
 from transport_partners import Stranger
 
-from replicax.protocol import messages
-from replicax.protocol.tasks import Task
+from replicax.protocol.tasks import Role, Task
 from replicax.transport import addresses
 from replicax.transport import keys as key_files
 from replicax.transport.channel import Channel
@@ -108,10 +107,10 @@ class WatchedTask:
             "threads": self.watched.num_threads(),
         }
 
-    def key(self, role: messages.Role) -> key_files.Keys | None:
+    def key(self, role: Role) -> key_files.Keys | None:
         return None if self.keys is None else key_files.load(self.keys, role)
 
-    def channel(self, role: messages.Role = "coordinator", address: str = "") -> Channel:
+    def channel(self, role: Role = "coordinator", address: str = "") -> Channel:
         keys = self.key(role)
         where = addresses.resolve(address or self.address, None, keys)
         return Channel(where, Task(role, 0), keys, peer=self.task)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.protocol import messages
+from replicax.protocol.tasks import Role
 from replicax.ps.store.service import ParameterStore
 
 COORDINATOR = 1
@@ -39,7 +40,7 @@ class Caller:
         body: messages.Body,
         buffers: Sequence[Any] = (),
         *,
-        role: messages.Role = "coordinator",
+        role: Role = "coordinator",
         incarnation: int = COORDINATOR,
     ) -> tuple[Any, Sequence[Any]]:
         return self.store.handle(

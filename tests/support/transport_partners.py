@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from replicax.protocol import codec, messages
-from replicax.protocol.tasks import Task, library_version, python_version
+from replicax.protocol.tasks import Role, Task, library_version, python_version
 from replicax.transport import addresses
 from replicax.transport import keys as key_files
 from replicax.transport.channel import Channel
@@ -49,10 +49,10 @@ class Place:
         if scheme == "tcp":
             self.keys = key_files.make(directory / "keys")
 
-    def key(self, role: messages.Role) -> key_files.Keys | None:
+    def key(self, role: Role) -> key_files.Keys | None:
         return None if self.keys is None else key_files.load(self.keys, role)
 
-    def resolve(self, role: messages.Role) -> addresses.Location:
+    def resolve(self, role: Role) -> addresses.Location:
         return addresses.resolve(self.address, None, self.key(role))
 
     def fix_port(self) -> None:
@@ -99,7 +99,7 @@ class Stranger:
     def say(self, body: messages.Body, buffers: Any = (), request: int = 1) -> None:
         self.socket.send_multipart(codec.encode("job", 1, 99, request, body, buffers))
 
-    def hello(self, role: messages.Role = "coordinator", **changes: Any) -> None:
+    def hello(self, role: Role = "coordinator", **changes: Any) -> None:
         hello = messages.Hello(messages.VERSION, library_version(), python_version(), role, 0, 99)
         self.say(msgspec.structs.replace(hello, **changes))
 

@@ -10,7 +10,7 @@ import pytest
 
 import replicax as rx
 from replicax.cluster import address, parameter_servers
-from replicax.cluster.tasks import TaskName
+from replicax.protocol.tasks import Task
 from replicax.train import ClusterSpec
 
 SEED = {
@@ -164,14 +164,15 @@ def test_addresses_that_the_server_completes_may_repeat(text: str) -> None:
 
 
 def test_task_names_are_written_and_read() -> None:
-    task = TaskName("worker", 1)
-    assert str(task) == "/job:worker/replica:0/task:1"
-    assert TaskName("ps", 0).device("cpu", 0) == "/job:ps/replica:0/task:0/device:CPU:0"
-    for text in (str(task), task.label, task.device("GPU", 3)):
-        assert TaskName.parse(text) == task
+    task = Task("worker", 1)
+    assert str(task) == "/job:worker/task:1"
+    assert task.full_name == "/job:worker/replica:0/task:1"
+    assert Task("ps", 0).device("cpu", 0) == "/job:ps/replica:0/task:0/device:CPU:0"
+    for text in (str(task), task.full_name, task.device("GPU", 3)):
+        assert Task.parse(text) == task
     for text in ("/job:worker", "/task:1", "worker", "/job:a/replica:1/task:0", "/job:a/task:x"):
         with pytest.raises(ValueError, match="name"):
-            TaskName.parse(text)
+            Task.parse(text)
 
 
 PS, WORKERS = ["p0:1", "p1:1"], ["w0:1", "w1:1"]

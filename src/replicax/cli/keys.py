@@ -8,8 +8,7 @@ from typing import Annotated, cast
 import typer
 
 from replicax.cli.failures import told_in_one_line
-from replicax.protocol.messages import Role
-from replicax.protocol.tasks import ROLES
+from replicax.protocol.tasks import ROLES, Role
 from replicax.transport import keys
 
 app = typer.Typer(no_args_is_help=True, help="Keys of a cluster whose tasks talk over TCP.")

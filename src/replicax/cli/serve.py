@@ -13,11 +13,11 @@ import typer
 
 from replicax.cli.failures import told_in_one_line
 from replicax.cluster.spec import ClusterSpec
-from replicax.cluster.tasks import TaskName
 from replicax.cluster_resolver import TFConfigClusterResolver
 from replicax.foundation import devices, errors
 from replicax.process import allocation, descriptors, roles, shutdown
 from replicax.process.server import Server
+from replicax.protocol.tasks import Task
 from replicax.ps.process.snapshots import DEFAULT_EVERY_S, LAST_SAVE_S
 
 _log = logging.getLogger(__name__)
@@ -96,13 +96,13 @@ def serve(
             _report(server, name, ready_fd)
             server.join()
     if server.ending is not None:
-        _log.warning("%s ends: %s", name.label, server.ending)
+        _log.warning("%s ends: %s", name, server.ending)
         raise typer.Exit(shutdown.START_AGAIN)
 
 
 def _which_task(
     cluster: str | None, job: str | None, index: int | None
-) -> tuple[ClusterSpec, TaskName, str | None]:
+) -> tuple[ClusterSpec, Task, str | None]:
     """The cluster, this task, and the protocol if TF_CONFIG names one."""
     resolver = TFConfigClusterResolver(job, index)
     layer: str | None = None
@@ -118,11 +118,11 @@ def _which_task(
             "Set TF_CONFIG, or pass --cluster, --job and --index.",
         )
     definition = Server(spec, job, index, start=False).server_def
-    name = TaskName(definition["job_name"], definition["task_index"])
+    name = Task(definition["job_name"], definition["task_index"])
     if name.job not in roles.SERVING:
         raise errors.InvalidArgumentError(
             f"`replicax serve` runs a task of the jobs {' and '.join(roles.SERVING)}",
-            f"this is {name.label}",
+            f"this is {name}",
             "Run your own program as this task.",
         )
     return spec, name, layer
@@ -139,7 +139,7 @@ def _parsed(text: str) -> Any:
         ) from None
 
 
-def _configure_devices(name: TaskName, cpu_devices: int) -> None:
+def _configure_devices(name: Task, cpu_devices: int) -> None:
     if name.job == "ps":
         # Its arrays live in memory: it must not take an accelerator from a worker.
         jax.config.update("jax_platforms", "cpu")
@@ -147,7 +147,7 @@ def _configure_devices(name: TaskName, cpu_devices: int) -> None:
         devices.set_virtual_cpu_devices(cpu_devices)
 
 
-def _report(server: Server, name: TaskName, ready_fd: int | None) -> None:
+def _report(server: Server, name: Task, ready_fd: int | None) -> None:
     """Says that the task listens, to people and to whoever started it."""
     typer.echo(f"{name.job} {name.index} serves at {server.address}")
     if ready_fd is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from replicax.cluster.spec import ClusterSpec
-from replicax.cluster.tasks import TaskName
 from replicax.foundation import errors
+from replicax.protocol.tasks import Task
 
 JOBS = ("chief", "worker", "ps", "evaluator")
 _NEEDED = {"ps": "parameter server", "worker": "worker"}
@@ -50,8 +50,7 @@ def _check_numbering(spec: ClusterSpec, job: str) -> None:
     for expected, index in enumerate(indices):
         if index != expected:
             raise _refused(
-                f"{TaskName(job, expected).label} is missing, while {TaskName(job, index).label} "
-                "is there",
+                f"{Task(job, expected)} is missing, while {Task(job, index)} is there",
                 f"Number the tasks of {job!r} from 0 without gaps.",
             )
 
@@ -71,7 +70,7 @@ def _check_own_task(spec: ClusterSpec, task_type: str | None, task_id: int | Non
     known = spec.task_indices(task_type) if task_type in spec.jobs else []
     if index not in (known or [0]):
         raise _refused(
-            f"this task is {TaskName(task_type, index).label}, and the job has "
+            f"this task is {Task(task_type, index)}, and the job has "
             f"{len(known) or 1} task{'s' if len(known) > 1 else ''}",
             f"The index must be from 0 to {max(len(known), 1) - 1}.",
         )

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from replicax.cluster import address
-from replicax.cluster.tasks import TaskName
 from replicax.foundation import errors
+from replicax.protocol.tasks import Task
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 # `job_tasks` makes a list as long as the largest index.
@@ -164,7 +164,7 @@ def _tasks(job: str, tasks: Any) -> dict[int, str]:
         )
     found: dict[int, str] = {}
     for index, text in sorted(items, key=lambda item: item[0]):
-        label = TaskName(job, index).label
+        label = str(Task(job, index))
         if index in found:
             raise errors.InvalidArgumentError(
                 f"{label} must have one address",
@@ -201,18 +201,18 @@ def _index(job: str, index: Any) -> int:
 
 
 def _check_addresses(jobs: Mapping[str, Mapping[int, str]]) -> None:
-    owners: dict[tuple[str, int | None], TaskName] = {}
+    owners: dict[tuple[str, int | None], Task] = {}
     for job, tasks in jobs.items():
         for index, text in tasks.items():
-            task = TaskName(job, index)
-            place = address.parse(text, task.label).place
+            task = Task(job, index)
+            place = address.parse(text, str(task)).place
             if place is None:
                 continue
             other = owners.setdefault(place, task)
             if other != task:
                 raise errors.InvalidArgumentError(
                     "Each task must have an address of its own",
-                    f"{other.label} and {task.label} both have {text!r}",
+                    f"{other} and {task} both have {text!r}",
                     "Change one of them; port 0 lets the server choose.",
                 )
 

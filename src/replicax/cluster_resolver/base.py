@@ -9,8 +9,8 @@ from typing import Any
 
 from replicax.cluster import address
 from replicax.cluster.spec import ClusterSpec
-from replicax.cluster.tasks import TaskName
 from replicax.foundation import devices, errors
+from replicax.protocol.tasks import Task
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _ACCELERATORS = ("GPU", "TPU")
@@ -144,7 +144,7 @@ def summary(resolver: ClusterResolver, source: str, notes: Iterable[str] = ()) -
         return "\n".join([f"{source}: cannot be used. {error}", *notes])
     found = f"{source}: task {_task_text(job, index)}, {_jobs_text(spec)}"
     if spec and job is not None and index is not None and not _has_task(spec, job, index):
-        found += f"; {TaskName(job, index).label} is not among them"
+        found += f"; {Task(job, index)} is not among them"
     return "\n".join([found, *notes])
 
 

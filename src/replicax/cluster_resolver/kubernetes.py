@@ -11,11 +11,11 @@ from typing_extensions import override
 
 from replicax.cluster import address
 from replicax.cluster.spec import ClusterSpec
-from replicax.cluster.tasks import TaskName
 from replicax.cluster_resolver import clients
 from replicax.cluster_resolver.base import ClusterResolver, summary
 from replicax.cluster_resolver.failures import NotReadyError
 from replicax.foundation import errors
+from replicax.protocol.tasks import Task
 
 _DEFAULT_LABELS = {"worker": ["job-name=tensorflow"]}
 _EXTRA = "kubernetes"
@@ -136,7 +136,7 @@ def _addresses(job: str, pods: Sequence[Any], port: int) -> list[str]:
         host = next((text for text in hosts if isinstance(text, str) and text), None)
         if pod.status.phase != "Running" or host is None:
             raise NotReadyError(
-                f"The pod {pod.metadata.name!r} of {TaskName(job, index).label} must be "
+                f"The pod {pod.metadata.name!r} of {Task(job, index)} must be "
                 "running and have an address",
                 f"its phase is {pod.status.phase!r}",
                 "Wait until all pods run, or select other pods.",

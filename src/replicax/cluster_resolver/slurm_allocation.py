@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from replicax.cluster import address
-from replicax.cluster.tasks import TaskName
 from replicax.foundation import errors
+from replicax.protocol.tasks import Task
 
 _HOST = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]*\])+")
 _PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
@@ -30,7 +30,7 @@ class Allocation:
     """
 
     cluster: dict[str, list[str]]
-    task: TaskName | None
+    task: Task | None
     host: int
     local_rank: int
 
@@ -83,7 +83,7 @@ def allocate(
 
     >>> allocate({"ps": 1, "worker": 2}, ["a", "b"], [2, 1], rank=2, port_base=8888)
     Allocation(cluster={'ps': ['a:8888'], 'worker': ['a:8889', 'b:8888']},
-        task=TaskName(job='worker', index=1), host=1, local_rank=0)
+        task=Task(job='worker', index=1), host=1, local_rank=0)
     """
     places = [(host, local) for host, count in enumerate(counts) for local in range(count)]
     addresses = [address.join(hosts[host], port_base + local) for host, local in places]
@@ -93,7 +93,7 @@ def allocate(
     for job, count in jobs.items():
         cluster[job] = addresses[first : first + count]
         if first <= rank < first + count:
-            task = TaskName(job, rank - first)
+            task = Task(job, rank - first)
         first += count
     host, local_rank = places[rank]
     return Allocation(cluster, task, host, local_rank)

@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from replicax.cluster import address
 from replicax.cluster.spec import ClusterSpec
-from replicax.cluster.tasks import TaskName
 from replicax.cluster_resolver import clients, tpu_node
 from replicax.cluster_resolver.base import ClusterResolver, accelerator_counts, summary
 from replicax.foundation import devices, errors
+from replicax.protocol.tasks import Task
 
 _LOCAL = "local"
 _GKE_ENDPOINTS = "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"
@@ -132,7 +132,7 @@ class TPUClusterResolver(ClusterResolver):
 
     def get_coordination_service_leader(self) -> str:
         """Returns the task that the others meet at: the first host."""
-        return TaskName(self.get_job_name(), 0).label
+        return str(Task(self.get_job_name(), 0))
 
     @override
     def num_accelerators(
@@ -155,7 +155,7 @@ class TPUClusterResolver(ClusterResolver):
             per_host = len(devices.devices_of_kind("TPU"))
         num_hosts = len(node.addresses)
         names = tuple(
-            TaskName(self.get_job_name(), host).device("TPU", index)
+            Task(self.get_job_name(), host).device("TPU", index)
             for host in range(num_hosts)
             for index in range(per_host)
         )

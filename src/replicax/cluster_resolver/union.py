@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from replicax.cluster import address
 from replicax.cluster.spec import ClusterSpec
-from replicax.cluster.tasks import TaskName
 from replicax.cluster_resolver.base import ClusterResolver, summary
 from replicax.cluster_resolver.failures import DuplicateTaskError
 from replicax.foundation import errors, spelling
+from replicax.protocol.tasks import Task
 
 _OPTIONS = ("rpc_layer", "task_type", "task_id")
 _Tasks = list[str] | dict[int, str]
@@ -140,8 +140,7 @@ def _join(job: str, parts: list[_Tasks]) -> _Tasks:
             if index in joined:
                 raise DuplicateTaskError(
                     "No task may be described by two resolvers",
-                    f"{TaskName(job, index).label} is {joined[index]!r} in one and {text!r} "
-                    "in another",
+                    f"{Task(job, index)} is {joined[index]!r} in one and {text!r} in another",
                     "Give each task its own index.",
                 )
             joined[index] = text

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from replicax.cluster.tasks import TaskName
 from replicax.foundation import errors
-from replicax.protocol.messages import Attach, Role
+from replicax.protocol.messages import Attach
+from replicax.protocol.tasks import Role, Task
 from replicax.ps.process.parameter_server import ParameterServerTask
 from replicax.ps.process.snapshots import DEFAULT_EVERY_S
 from replicax.transport import addresses
@@ -82,7 +82,7 @@ class WaitingTask:
 
 
 def make_task(
-    name: TaskName,
+    name: Task,
     where: str,
     protocol: str | None,
     keys: str | os.PathLike[str] | Keys | None,
@@ -111,19 +111,19 @@ def make_task(
         return WorkerTask(name.index, location, make_session, keys=found, on_ending=on_ending)
     raise errors.InvalidArgumentError(
         f"A server is of one of the jobs {', '.join([*SERVING, *_WAITING])}",
-        f"it is {name.label}",
+        f"it is {name}",
         "Rename the job in the cluster.",
     )
 
 
 def require_snapshots_fit(
-    name: TaskName, snapshots: str | os.PathLike[str] | None, every_s: float
+    name: Task, snapshots: str | os.PathLike[str] | None, every_s: float
 ) -> None:
     """Raises if a task cannot keep such snapshots."""
     if snapshots is not None and name.job != "ps":
         raise errors.InvalidArgumentError(
             "`snapshots` are for parameter servers, which hold the variables",
-            f"this is {name.label}",
+            f"this is {name}",
             "Leave it out here.",
         )
     is_number = isinstance(every_s, (int, float)) and not isinstance(every_s, bool)

@@ -9,9 +9,9 @@ from typing import Any, Self
 
 from replicax.cluster import address as addresses
 from replicax.cluster.spec import ClusterSpec
-from replicax.cluster.tasks import TaskName
 from replicax.foundation import errors
 from replicax.process import roles
+from replicax.protocol.tasks import Task
 from replicax.ps.process.snapshots import DEFAULT_EVERY_S
 from replicax.transport.keys import Keys
 
@@ -106,7 +106,7 @@ class Server:
         self.stop()
 
     def __repr__(self) -> str:
-        return f"Server({self._name.label}, {self.target!r})"
+        return f"Server({self._name}, {self.target!r})"
 
     @staticmethod
     def create_local_server(config: Any = None, start: bool = True) -> Server:
@@ -151,7 +151,7 @@ class Server:
             if self._stopping.is_set():
                 raise errors.ContextError(
                     "A server serves once",
-                    f"that of {self._name.label} was stopped",
+                    f"that of {self._name} was stopped",
                     "Make a new one.",
                 )
             if self._task is not None:
@@ -168,7 +168,7 @@ class Server:
                     self._on_ending,
                 )
             except errors.AddressInUseError as error:
-                raise errors.AddressInUseError(f"{self._name.label}: {error}") from error
+                raise errors.AddressInUseError(f"{self._name}: {error}") from error
             task.start()
             self._task = task
             self._standby = threading.Thread(
@@ -250,7 +250,7 @@ def _as_def(given: Any) -> Mapping[str, Any]:
     return {"cluster": given}
 
 
-def _task_name(cluster: ClusterSpec, job: Any, index: Any) -> TaskName:
+def _task_name(cluster: ClusterSpec, job: Any, index: Any) -> Task:
     if job is None:
         if len(cluster.jobs) != 1:
             jobs = ", ".join(cluster.jobs)
@@ -269,7 +269,7 @@ def _task_name(cluster: ClusterSpec, job: Any, index: Any) -> TaskName:
             f"Pass one of {indices}.",
         )
     cluster.task_address(job, index)
-    return TaskName(job, index)
+    return Task(job, index)
 
 
 def _missing(name: str, found: str) -> errors.InvalidArgumentError:

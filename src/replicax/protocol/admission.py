@@ -6,12 +6,12 @@ from collections.abc import Collection
 
 from replicax.foundation import errors
 from replicax.protocol import messages, tasks
-from replicax.protocol.tasks import Task
+from replicax.protocol.tasks import Role, Task
 
 
 def check(
     hello: messages.Hello,
-    role: messages.Role,
+    role: Role,
     task: Task,
     callers: Collection[str],
     library: str,

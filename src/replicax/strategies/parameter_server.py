@@ -14,10 +14,10 @@ import jax
 from typing_extensions import override
 
 from replicax.cluster import parameter_servers
-from replicax.cluster.tasks import TaskName
 from replicax.cluster_resolver.base import ClusterResolver
 from replicax.contexts import frames
 from replicax.foundation import devices, errors
+from replicax.protocol.tasks import Task
 from replicax.ps.client import initial_values
 from replicax.ps.client.cluster import Cluster
 from replicax.ps.client.creation import create_part
@@ -82,13 +82,13 @@ class ParameterServerExtended(StrategyExtended):
         if self.cluster is None:
             return super().worker_devices
         count = len(self.cluster.workers)
-        return tuple(TaskName("worker", i).device("CPU", 0) for i in range(count))
+        return tuple(Task("worker", i).device("CPU", 0) for i in range(count))
 
     @property
     @override
     def parameter_devices(self) -> tuple[str, ...]:
         count = len(self.require_cluster("`parameter_devices`").servers)
-        return tuple(TaskName("ps", i).device("CPU", 0) for i in range(count))
+        return tuple(Task("ps", i).device("CPU", 0) for i in range(count))
 
     def require_cluster(self, what: str) -> Cluster:
         """Returns the coordinator's hold on the cluster, or raises on a worker."""
@@ -166,7 +166,7 @@ class ParameterServerExtended(StrategyExtended):
         near = kwargs.pop("colocate_with", None)
         block = devices.requested()
         if near is None and block is not around and block is not None and block.job == "ps":
-            near = TaskName("ps", block.task or 0).device("CPU", 0)
+            near = Task("ps", block.task or 0).device("CPU", 0)
         value = kwargs.get("initial_value")
         is_known = isinstance(value, InitialValue | PartValue)
         if not is_known or kwargs.get("dtype") not in (None, value.dtype):
@@ -197,7 +197,7 @@ class ParameterServerExtended(StrategyExtended):
         if isinstance(first, RemoteVariable):
             return first.server
         if isinstance(first, str) and first.startswith("/job:ps"):
-            return TaskName.parse(first).index
+            return Task.parse(first).index
         return self.next_server()
 
     def adopt(self, key: tuple[Any, ...]) -> Variable:

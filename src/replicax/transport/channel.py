@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:
     zmq = lazy.module("zmq")
 
-Answer = tuple[int, messages.Body, list[memoryview]]
+Reply = tuple[int, messages.Body, list[memoryview]]
 
 # How often who waits asks whether the peer was given up.
 _LOOK_S = 0.25
@@ -99,7 +99,7 @@ class Channel:
         self._grace_s = 0.0
         self._overtaken = 0
         # Answers that came while another one was waited for.
-        self._ready: collections.deque[Answer] = collections.deque()
+        self._ready: collections.deque[Reply] = collections.deque()
         # The life of the peer that was met first; later ones are errors until `reset`.
         self._peer_life: int | None = None
         self._new_life: int | None = None
@@ -127,7 +127,7 @@ class Channel:
             raise failures.deadline_exceeded(self.peer, body, timeout)
         number = 0
         try:
-            number = self._post(body, buffers)
+            number = self._send(body, buffers)
             while True:
                 answer = self._take(deadline, timeout)
                 if answer is None:
@@ -144,17 +144,17 @@ class Channel:
             raise error_replies.to_error(answer[1])
         return answer[1], answer[2]
 
-    def post(self, body: messages.Body, buffers: Sequence[codec.Buffer] = ()) -> int:
+    def send(self, body: messages.Body, buffers: Sequence[codec.Buffer] = ()) -> int:
         """Asks without waiting.
 
         Returns:
-          The number by which `collect` names the answer.
+          The number by which `receive` names the answer.
         """
         self._require_own_process()
         with self._lock:
-            return self._post(body, buffers)
+            return self._send(body, buffers)
 
-    def collect(self, timeout: float = limits.DEADLINE, wakeup: int | None = None) -> Answer | None:
+    def receive(self, timeout: float = limits.DEADLINE, wakeup: int | None = None) -> Reply | None:
         """Waits for the next answer to a posted question.
 
         Answers come in the order in which the peer gives them. One that says `ErrorReply` is
@@ -195,7 +195,7 @@ class Channel:
         """Whether another life of the peer has answered; every question fails until `reset`."""
         return self._new_life is not None
 
-    def forget(self) -> None:
+    def cancel(self) -> None:
         """Gives up what is under way; later questions go to the same life of the peer."""
         with self._lock:
             self._give_up()
@@ -229,7 +229,7 @@ class Channel:
 
     # Under the lock.
 
-    def _post(self, body: messages.Body, buffers: Sequence[codec.Buffer]) -> int:
+    def _send(self, body: messages.Body, buffers: Sequence[codec.Buffer]) -> int:
         if self._new_life is not None:
             raise failures.restarted(self.peer, self.location)
         if len(self._unanswered) >= limits.IN_FLIGHT:
@@ -278,7 +278,7 @@ class Channel:
         if connection is not None:
             connection.close(linger)
 
-    def _take(self, deadline: float, timeout: float, wakeup: int | None = None) -> Answer | None:
+    def _take(self, deadline: float, timeout: float, wakeup: int | None = None) -> Reply | None:
         """Waits for the answer to the oldest question; None at the deadline, or if woken."""
         connection = self._connection
         if connection is None:

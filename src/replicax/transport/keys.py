@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from replicax.foundation import errors, lazy
-from replicax.protocol import messages
-from replicax.protocol.tasks import ROLES
+from replicax.protocol.tasks import ROLES, Role
 
 if TYPE_CHECKING:
     import zmq
@@ -48,16 +47,14 @@ class Keys:
       directory: Where they were read; None if they were not.
     """
 
-    role: messages.Role
+    role: Role
     public: bytes
     secret: bytes = dataclasses.field(repr=False)
-    public_keys: dict[messages.Role, bytes] = dataclasses.field(repr=False)
-    older: dict[messages.Role, tuple[bytes, ...]] = dataclasses.field(
-        default_factory=dict, repr=False
-    )
+    public_keys: dict[Role, bytes] = dataclasses.field(repr=False)
+    older: dict[Role, tuple[bytes, ...]] = dataclasses.field(default_factory=dict, repr=False)
     directory: Path | None = None
 
-    def good(self, role: messages.Role) -> tuple[bytes, ...]:
+    def good(self, role: Role) -> tuple[bytes, ...]:
         """Returns the public keys of a role that were good when these were read."""
         return (self.public_keys[role], *self.older.get(role, ()))
 
@@ -118,7 +115,7 @@ def make(directory: str | os.PathLike[str]) -> Path:
     return path
 
 
-def renew(directory: str | os.PathLike[str], role: messages.Role) -> None:
+def renew(directory: str | os.PathLike[str], role: Role) -> None:
     """Makes a new key for a role; the older ones stay good until `retire`.
 
     Tasks that run take note of the files of public keys. First those go to all hosts; then the
@@ -153,7 +150,7 @@ def _write(path: Path, keys: Sequence[bytes]) -> None:
         os.fsync(file.fileno())
 
 
-def load(directory: str | os.PathLike[str], role: messages.Role) -> Keys:
+def load(directory: str | os.PathLike[str], role: Role) -> Keys:
     """Reads the keys for a task of some role.
 
     Raises:
@@ -181,7 +178,7 @@ def load(directory: str | os.PathLike[str], role: messages.Role) -> Keys:
     return _with_public(Keys(role, public, secret, {}, directory=path), found)
 
 
-def _with_public(keys: Keys, found: Mapping[messages.Role, Sequence[bytes]]) -> Keys:
+def _with_public(keys: Keys, found: Mapping[Role, Sequence[bytes]]) -> Keys:
     return dataclasses.replace(
         keys,
         public_keys={role: good[0] for role, good in found.items()},
@@ -189,7 +186,7 @@ def _with_public(keys: Keys, found: Mapping[messages.Role, Sequence[bytes]]) -> 
     )
 
 
-def _read_public(directory: Path) -> dict[messages.Role, list[bytes]]:
+def _read_public(directory: Path) -> dict[Role, list[bytes]]:
     _check_private(directory)
     return {role: _read(directory / f"{role}.public", most=_MOST_GOOD) for role in ROLES}
 
@@ -202,7 +199,7 @@ def _stamp(path: Path) -> object:
     return found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
 
 
-def from_environment(role: messages.Role) -> Keys | None:
+def from_environment(role: Role) -> Keys | None:
     """Reads the keys from the directory that REPLICAX_KEYS names; None if it is not set."""
     directory = os.environ.get(VARIABLE)
     return load(directory, role) if directory else None

@@ -19,7 +19,7 @@ import msgspec
 
 from replicax.foundation import errors, lazy, thread_stacks
 from replicax.protocol import admission, codec, error_replies, limits, messages
-from replicax.protocol.tasks import Task, library_version, new_incarnation
+from replicax.protocol.tasks import Role, Task, library_version, new_incarnation
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
 from replicax.transport.sessions import Session
@@ -159,7 +159,7 @@ class Service:
             self._outbox.append(saying)
             self._wakeup.set()
 
-    def has_session(self, role: messages.Role, incarnation: int) -> bool:
+    def has_session(self, role: Role, incarnation: int) -> bool:
         """Tells whether a process has an open connection to this service.
 
         The kernel closes those of a process that ends, however it ends. Those of one that is
@@ -349,7 +349,7 @@ class Service:
         greeting = codec.decode_hello(message)
         # Who says something else first may be known from an earlier life of this task.
         reply: messages.Body = error_replies.hello_first()
-        role: messages.Role = "worker"
+        role: Role = "worker"
         if greeting is not None:
             hello = greeting[1]
             role = self._proven_role(message[0]) or hello.role
@@ -373,7 +373,7 @@ class Service:
                 self._sessions.popitem(last=False)
         self._send(session, codec.encode("", 0, self.incarnation, 0, reply))
 
-    def _proven_role(self, frame: zmq.Frame) -> messages.Role | None:
+    def _proven_role(self, frame: zmq.Frame) -> Role | None:
         """Returns the role that the key of a connection stands for; None without keys."""
         if self._listener.authenticator is None:
             return None
@@ -382,7 +382,7 @@ class Service:
         except zmq.ZMQError as error:
             raise errors.ProtocolError("A connection has no key.") from error
 
-    def _judge(self, hello: messages.Hello, role: messages.Role) -> messages.Body:
+    def _judge(self, hello: messages.Hello, role: Role) -> messages.Body:
         """Decides whether a session is let in."""
         try:
             admission.check(hello, role, self.task, self._allowed, library_version())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from replicax.protocol import messages
-from replicax.protocol.tasks import Task
+from replicax.protocol.tasks import Role, Task
 from replicax.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
 
 
@@ -34,9 +33,9 @@ class Session:
         "writer",
     )
 
-    def __init__(self, identity: bytes, role: messages.Role, task: int, incarnation: int) -> None:
+    def __init__(self, identity: bytes, role: Role, task: int, incarnation: int) -> None:
         self.identity = identity
-        self.role: messages.Role = role
+        self.role: Role = role
         self.task = task
         self.incarnation = incarnation
         self.job = ""

@@ -320,7 +320,7 @@ class ParameterClient:
         post = Post(closures)
         self._under_way[server].append(post)
         with self._losing(server):
-            post.number = self._channels[server].post(
+            post.number = self._channels[server].send(
                 messages.Exchange(pushes, reads), [*payloads, *buffers]
             )
         return post
@@ -332,12 +332,12 @@ class ParameterClient:
             if timeout:
                 self._waiting_for = (server, time.monotonic())
             try:
-                answer = self._channels[server].collect(timeout)
+                answer = self._channels[server].receive(timeout)
             finally:
                 self._waiting_for = None
             if answer is None and timeout:
                 # Later answers would be taken for those of the questions that follow.
-                self._channels[server].forget()
+                self._channels[server].cancel()
                 raise outgoing.no_answer(self._channels[server].peer, timeout)
         if answer is None:
             return None

@@ -226,14 +226,14 @@ class Mirroring:
             if not num_asked:
                 if not self._is_woken(_BEAT_S):
                     self._note_asked()
-                    channel.post(messages.Replicate(0, 0))
+                    channel.send(messages.Replicate(0, 0))
                     num_asked += 1
                 if self._log.target is None or self._ending.is_set():
                     return
                 continue
             # With a full window there is nothing to be woken for.
             wakeup = self._wakeup.fd if num_asked < _WINDOW else None
-            found = channel.collect(self._answer_s, wakeup)
+            found = channel.receive(self._answer_s, wakeup)
             if found is not None:
                 num_asked -= 1
                 self._note_asked()
@@ -246,7 +246,7 @@ class Mirroring:
     def _post(self, channel: Channel, batch: Batch) -> None:
         is_slow = any(isinstance(change.body, self._store.SLOW) for change in batch.changes)
         body = messages.Replicate(batch.position, len(batch.changes), is_slow)
-        channel.post(body, [journal.encode(batch.changes), *batch.buffers])
+        channel.send(body, [journal.encode(batch.changes), *batch.buffers])
 
     def _seed(self, channel: Channel, job: str) -> None:
         """Gives the mirror all that the store holds, while that goes on."""
@@ -258,10 +258,10 @@ class Mirroring:
                 file.seek(offset)
                 is_first = self._reached != job
                 seed = messages.Seed(position, offset, total, is_first, attach)
-                channel.post(seed, [file.read(PIECE_BYTES)])
+                channel.send(seed, [file.read(PIECE_BYTES)])
                 num_asked += 1
                 while num_asked >= _WINDOW or (num_asked and offset + PIECE_BYTES >= total):
-                    found = channel.collect(self._answer_s)
+                    found = channel.receive(self._answer_s)
                     if found is not None:
                         num_asked -= 1
                         if isinstance(found[1], messages.ErrorReply):

@@ -14,6 +14,7 @@ import msgspec
 
 from replicax.foundation import errors
 from replicax.protocol import messages
+from replicax.protocol.tasks import Role
 
 AnyChange = (
     messages.Attach
@@ -39,7 +40,7 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
       num_failures: How many closures of an exchange could not change what they wanted.
     """
 
-    role: messages.Role
+    role: Role
     incarnation: int
     epoch: int
     body: AnyChange

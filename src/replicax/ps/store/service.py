@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.protocol import messages
+from replicax.protocol.tasks import Role
 from replicax.ps.store import accumulation, exchange, jobs, memory, snapshot
 from replicax.ps.store.counters import Figures
 from replicax.ps.store.journal import AnyChange, Change, Journal, Unwatched
@@ -100,7 +101,7 @@ class ParameterStore:
 
     def handle(
         self,
-        role: messages.Role,
+        role: Role,
         incarnation: int,
         body: messages.Body,
         buffers: Sequence[Any] = (),
@@ -315,7 +316,7 @@ class ParameterStore:
 
     def _exchange(
         self,
-        role: messages.Role,
+        role: Role,
         incarnation: int,
         body: messages.Exchange,
         buffers: Sequence[Any],

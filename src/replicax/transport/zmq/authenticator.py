@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replicax.foundation import lazy
-from replicax.protocol import messages
+from replicax.protocol.tasks import Role
 from replicax.transport.keys import Keys
 from replicax.transport.zmq import zmq_io
 
@@ -66,12 +66,12 @@ class KnownKeys:
             self._stamp, self._keys = stamp, self._keys.latest()
             self._roles = _roles(self._keys)
 
-    def role_of(self, key: bytes) -> messages.Role | None:
+    def role_of(self, key: bytes) -> Role | None:
         """Returns the role of a public key; None for one that is not known."""
         return self._roles.get(key)
 
 
-def _roles(keys: Keys) -> dict[bytes, messages.Role]:
+def _roles(keys: Keys) -> dict[bytes, Role]:
     return {key: role for role in keys.public_keys for key in keys.good(role)}
 
 
