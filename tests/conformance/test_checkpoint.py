@@ -615,27 +615,3 @@ def test_a_checkpoint_moves_between_numbers_of_devices(
         subprocess.run(
             [sys.executable, str(PROGRAMS / "checkpoint_move.py"), *args], check=True, timeout=250
         )
-
-
-def test_the_bytes_on_disk_can_be_read_with_orbax(tmp_path: Path) -> None:
-    import asyncio
-
-    import orbax.checkpoint as orbax
-    from etils import epath
-
-    from replicax.checkpointing import manifest, storage
-
-    values = [np.arange(3_000_000, dtype=np.float32), np.ones(7, np.int8)]
-    path = Path(rx.train.Checkpoint(values=values).write(tmp_path / "bytes"))
-    kinds = orbax.type_handlers
-    place = kinds.ParamInfo(
-        name=storage.ARRAYS,
-        parent_dir=epath.Path(path),
-        is_ocdbt_checkpoint=False,
-        use_zarr3=False,
-        ts_context=kinds.get_ts_context(use_ocdbt=False),
-    )
-    (stream,) = asyncio.run(kinds.NumpyHandler().deserialize([place]))
-    entries = manifest.read(path).entries
-    for i, value in enumerate(values):
-        np.testing.assert_array_equal(storage.array_in(stream, entries[f"values/{i}"]), value)

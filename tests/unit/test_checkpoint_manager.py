@@ -17,8 +17,11 @@ import pytest
 from vocabulary import refused
 
 import replicax as rx
-from replicax.checkpointing import storage
+from replicax.bundle import publishing
+from replicax.bundle.manifest import CHECKPOINT
+from replicax.bundle.reading import Bundle
 from replicax.checkpointing.retention import Policy, Record
+from replicax.checkpointing.snapshot import Snapshot
 
 PROGRAMS = Path(__file__).parent.parent / "support" / "programs"
 
@@ -133,9 +136,9 @@ def test_restore_or_initialize(tmp_path: Path) -> None:
 
 
 def flip_in_arrays(path: str) -> Path:
-    file = Path(path) / storage.ARRAYS / "0"
+    file = Path(path) / "data-00000.safetensors"
     data = bytearray(file.read_bytes())
-    data[0] ^= 1
+    data[-1] ^= 1
     file.write_bytes(data)
     return file
 
@@ -183,19 +186,42 @@ def test_a_program_of_another_shape_does_not_fall_back(tmp_path: Path) -> None:
         other.restore_latest()
 
 
+def test_a_save_reads_no_manifest(tmp_path: Path, monkeypatch: Any) -> None:
+    """Policies that need numbers only read none; others read those of earlier programs, once."""
+    _, manager = make(tmp_path, max_to_keep=None)
+    with manager:
+        for _ in range(3):
+            manager.save(metrics={"loss": 1.0})
+    opened: list[str] = []
+    read = Bundle._read_manifest
+    monkeypatch.setattr(
+        Bundle, "_read_manifest", lambda self: (opened.append(self._path.name), read(self))[1]
+    )
+    _, manager = make(tmp_path, max_to_keep=2)
+    with manager:
+        manager.save()
+    assert opened == [] and names(manager) == ["ckpt-3", "ckpt-4"]
+    _, manager = make(tmp_path, max_to_keep=3, keep_best=1, best_metric="-loss")
+    with manager:
+        for _ in range(3):
+            manager.save(metrics={"loss": 2.0})
+    assert opened == ["ckpt-3", "ckpt-4"]
+    assert names(manager) == ["ckpt-3", "ckpt-5", "ckpt-6", "ckpt-7"]
+
+
 # In the background.
 
 
 def test_async_save_keeps_the_values_of_the_call(tmp_path: Path, monkeypatch: Any) -> None:
     variable, manager = make(tmp_path, np.arange(1 << 18, dtype=np.float32))
     go_on = threading.Event()
-    write = storage.write
+    write = Snapshot.write
 
     def slow_write(*args: Any) -> None:
         assert go_on.wait(30)
         write(*args)
 
-    monkeypatch.setattr(storage, "write", slow_write)
+    monkeypatch.setattr(Snapshot, "write", slow_write)
     with manager:
         path = manager.save(asynchronous=True)
         # The array behind the variable is overwritten in place: it was donated.
@@ -211,17 +237,18 @@ def test_async_save_keeps_the_values_of_the_call(tmp_path: Path, monkeypatch: An
 
 def test_async_errors_are_raised_by_the_next_call(tmp_path: Path, monkeypatch: Any) -> None:
     _, manager = make(tmp_path, save_async=True)
-    write = storage.write
+    write = Snapshot.write
 
-    def failing_write(path: Path, *args: Any) -> None:
-        raise storage.cannot_write(path, OSError(28, "No space left on device"))
+    def failing_write(_: Snapshot, path: Path, *args: Any) -> None:
+        error = OSError(28, "No space left on device")
+        raise publishing.cannot_write(path, error, CHECKPOINT)
 
     for call in (manager.save, manager.wait, manager.restore_latest, manager.close):
-        monkeypatch.setattr(storage, "write", failing_write)
+        monkeypatch.setattr(Snapshot, "write", failing_write)
         manager.save()
         with refused(rx.errors.CheckpointError, "No space left"):
             call()
-        monkeypatch.setattr(storage, "write", write)
+        monkeypatch.setattr(Snapshot, "write", write)
         manager.save()
         manager.wait()
     manager.close()

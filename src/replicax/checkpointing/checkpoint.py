@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from replicax.bundle.names import child_name
 from replicax.checkpointing import snapshot
-from replicax.checkpointing.graph import Graph, child_name
+from replicax.checkpointing.graph import Graph
 from replicax.checkpointing.slots import ValueSlot
 from replicax.checkpointing.snapshot import Snapshot
 from replicax.checkpointing.status import RestoreStatus
@@ -82,12 +83,13 @@ class Checkpoint:
         """Saves to `file_prefix-<number>`, counting up; returns that path."""
         number = self._counter + 1
         path = Path(f"{os.fspath(file_prefix)}-{number}")
-        self.take_snapshot("Checkpoint.save", number).write(path, number)
+        self.take_snapshot("Checkpoint.save", number, is_copied=False).write(path, number)
         return str(path)
 
     def write(self, path: str | os.PathLike[str]) -> str:
         """Saves to exactly `path`, a new directory, or in place of the checkpoint there."""
-        self.take_snapshot("Checkpoint.write", self._counter).write(Path(path), self._counter)
+        taken = self.take_snapshot("Checkpoint.write", self._counter, is_copied=False)
+        taken.write(Path(path), self._counter)
         return os.fspath(path)
 
     def restore(self, path: str | os.PathLike[str] | None) -> RestoreStatus:
@@ -105,15 +107,17 @@ class Checkpoint:
 
     read = restore
 
-    def take_snapshot(self, api: str, number: int, spare: np.ndarray | None = None) -> Snapshot:
-        """Copies all values into host memory, `spare` if it fits; counts as save `number`."""
+    def take_snapshot(
+        self, api: str, number: int, *, is_copied: bool, spare: np.ndarray | None = None
+    ) -> Snapshot:
+        """Reads all values, as save `number`; see `snapshot.take`."""
         _require_plain_code(api)
         if self._last_restore is not None:
             # Values that still wait for an object may find it in a list or dict by now.
             _ = self._last_restore.pending
         before, self.__dict__["_counter"] = self._counter, number
         try:
-            return snapshot.take(self._walk(), spare)
+            return snapshot.take(self._walk(), is_copied=is_copied, spare=spare)
         except BaseException:
             self.__dict__["_counter"] = before
             raise

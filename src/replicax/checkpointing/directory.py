@@ -8,7 +8,8 @@ import re
 import weakref
 from pathlib import Path
 
-from replicax.checkpointing import manifest, storage
+from replicax.bundle import manifest, publishing
+from replicax.bundle.manifest import CHECKPOINT
 from replicax.foundation import errors, exclusive_files
 
 _NUMBERED = re.compile(r"(?P<name>.+)-(?P<step>[0-9]{1,18})")
@@ -34,7 +35,7 @@ def steps_in(directory: Path, name: str | None = None) -> dict[int, Path]:
         ) from error
     for entry in entries:
         match = _NUMBERED.fullmatch(entry.name)
-        if not match or name not in (None, match["name"]) or storage.TEMPORARY in entry.name:
+        if not match or name not in (None, match["name"]) or publishing.TEMPORARY in entry.name:
             continue
         if (entry / manifest.FILE_NAME).is_file():
             found[int(match["step"])] = entry
@@ -70,7 +71,7 @@ class WriterLock:
         except OSError as error:
             if error.errno in _READ_ONLY:
                 return False
-            raise storage.cannot_write(self._directory, error) from error
+            raise publishing.cannot_write(self._directory, error, CHECKPOINT) from error
         self._closer = weakref.finalize(self, os.close, descriptor)
         return True
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
-from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.bundle.names import child_name, child_path, joined
 from replicax.checkpointing import plain
 from replicax.checkpointing.slots import (
     ArraySlot,
@@ -152,35 +152,7 @@ class Graph:
         self._rebuilders.append(rebuild)
         for index, (path, leaf) in enumerate(found):
             parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
-            self.add(_joined(name, parts), leaf, lambda new, index=index: put_leaf(index, new))
-
-
-def child_name(parent: str, key: Any) -> str:
-    """Returns the path of a child; characters with a meaning in paths are escaped.
-
-    >>> child_name("model", "a/b")
-    'model/a%2Fb'
-    """
-    return _joined(parent, [str(key)])
-
-
-def child_path(parent: str, path: str) -> str:
-    """Returns the path of something below an object, given the path from there.
-
-    >>> child_path("optimizer", "0/mu")
-    'optimizer/0/mu'
-    """
-    return _joined(parent, path.split("/"))
-
-
-def _joined(parent: str, parts: Sequence[str]) -> str:
-    return "/".join(filter(None, [parent, *map(_escaped, parts)]))
-
-
-def _escaped(part: str) -> str:
-    if part in ("", ".", ".."):
-        return part.replace(".", "%2E") or "%"
-    return "".join(c if c.isprintable() and c not in "%/\\" else quote(c, safe="") for c in part)
+            self.add(joined(name, parts), leaf, lambda new, index=index: put_leaf(index, new))
 
 
 def _is_object(value: Any) -> bool:

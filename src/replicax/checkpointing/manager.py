@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from replicax.checkpointing import manifest as manifests
-from replicax.checkpointing import storage
+from replicax.bundle import names, publishing
+from replicax.bundle.manifest import CHECKPOINT
 from replicax.checkpointing.background import BackgroundWork
 from replicax.checkpointing.checkpoint import Checkpoint
 from replicax.checkpointing.directory import WriterLock, steps_in
+from replicax.checkpointing.manifest import SavedCheckpoint
 from replicax.checkpointing.retention import Policy, Record
 from replicax.checkpointing.snapshot import Snapshot
 from replicax.checkpointing.status import RestoreStatus
@@ -89,9 +92,11 @@ class CheckpointManager:
         self._work = BackgroundWork()
         # Host memory of the last save, for the next one.
         self._spare: np.ndarray | None = None
+        # What the policy needs of each checkpoint that this manager has saved or read.
+        self._known: dict[int, Record] = {}
         self._lock = WriterLock(self._directory)
         if self._lock.acquire():
-            storage.remove_leftovers(self._directory)
+            publishing.remove_leftovers(self._directory)
 
     def __repr__(self) -> str:
         return f"<rx.train.CheckpointManager of {self._checkpoint!r} in {self.directory!r}>"
@@ -127,7 +132,7 @@ class CheckpointManager:
     def best_checkpoint(self) -> str | None:
         """Path of the checkpoint with the best metric."""
         steps = self._steps()
-        best = self._policy.best(_records(steps))
+        best = self._policy.best(self._records(steps))
         return str(steps[best[0].step]) if best else None
 
     def _steps(self) -> dict[int, Path]:
@@ -162,18 +167,19 @@ class CheckpointManager:
         if check_interval and not self._is_due(now):
             return None
         if not self._lock.acquire():
-            raise storage.cannot_write(
-                self._directory, PermissionError("it can only be read by this process")
-            )
+            denied = PermissionError("it can only be read by this process")
+            raise publishing.cannot_write(self._directory, denied, CHECKPOINT)
         number = self._number(checkpoint_number)
         path = self._directory / f"{self._name}-{number}"
-        api, spare = "CheckpointManager.save", self._spare
-        self._spare = None
-        taken = self._checkpoint.take_snapshot(api, number, spare)
+        is_async = self._is_async if asynchronous is None else asynchronous
+        spare, self._spare = self._spare, None
+        taken = self._checkpoint.take_snapshot(
+            "CheckpointManager.save", number, is_copied=is_async, spare=spare
+        )
         # Free again when the next save starts, which waits for this one.
-        self._spare = taken.stream
+        self._spare = taken.memory
         measured = {name: float(value) for name, value in (metrics or {}).items()}
-        if self._is_async if asynchronous is None else asynchronous:
+        if is_async:
             self._work.start(lambda: _delete(self._write(taken, path, number, measured)))
         else:
             expired = self._write(taken, path, number, measured)
@@ -204,9 +210,25 @@ class CheckpointManager:
     ) -> list[Path]:
         """Writes a checkpoint; returns what is left of those that are not kept."""
         taken.write(path, number, metrics)
+        self._known[number] = Record(number, time.time(), metrics)
         steps = steps_in(self._directory, self._name)
-        expired = self._policy.expired(_records(steps))
-        return [storage.put_aside(steps[step]) for step in expired if step != number]
+        expired = self._policy.expired(self._records(steps))
+        return [publishing.put_aside(steps[step]) for step in expired if step != number]
+
+    def _records(self, steps: Mapping[int, Path]) -> list[Record]:
+        """Returns what the policy needs; a damaged checkpoint counts with its number alone.
+
+        Manifests are read once, and only if the policy needs more than numbers.
+        """
+        if self._policy.needs_only_numbers:
+            return [Record(step) for step in steps]
+        for step, path in steps.items():
+            if step in self._known:
+                continue
+            self._known[step] = Record(step)
+            with contextlib.suppress(errors.CheckpointError), SavedCheckpoint(path) as saved:
+                self._known[step] = Record(step, saved.saved_at, saved.metrics)
+        return [self._known[step] for step in steps]
 
     def wait(self) -> None:
         """Waits for a save in the background; raises its error."""
@@ -283,22 +305,10 @@ def _delete(paths: list[Path]) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _records(steps: Mapping[int, Path]) -> list[Record]:
-    """Reads what the policy needs; a damaged checkpoint counts with its number alone."""
-    found: list[Record] = []
-    for step, path in steps.items():
-        try:
-            content = manifests.read(path)
-            found.append(Record(step, content.saved_at, content.metrics))
-        except errors.CheckpointError:
-            found.append(Record(step))
-    return found
-
-
 def _require_name(name: str) -> None:
     try:
-        manifests.require_name(name)
-        is_good = "/" not in name and storage.TEMPORARY not in name
+        names.require_name(name)
+        is_good = "/" not in name and publishing.TEMPORARY not in name
     except ValueError:
         is_good = False
     if not is_good:

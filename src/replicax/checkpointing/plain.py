@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any
+from collections.abc import Callable
+
+import msgspec
 
 from replicax.foundation import errors
 
@@ -12,26 +14,37 @@ from replicax.foundation import errors
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes)
 
 
-def encode(value: Any) -> dict[str, Any]:
+class Encoded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plain value as JSON: the name of its type, and its text."""
+
+    type: str
+    value: object
+
+
+def encode(value: object) -> Encoded:
     """Returns the JSON form of a plain value.
 
     >>> encode(0.1)
-    {'type': 'float', 'value': '0.1'}
+    Encoded(type='float', value='0.1')
     """
     if isinstance(value, bytes):
-        return {"type": "bytes", "value": base64.b64encode(value).decode("ascii")}
+        return Encoded("bytes", base64.b64encode(value).decode("ascii"))
     if isinstance(value, str):
-        return {"type": "str", "value": str(value)}
+        return Encoded("str", str(value))
     if value is None or isinstance(value, bool):
-        return {"type": type(value).__name__, "value": value}
-    # Text: JSON has no inf or nan, and readers in other languages cut long numbers.
-    kind: Any = next(t for t in (int, float, complex) if isinstance(value, t))
-    return {"type": kind.__name__, "value": repr(kind(value))}
+        return Encoded(type(value).__name__, value)
+    # Text: JSON has no inf or nan, and readers in other languages round long numbers.
+    if isinstance(value, int):
+        return Encoded("int", repr(int(value)))
+    if isinstance(value, float):
+        return Encoded("float", repr(float(value)))
+    assert isinstance(value, complex), type(value)
+    return Encoded("complex", repr(complex(value)))
 
 
-def decode(encoded: dict[str, Any]) -> Any:
-    """Returns the value whose JSON form is given; ValueError or TypeError if it is none."""
-    kind, value = encoded["type"], encoded["value"]
+def decode(encoded: Encoded) -> object:
+    """Returns the value of a JSON form; ValueError or TypeError if it is not one."""
+    kind, value = encoded.type, encoded.value
     if kind in ("NoneType", "bool", "json"):
         if (kind == "NoneType" and value is not None) or (kind == "bool" and value not in (0, 1)):
             raise ValueError(f"{value!r} is not a {kind}")
@@ -42,14 +55,14 @@ def decode(encoded: dict[str, Any]) -> Any:
         return base64.b64decode(value, validate=True)
     if kind == "str":
         return value
-    parsers: dict[str, Any] = {"int": int, "float": float, "complex": complex}
+    parsers: dict[str, Callable[[str], object]] = {"int": int, "float": float, "complex": complex}
     if kind not in parsers:
         raise ValueError(f"unknown type {kind!r}")
     return parsers[kind](value)
 
 
-def encode_state(name: str, state: Any) -> dict[str, Any]:
-    """Returns the JSON form of what `get_state()` gave."""
+def encode_state(name: str, state: object) -> Encoded:
+    """Returns the JSON form of what `get_state()` returned."""
     if isinstance(state, bytes):
         return encode(state)
     try:
@@ -60,4 +73,4 @@ def encode_state(name: str, state: Any) -> dict[str, Any]:
             f"it returned a {type(state).__name__} ({error})",
             "Return dicts with text keys, lists, numbers and text.",
         ) from error
-    return {"type": "json", "value": json.loads(text)}
+    return Encoded("json", json.loads(text))

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from replicax.checkpointing import manifest as manifests
-from replicax.checkpointing import storage
 from replicax.checkpointing.directory import steps_in
-from replicax.checkpointing.manifest import ArrayEntry
+from replicax.checkpointing.manifest import ArrayEntry, SavedCheckpoint
 from replicax.foundation import errors
 
 _log = logging.getLogger(__name__)
@@ -93,36 +91,34 @@ def _wait_for_new(directory: Path, last: str | None, timeout: float | None) -> s
 def list_variables(path: str | os.PathLike[str]) -> list[tuple[str, tuple[int, ...], str]]:
     """Returns name, shape and dtype of every array in a checkpoint, by name.
 
+    Reads the manifest only.
+
     >>> import replicax as rx, tempfile
     >>> path = rx.train.Checkpoint(v=rx.Variable([1.0, 2.0])).write(tempfile.mkdtemp() + "/a")
     >>> list_variables(path)
     [('v', (2,), 'float32')]
     """
-    entries = manifests.read(Path(path)).entries.values()
-    found = [(e.name, e.shape, e.dtype) for e in entries if isinstance(e, ArrayEntry)]
-    return sorted(found)
+    with SavedCheckpoint(Path(path)) as saved:
+        return [(entry.name, entry.shape, entry.dtype) for entry in saved.arrays]
 
 
 def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
-    """Returns one array of a checkpoint, which is read and checked whole.
+    """Returns one array of a checkpoint, after comparing its checksums.
+
+    Reads the manifest and the bytes of this array only.
 
     >>> import replicax as rx, tempfile
     >>> path = rx.train.Checkpoint(v=rx.Variable([1.0, 2.0])).write(tempfile.mkdtemp() + "/a")
     >>> load_variable(path, "v")
     array([1., 2.], dtype=float32)
     """
-    content = manifests.read(Path(path))
-    entry = content.find(name)
-    if not isinstance(entry, ArrayEntry):
-        names = [n for n, _, _ in list_variables(path)]
-        raise errors.NotFoundError(
-            f"{name!r} must be an array in the checkpoint {os.fspath(path)}",
-            f"it holds {', '.join(names[:10]) or 'no array'}",
-            "Choose one of them; `rx.train.list_variables` lists all.",
-        )
-    return storage.array_in(storage.read(Path(path), content), entry).copy()
-
-
-def verify(path: Path) -> None:
-    """Reads a whole checkpoint and raises DataLossError if anything is not as it was saved."""
-    storage.read(path, manifests.read(path))
+    with SavedCheckpoint(Path(path)) as saved:
+        entry = saved.find(name)
+        if not isinstance(entry, ArrayEntry):
+            names = [entry.name for entry in saved.arrays]
+            raise errors.NotFoundError(
+                f"{name!r} must be an array in the checkpoint {os.fspath(path)}",
+                f"it holds {', '.join(names[:10]) or 'no array'}",
+                "Choose one of them; `rx.train.list_variables` lists all.",
+            )
+        return saved.read([entry.name])[entry.name]

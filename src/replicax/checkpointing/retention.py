@@ -43,6 +43,11 @@ class Policy:
         if self.keep_best < 0 or (self.keep_best and not self.best_metric):
             raise _invalid("keep_best (which goes with best_metric)", self.keep_best)
 
+    @property
+    def needs_only_numbers(self) -> bool:
+        """Whether neither the times nor the metrics of checkpoints matter."""
+        return self.every_n_hours is None and not self.best_metric
+
     def expired(self, records: Sequence[Record]) -> list[int]:
         """Returns the numbers of the checkpoints that are not to be kept.
 

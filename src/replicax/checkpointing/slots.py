@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
-from replicax.checkpointing import manifest, plain
-from replicax.checkpointing.manifest import ArrayEntry, PlainEntry
+from replicax.bundle import dtypes
+from replicax.checkpointing import plain
+from replicax.checkpointing.manifest import ArrayEntry, Entry, PlainEntry
 from replicax.contexts import frames
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import VariableAggregation
 from replicax.variables.variable import Variable
 
-Entry = ArrayEntry | PlainEntry
 # Puts a new object where an old one was found.
 Setter = Callable[[Any], None]
 
@@ -65,7 +65,7 @@ class Slot(abc.ABC):
 def describe(entry: Entry) -> str:
     """Returns kind, shape and type of an entry, for people."""
     if isinstance(entry, PlainEntry):
-        return f"a {entry.kind} of type {entry.encoded['type']}"
+        return f"a {entry.kind} of type {entry.encoded.type}"
     return f"a {entry.kind} of shape {entry.shape} and dtype {entry.dtype}"
 
 
@@ -222,7 +222,7 @@ def _copied(value: np.ndarray) -> jax.Array:
 
 def require_dtype_name(name: str, dtype: np.dtype) -> str:
     """Returns the name under which a type is saved, or raises for the object `name`."""
-    found = manifest.name_of_dtype(dtype)
+    found = dtypes.name_of_dtype(dtype)
     if found is None:
         raise errors.ArgumentTypeError(
             f"The array {name!r} needs numbers, bools or text of fixed length to be saved",

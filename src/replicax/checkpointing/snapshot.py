@@ -1,4 +1,4 @@
-"""A snapshot: the values of a program at one moment, in host memory of its own."""
+"""A snapshot: the values of a program at one moment, ready to be written."""
 
 from __future__ import annotations
 
@@ -6,82 +6,82 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
-from replicax.checkpointing import storage
+from replicax.bundle.data_files import ALIGNMENT
+from replicax.bundle.manifest import CHECKPOINT
+from replicax.bundle.publishing import BundleWriter
+from replicax.bundle.reading import aligned_memory
 from replicax.checkpointing.graph import Graph
-from replicax.checkpointing.manifest import ArrayEntry, Manifest, PlainEntry, StoredFile
+from replicax.checkpointing.manifest import ArrayEntry, Contents, PlainEntry
+from replicax.checkpointing.plain import Encoded
 from replicax.checkpointing.slots import KeySlot, Slot, require_dtype_name
 from replicax.foundation import errors, jax_compat
 
 
 @dataclasses.dataclass
 class Snapshot:
-    """What a save needs; nothing of it is shared with the program any more.
+    """The values that a save writes.
 
     Attributes:
-      arrays: Descriptions of the arrays.
+      arrays: Descriptions of the arrays, with their values.
       plains: Plain values.
       aliases: Further paths of objects.
-      stream: The bytes of all arrays.
+      memory: The memory that the values were copied into; None if they were not copied.
     """
 
-    arrays: list[ArrayEntry]
+    arrays: list[tuple[ArrayEntry, np.ndarray]]
     plains: list[PlainEntry]
     aliases: dict[str, str]
-    stream: np.ndarray
+    memory: np.ndarray | None = None
 
     def write(self, path: Path, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Writes the snapshot to disk as the checkpoint `path`."""
-        saved_at = time.time()
-
-        def describe(files: dict[str, StoredFile]) -> Manifest:
-            return Manifest(
-                step=step,
-                saved_at=saved_at,
-                entries={e.name: e for e in [*self.arrays, *self.plains]},
-                aliases=self.aliases,
-                metrics=dict(metrics or {}),
-                size=self.stream.nbytes,
-                files=files,
-            )
-
-        storage.write(path, self.stream, describe)
+        entries = [*(entry for entry, _ in self.arrays), *self.plains]
+        contents = Contents.of(entries, self.aliases, step, time.time(), metrics or {})
+        with BundleWriter(path, CHECKPOINT) as writer:
+            writer.write_arrays({entry.name: (entry.dtype, one) for entry, one in self.arrays})
+            writer.publish(contents)
 
 
-def take(graph: Graph, spare: np.ndarray | None = None) -> Snapshot:
-    """Copies the values of a graph into host memory.
+def take(graph: Graph, *, is_copied: bool, spare: np.ndarray | None = None) -> Snapshot:
+    """Reads the values of a graph.
 
     Args:
-      graph: What to copy.
-      spare: The stream of an earlier snapshot that nobody needs any more. Memory that is in
-        use is copied to several times faster than memory that is new.
+      graph: What to read.
+      is_copied: Whether later changes of the values must not show. If not, only arrays that can
+        change in place are copied.
+      spare: Memory of an earlier snapshot that is not used any more. Copying into it is several
+        times faster than into new memory.
     """
     found = [(slot, slot.read()) for slot in graph.slots.values()]
     plains = [
-        PlainEntry(slot.name, slot.kind, value) for slot, value in found if isinstance(value, dict)
+        PlainEntry(slot.name, slot.kind, value)
+        for slot, value in found
+        if isinstance(value, Encoded)
     ]
-    sources = [(slot, value) for slot, value in found if not isinstance(value, dict)]
+    sources = [(slot, value) for slot, value in found if not isinstance(value, Encoded)]
     for _, value in sources:
         if isinstance(value, jax.Array):
             value.copy_to_host_async()
-    arrays: list[ArrayEntry] = []
-    hosts: list[np.ndarray] = []
-    end = 0
+    arrays: list[tuple[ArrayEntry, np.ndarray]] = []
     for slot, value in sources:
         host = _on_host(slot, value)
+        if not is_copied and not isinstance(value, jax.Array):
+            host = host.copy()
         key_impl = slot.key_impl if isinstance(slot, KeySlot) else ""
         dtype = require_dtype_name(slot.name, host.dtype)
-        arrays.append(ArrayEntry(slot.name, slot.kind, host.shape, dtype, end, key_impl))
-        hosts.append(host)
-        end += -(-host.nbytes // storage.ALIGNMENT) * storage.ALIGNMENT
-    return Snapshot(arrays, plains, graph.aliases, _joined(hosts, arrays, end, spare))
+        arrays.append((ArrayEntry(slot.name, slot.kind, host.shape, dtype, key_impl), host))
+    if not is_copied:
+        return Snapshot(arrays, plains, graph.aliases)
+    copies, memory = _copied([host for _, host in arrays], spare)
+    entries = [entry for entry, _ in arrays]
+    return Snapshot(list(zip(entries, copies, strict=True)), plains, graph.aliases, memory)
 
 
-def _on_host(slot: Slot, value: Any) -> np.ndarray:
+def _on_host(slot: Slot, value: object) -> np.ndarray:
     if jax_compat.is_traced(value):
         raise errors.TracingError(
             f"{slot.name!r} needs a value to be saved",
@@ -99,19 +99,18 @@ def _on_host(slot: Slot, value: Any) -> np.ndarray:
     return host.astype(host.dtype.newbyteorder("="), copy=False)
 
 
-def _joined(
-    hosts: Sequence[np.ndarray],
-    arrays: Sequence[ArrayEntry],
-    end: int,
-    spare: np.ndarray | None,
-) -> np.ndarray:
-    size = storage.padded_size(end)
-    stream = spare if spare is not None and spare.size == size else storage.memory(size)
-    filled = 0
-    for host, entry in zip(hosts, arrays, strict=True):
-        # Gaps must not carry old memory of this process to disk.
-        stream[filled : entry.offset] = 0
-        filled = entry.offset + host.nbytes
-        np.copyto(storage.array_in(stream, entry), host)
-    stream[filled:] = 0
-    return stream
+def _copied(
+    hosts: Sequence[np.ndarray], spare: np.ndarray | None
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Copies arrays into one block of memory; returns the copies and the block."""
+    sizes = [-(-host.nbytes // ALIGNMENT) * ALIGNMENT for host in hosts]
+    total = sum(sizes)
+    memory = spare if spare is not None and spare.size == total else aligned_memory(total)
+    copies: list[np.ndarray] = []
+    start = 0
+    for host, size in zip(hosts, sizes, strict=True):
+        copy = memory[start : start + host.nbytes].view(host.dtype).reshape(host.shape)
+        np.copyto(copy, host)
+        copies.append(copy)
+        start += size
+    return copies, memory

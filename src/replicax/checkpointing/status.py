@@ -10,11 +10,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from replicax.checkpointing import manifest as manifests
-from replicax.checkpointing import plain, storage
-from replicax.checkpointing.graph import Graph, child_path
-from replicax.checkpointing.manifest import ArrayEntry, Manifest
-from replicax.checkpointing.slots import Entry, Slot, StateSlot, describe
+from replicax.bundle.names import child_path
+from replicax.checkpointing import plain
+from replicax.checkpointing.graph import Graph
+from replicax.checkpointing.manifest import ArrayEntry, Entry, SavedCheckpoint
+from replicax.checkpointing.slots import Slot, StateSlot, describe
 from replicax.foundation import errors
 
 # Walks all objects of the Checkpoint.
@@ -39,9 +39,9 @@ class RestoreStatus:
         self.path = None if path is None else str(path)
         self.fallbacks: list[tuple[str, errors.CheckpointError]] = []
         self._walk = walk
-        self._manifest: Manifest | None = None
+        self._saved: SavedCheckpoint | None = None
         self._restored: dict[str, None] = {}
-        # Entries that no object has claimed; the arrays among them, copied.
+        # Entries that no object has claimed; the arrays among them.
         self._pending: dict[str, Entry] = {}
         self._kept: dict[str, np.ndarray] = {}
         self._is_partial = False
@@ -134,21 +134,17 @@ class RestoreStatus:
 
     def load(self, path: Path) -> Self:
         """Gives every object its value, or raises and changes nothing."""
-        content = self._manifest = manifests.read(path)
-        graph = self._walk()
-        matched = self._match(graph, content.entries)
-        stream = storage.read(path, content)
-        arrays = [e for e in content.entries.values() if isinstance(e, ArrayEntry)]
-        views = {e.name: storage.array_in(stream, e) for e in arrays}
-        wanted = {e.name for e in matched.values() if isinstance(e, ArrayEntry)}
-        if 2 * sum(views[name].nbytes for name in wanted) < stream.nbytes:
-            # A small part must not keep all of the stream in memory.
-            views = {n: v.copy() if n in wanted else v for n, v in views.items()}
-        _write(graph, matched, views)
+        with SavedCheckpoint(path) as saved:
+            self._saved = saved
+            graph = self._walk()
+            matched = self._match(graph, saved.entries)
+            saved.bundle.check_files()
+            arrays = saved.read()
+        _write(graph, matched, arrays)
         self._restored = dict.fromkeys(matched)
         taken = {entry.name for entry in matched.values()}
-        self._pending = {n: e for n, e in content.entries.items() if n not in taken}
-        self._kept = {n: views[n].copy() for n in self._pending if n in views}
+        self._pending = {n: e for n, e in saved.entries.items() if n not in taken}
+        self._kept = {n: arrays[n] for n in self._pending if n in arrays}
         self._listen(graph)
         return self
 
@@ -180,11 +176,11 @@ class RestoreStatus:
         self, graph: Graph, wanted: Mapping[str, Entry], slots: Mapping[str, Slot] | None = None
     ) -> dict[str, Entry]:
         """Returns the entry for each slot that has one, after checking that it fits."""
-        assert self._manifest is not None
+        assert self._saved is not None
         found: dict[str, Entry] = {}
         for name, slot in (graph.slots if slots is None else slots).items():
             for path in graph.paths_of(name):
-                entry = self._manifest.find(path)
+                entry = self._saved.find(path)
                 if entry is not None and entry.name in wanted:
                     slot.check(entry, str(self.path))
                     found[name] = entry

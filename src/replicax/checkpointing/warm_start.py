@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from replicax.checkpointing import manifest as manifests
-from replicax.checkpointing import storage
-from replicax.checkpointing.graph import Graph, child_name
-from replicax.checkpointing.manifest import ArrayEntry, Manifest
+from replicax.bundle import manifest as bundles
+from replicax.bundle.names import child_name
+from replicax.checkpointing.graph import Graph
+from replicax.checkpointing.manifest import ArrayEntry, SavedCheckpoint
 from replicax.checkpointing.reading import latest_checkpoint
 from replicax.checkpointing.slots import VariableSlot
 from replicax.contexts import guards
@@ -64,14 +64,13 @@ def warm_start(
             "Correct the names, or the choice of variables.",
         )
     path = _checkpoint_at(Path(ckpt_to_initialize_from))
-    content = manifests.read(path)
-    entries = {
-        name: _entry(content, path, renamed.get(name, name), slot) for name, slot in slots.items()
-    }
-    stream = storage.read(path, content)
+    with SavedCheckpoint(path) as saved:
+        entries = {
+            name: _entry(saved, path, renamed.get(name, name), slot) for name, slot in slots.items()
+        }
+        arrays = saved.read({entry.name for entry in entries.values()})
     for name, slot in slots.items():
-        # A small part must not keep all of the checkpoint in memory.
-        slot.write(storage.array_in(stream, entries[name]).copy())
+        slot.write(arrays[entries[name].name])
 
 
 def _chosen(chosen: Any, objects: Mapping[str, Any] | None) -> dict[str, VariableSlot]:
@@ -108,7 +107,7 @@ def _chosen(chosen: Any, objects: Mapping[str, Any] | None) -> dict[str, Variabl
 
 
 def _checkpoint_at(path: Path) -> Path:
-    if (path / manifests.FILE_NAME).is_file():
+    if (path / bundles.FILE_NAME).is_file():
         return path
     latest = latest_checkpoint(path)
     if latest is None:
@@ -120,10 +119,10 @@ def _checkpoint_at(path: Path) -> Path:
     return Path(latest)
 
 
-def _entry(content: Manifest, path: Path, name: str, slot: VariableSlot) -> ArrayEntry:
-    entry = content.find(name)
+def _entry(saved: SavedCheckpoint, path: Path, name: str, slot: VariableSlot) -> ArrayEntry:
+    entry = saved.find(name)
     if not isinstance(entry, ArrayEntry):
-        names = [e.name for e in content.entries.values() if isinstance(e, ArrayEntry)]
+        names = [entry.name for entry in saved.arrays]
         raise errors.NotFoundError(
             f"{name!r} must be an array in the checkpoint {path}",
             f"it holds {', '.join(names[:10]) or 'no array'}",

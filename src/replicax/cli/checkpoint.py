@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from replicax.checkpointing import manifest, reading
+from replicax.bundle.manifest import FILE_NAME
 from replicax.checkpointing.directory import steps_in
-from replicax.checkpointing.manifest import ArrayEntry, Manifest, PlainEntry
+from replicax.checkpointing.manifest import ArrayEntry, PlainEntry, SavedCheckpoint
 from replicax.cli.failures import told_in_one_line
 from replicax.foundation import errors
 
@@ -41,14 +41,14 @@ def show(directory: Directory, step: Step = None) -> None:
             )
         number = step if step is not None else max(found)
         path = found[number]
-        content = manifest.read(path)
         problem = _problem(path)
-        state = "damaged" if problem else "valid"
-        lines = [f"checkpoint {path}", f"step {content.step}", f"saved {_when(content)}", state]
-        if len(found) > 1:
-            lines.append(f"steps {' '.join(map(str, found))}")
-        typer.echo("\n".join(lines))
-        _print_entries(content)
+        with SavedCheckpoint(path) as saved:
+            state = "damaged" if problem else "valid"
+            lines = [f"checkpoint {path}", f"step {saved.step}", f"saved {_when(saved)}", state]
+            if len(found) > 1:
+                lines.append(f"steps {' '.join(map(str, found))}")
+            typer.echo("\n".join(lines))
+            _print_entries(saved)
         if problem:
             raise problem
 
@@ -65,8 +65,9 @@ def verify(directory: Directory) -> None:
 
 
 def _checkpoints(directory: Path) -> dict[int, Path]:
-    if (directory / manifest.FILE_NAME).exists():
-        return {manifest.read(directory).step: directory}
+    if (directory / FILE_NAME).exists():
+        with SavedCheckpoint(directory) as saved:
+            return {saved.step: directory}
     found = steps_in(directory)
     if not found:
         is_there = "holds none" if directory.is_dir() else "does not exist"
@@ -80,27 +81,28 @@ def _checkpoints(directory: Path) -> dict[int, Path]:
 
 def _problem(path: Path) -> errors.CheckpointError | None:
     try:
-        reading.verify(path)
+        with SavedCheckpoint(path) as saved:
+            saved.verify()
     except errors.CheckpointError as error:
         return error
     return None
 
 
-def _when(content: Manifest) -> str:
-    moment = datetime.datetime.fromtimestamp(content.saved_at, datetime.UTC)
+def _when(saved: SavedCheckpoint) -> str:
+    moment = datetime.datetime.fromtimestamp(saved.saved_at, datetime.UTC)
     return moment.isoformat(sep=" ", timespec="seconds")
 
 
-def _print_entries(content: Manifest) -> None:
-    rows = [_row(entry) for _, entry in sorted(content.entries.items())]
-    rows += [(alias, f"same as {name}", "", "", "") for alias, name in content.aliases.items()]
-    total = sum(e.nbytes for e in content.entries.values() if isinstance(e, ArrayEntry))
+def _print_entries(saved: SavedCheckpoint) -> None:
+    rows = [_row(entry) for _, entry in sorted(saved.entries.items())]
+    rows += [(alias, f"same as {name}", "", "", "") for alias, name in saved.aliases.items()]
+    total = sum(e.nbytes for e in saved.entries.values() if isinstance(e, ArrayEntry))
     heads = ("name", "kind", "shape", "dtype", "bytes")
     if sys.stdout.isatty():
         _print_table(heads, rows)
     else:
         typer.echo("\n".join("\t".join(row) for row in [heads, *rows]))
-    typer.echo(f"{len(content.entries)} entries, {total:,} bytes in arrays")
+    typer.echo(f"{len(saved.entries)} entries, {total:,} bytes in arrays")
 
 
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -115,6 +117,6 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _row(entry: ArrayEntry | PlainEntry) -> tuple[str, str, str, str, str]:
     if isinstance(entry, PlainEntry):
-        return entry.name, entry.kind, "", entry.encoded["type"], ""
+        return entry.name, entry.kind, "", entry.encoded.type, ""
     shape = "x".join(map(str, entry.shape)) or "scalar"
     return entry.name, entry.kind, shape, entry.dtype, str(entry.nbytes)
