@@ -101,7 +101,7 @@ class _Emitter:
             atom = segment.ids[place]
             ids = self.emit(segment.program.sliced_to([atom]), [])[0]
             rows = self._outer.read_rows(read.variable, ids)
-            local = (*atom.aval.shape, *read.variable.shape[1:])
+            local = (*jax_compat.shape_of(atom.aval).shape, *read.variable.shape[1:])
             array = rows.reshape(self._layout.global_shape(local))
             self._rows[place] = _Input(array, True, not local)
 
@@ -109,7 +109,7 @@ class _Emitter:
         """Keeps what a segment computed for the next one."""
         values = program.jaxpr.outvars[program.num_changed :]
         self._handed = [
-            _Input(array, True, not value.aval.shape)
+            _Input(array, True, not jax_compat.shape_of(value.aval).shape)
             for array, value in zip(arrays, values, strict=True)
         ]
 
@@ -122,7 +122,7 @@ class _Emitter:
 
         def on_replica(*local: Any) -> list[Any]:
             own, shared = iter(local[: len(mapped)]), iter(local[len(mapped) :])
-            found = [
+            found: list[list[Any]] = [
                 [None if one is None else next(own if one.is_mapped else shared) for one in group]
                 for group in groups
             ]

@@ -147,8 +147,8 @@ def _pass_on(captured: capturing.Capture, outs: list[Any], outer: Any) -> list[A
         outer.write(variable, next(found))
     for variable in captured.created:
         outer.adopt(variable, next(found))
-    for form in captured.last_changes:
-        outer.record(form.filled([next(found) for _ in range(form.treedef.num_leaves)]))
+    for template in captured.last_changes:
+        outer.record(template.filled([next(found) for _ in range(template.treedef.num_leaves)]))
     for _ in range(captured.num_ids):
         next(found)
     return list(found)

@@ -6,20 +6,23 @@ carry the variables that their bodies write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from replicax.collectives import in_replica
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame
 from replicax.contexts.overlay import Overlay, View
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.types import Tree
 from replicax.tracing import bodies
-from replicax.tracing.bodies import Body, Carried, Structure
-from replicax.tracing.iterators import is_iterator
+from replicax.tracing.bodies import Body, Carried
+from replicax.tracing.iterators import Feed, is_iterator
 from replicax.tracing.loops import (
     CountedLoop,
     Rows,
@@ -29,17 +32,19 @@ from replicax.tracing.loops import (
     next_carry,
     settled,
 )
+from replicax.tracing.structures import Structure, as_array
 from replicax.values.distributed_values import Mirrored, PerReplica
 from replicax.values.layout import AXIS
 from replicax.values.regroup import leaves_of, map_structure
 
 C = TypeVar("C")
+Choice = TypeVar("Choice", bound=ArrayLike)
 
 
 def fori_loop(
-    lower: Any,
-    upper: Any,
-    body_fun: Callable[[Any, C], C],
+    lower: ArrayLike,
+    upper: ArrayLike,
+    body_fun: Callable[[jax.Array, C], C],
     init_val: C,
     *,
     unroll: int | bool | None = None,
@@ -47,8 +52,8 @@ def fori_loop(
     """Calls `body_fun(i, value)` for each i from `lower` to `upper`; `jax.lax.fori_loop`.
 
     Unlike there, the body may read and write variables, apply an optimizer, update metrics
-    and meet other replicas. In cross-replica code it may call `strategy.run`, and, if the
-    bounds are known, `next(iterator)`: one call of a function then trains on many batches,
+    and combine values of replicas. In cross-replica code it may call `strategy.run`, and, if
+    the bounds are known, `next(iterator)`: one call of a function then trains on many batches,
     which are on the devices together. If the data ends before, the call has no effect.
 
     Args:
@@ -57,7 +62,7 @@ def fori_loop(
       body_fun: Takes i and the value so far, and returns the next one: of the same
         structure, shapes and types.
       init_val: The first value.
-      unroll: How many rounds are compiled into one.
+      unroll: The number of rounds that are compiled into one.
 
     >>> import replicax as rx
     >>> total = rx.Variable(0)
@@ -72,7 +77,7 @@ def fori_loop(
         if jax_compat.is_staging():
             return jax.lax.fori_loop(lower, upper, body_fun, init_val, unroll=unroll)
         value = arrays_of(init_val)
-        for i in range(int(lower), int(upper)):
+        for i in range(_as_int(lower), _as_int(upper)):
             value = next_carry("rx.fori_loop", value, body_fun(jnp.asarray(i), value))
         return value
     what = "rx.fori_loop"
@@ -80,7 +85,7 @@ def fori_loop(
     number = Structure(jnp.zeros((), index.dtype))
     number.take_arrays()
     if not jax_compat.is_traced(lower) and not jax_compat.is_traced(upper):
-        count = max(0, int(upper) - int(lower))
+        count = max(0, _as_int(upper) - _as_int(lower))
         first = jnp.asarray(lower, index.dtype)
         rows = Rows(number, [], count, first)
         loop = CountedLoop(what, lambda c, i: (body_fun(i, c), None), rows, unroll or 1)
@@ -90,10 +95,10 @@ def fori_loop(
         what, lambda c, i: (body_fun(i, c),), carry, carry.take_arrays(), [number], [index]
     )
     carried = Carried(outer, [body])
-    if _meets_others([body]):
+    if _needs_agreement([body]):
         lower, upper = (_agreed(bound) for bound in (lower, upper))
 
-    def step(i: Any, state: Any) -> Any:
+    def step(i: jax.Array, state: Tree) -> Tree:
         own, outs = carried.run(body, state[1], [*state[0], i])
         return like(outs, state[0]), own
 
@@ -105,7 +110,7 @@ def fori_loop(
 def scan(
     f: Callable[[C, Any], tuple[C, Any]],
     init: C,
-    xs: Any = None,
+    xs: Tree = None,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -113,17 +118,17 @@ def scan(
     """Calls `f(carry, x)` for each row of `xs` and stacks what it returns; `jax.lax.scan`.
 
     Unlike there, `f` may read and write variables, apply an optimizer, update metrics and
-    meet other replicas. In cross-replica code it may call `strategy.run` and `next(iterator)`;
-    see `rx.fori_loop`.
+    combine values of replicas. In cross-replica code it may call `strategy.run` and
+    `next(iterator)`; see `rx.fori_loop`.
 
     Args:
       f: Takes the carry and a row of `xs`, and returns the next carry and a result.
       init: The first carry.
       xs: Arrays with one row per round, or None; or a dataset or an iterator over one, each
-        element of which is an `x` (there is no result then if there is no element).
+        element of which is an `x` (without elements, the stacked result is None).
       length: The number of rounds, if `xs` is None.
       reverse: Whether to start from the last row.
-      unroll: How many rounds are compiled into one.
+      unroll: The number of rounds that are compiled into one.
 
     >>> import numpy as np, replicax as rx
     >>> total = rx.Variable(0.0)
@@ -149,8 +154,8 @@ def scan(
     return loop.run(outer, init)
 
 
-def reduce_elements(data: Any, initial_state: C, fn: Callable[[C, Any], C]) -> C:
-    """Returns `fn(state, element)` after the last element: one compiled loop, or Python's."""
+def reduce_elements(data: Iterable[Tree], initial_state: C, fn: Callable[[C, Tree], C]) -> C:
+    """Folds `fn(state, element)` over the elements of a dataset; one loop in compiled code."""
     if _compiled_around() is not None:
         return scan(lambda state, element: (fn(state, element), None), initial_state, data)[0]
     state = initial_state
@@ -160,8 +165,13 @@ def reduce_elements(data: Any, initial_state: C, fn: Callable[[C, Any], C]) -> C
 
 
 def _scan_data(
-    outer: Overlay | None, f: Any, init: Any, data: Any, reverse: bool, unroll: int | bool
-) -> Any:
+    outer: Overlay | None,
+    f: Callable[[Tree, Tree], tuple[Tree, Tree]],
+    init: Tree,
+    data: Iterable[Tree],
+    reverse: bool,
+    unroll: int | bool,
+) -> tuple[Tree, Tree]:
     """Calls `f` for each element of a dataset, or of the rest of an iterator."""
     if reverse:
         raise errors.InvalidArgumentError(
@@ -177,17 +187,17 @@ def _scan_data(
             results.append(arrays_of(result))
         return carry, map_structure(_stacked, *results) if results else None
     feed = iter(data)
+    assert isinstance(feed, Feed)
     nothing = Rows(Structure(None), [], None)
     loop = CountedLoop("rx.scan", lambda c, _: _pair(f(c, next(feed))), nothing, unroll)
     return loop.run(outer, init, feed)
 
 
-def while_loop(cond_fun: Callable[[C], Any], body_fun: Callable[[C], C], init_val: C) -> C:
+def while_loop(cond_fun: Callable[[C], ArrayLike], body_fun: Callable[[C], C], init_val: C) -> C:
     """Calls `body_fun(value)` as long as `cond_fun(value)` holds; `jax.lax.while_loop`.
 
     Unlike there, both may read variables and the body may write them. In compiled replica
-    code, all replicas must agree to go on if the body meets other replicas; the first
-    replica decides then.
+    code, the first replica decides for all replicas if the body combines their values.
 
     Args:
       cond_fun: Takes the value and returns a boolean scalar.
@@ -218,13 +228,13 @@ def while_loop(cond_fun: Callable[[C], Any], body_fun: Callable[[C], C], init_va
     test = bodies.trace(f"{what}'s condition", lambda c: (cond_fun(c),), [carry], shapes)
     _require_condition(test)
     carried = Carried(outer, [body, test])
-    is_common = _meets_others([body, test])
+    is_common = _needs_agreement([body, test])
 
-    def holds(state: Any) -> Any:
-        (answer,) = carried.run(test, state[1], state[0])[1]
-        return _agreed(answer) if is_common else answer
+    def holds(state: Tree) -> ArrayLike:
+        (result,) = carried.run(test, state[1], state[0])[1]
+        return _agreed(result) if is_common else result
 
-    def step(state: Any) -> Any:
+    def step(state: Tree) -> Tree:
         own, outs = carried.run(body, state[1], state[0])
         return like(outs, state[0]), own
 
@@ -234,19 +244,19 @@ def while_loop(cond_fun: Callable[[C], Any], body_fun: Callable[[C], C], init_va
 
 
 def cond(
-    pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
+    pred: ArrayLike, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
 ) -> Any:
     """Calls `true_fun(*operands)` or `false_fun(*operands)`; `jax.lax.cond`.
 
-    Unlike there, the functions may read and write variables. In compiled replica code, all
-    replicas must take one branch if it meets other replicas (in `all_reduce`, or by a write
-    of a mirrored variable); the first replica decides then.
+    Unlike there, the functions may read and write variables. In compiled replica code, the
+    first replica decides for all replicas if a branch combines their values (in `all_reduce`,
+    or by a write of a mirrored variable).
 
     Args:
       pred: A boolean scalar.
       true_fun: Called if it is true.
       false_fun: Called if it is false; returns the same structure, shapes and types.
-      *operands: What the functions take.
+      *operands: The arguments of the functions.
 
     >>> import numpy as np, replicax as rx
     >>> v = rx.Variable(1.0)
@@ -256,11 +266,10 @@ def cond(
     >>> float(keep_smaller(np.float32(3))), float(keep_smaller(np.float32(0.5)))
     (1.0, 0.5)
     """
-    pred = bodies.as_array(pred)
-    return _branch("rx.cond", pred, [false_fun, true_fun], operands)
+    return _branch("rx.cond", as_array(pred), [false_fun, true_fun], operands)
 
 
-def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+def switch(index: ArrayLike, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
     """Calls `branches[index](*operands)`, with the index clamped; `jax.lax.switch`.
 
     Unlike there, the branches may read and write variables; see `rx.cond`.
@@ -268,7 +277,7 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     Args:
       index: An integer scalar.
       branches: The functions; all return the same structure, shapes and types.
-      *operands: What they take.
+      *operands: Their arguments.
 
     >>> import numpy as np, replicax as rx
     >>> v = rx.Variable(1.0)
@@ -276,24 +285,24 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     >>> rx.function(lambda i: rx.switch(i, changes))(np.int32(1))
     Array(0., dtype=float32)
     """
-    index = bodies.as_array(index)
-    if not jnp.issubdtype(jnp.result_type(index), jnp.integer):
+    number = as_array(index)
+    if not jnp.issubdtype(number.dtype, jnp.integer):
         raise errors.ArgumentTypeError(
             "`rx.switch` needs an integer index",
-            f"it has type {jnp.result_type(index)}",
+            f"it has type {number.dtype}",
             "Convert it, or use `rx.cond` for a boolean.",
         )
     if not branches:
         raise errors.InvalidArgumentError(
             "`rx.switch` needs branches", "there are none", "Pass functions."
         )
-    return _branch("rx.switch", index, list(branches), operands)
+    return _branch("rx.switch", number, list(branches), operands)
 
 
 def _branch(
-    what: str, index: Any, branches: list[Callable[..., Any]], operands: tuple[Any, ...]
-) -> Any:
-    """Calls the branch with a number; that of a boolean is 0 or 1."""
+    what: str, index: jax.Array, branches: list[Callable[..., Tree]], operands: tuple[Tree, ...]
+) -> Tree:
+    """Calls the branch at an index, or 0 or 1 for a boolean."""
     if jnp.ndim(index) != 0:
         raise errors.InvalidArgumentError(
             f"`{what}` chooses by a scalar",
@@ -313,11 +322,11 @@ def _branch(
     traced = [bodies.trace(what, _called_with(b), [given], shapes) for b in branches]
     dtypes = _common_types(what, traced)
     carried = Carried(outer, traced)
-    if _meets_others(traced):
+    if _needs_agreement(traced):
         index = _agreed(index)
 
-    def runner(body: Body) -> Callable[..., Any]:
-        def run(values: Any, args: Any) -> Any:
+    def runner(body: Body) -> Callable[..., Tree]:
+        def run(values: list[jax.Array], args: list[jax.Array]) -> Tree:
             own, outs = carried.run(body, values, args)
             pairs = zip(outs, dtypes, strict=True)
             return own, [bodies.strong(jnp.asarray(out, dtype)) for out, dtype in pairs]
@@ -329,23 +338,23 @@ def _branch(
     return traced[0].results[0].filled(outs)
 
 
-def _choose(index: Any, branches: list[Callable[..., Any]], *operands: Any) -> Any:
+def _choose(index: ArrayLike, branches: list[Callable[..., Tree]], *operands: Tree) -> Tree:
     if len(branches) == 2 and not jnp.issubdtype(jnp.result_type(index), jnp.integer):
         return jax.lax.cond(index, branches[1], branches[0], *operands)
     return jax.lax.switch(index, branches, *operands)
 
 
-def _called_with(branch: Callable[..., Any]) -> Callable[[Any], tuple[Any]]:
+def _called_with(branch: Callable[..., Tree]) -> Callable[[Tree], tuple[Tree]]:
     return lambda operands: (branch(*operands),)
 
 
 def _compiled_around() -> Overlay | None:
-    """Returns the values of variables in the function that is being compiled, if one is."""
+    """Returns the overlay of the function being compiled; None in eager code."""
     return frames.current().overlay if jax_compat.is_staging() else None
 
 
-def _common_types(what: str, branches: list[Body]) -> list[Any]:
-    """Returns the types of the results of all branches; weak ones give way to others."""
+def _common_types(what: str, branches: list[Body]) -> list[DTypeLike]:
+    """Returns the types of the results of all branches; strong types win over weak ones."""
     first = branches[0].results[0]
     for body in branches[1:]:
         if not first.is_like(body.results[0]):
@@ -385,8 +394,8 @@ def _require_condition(test: Body) -> None:
 # Replicas that must agree.
 
 
-def _meets_others(traced: list[Body]) -> bool:
-    """Tells whether bodies combine values of several replicas, in compiled replica code."""
+def _needs_agreement(traced: list[Body]) -> bool:
+    """Returns whether bodies combine values of several replicas, in compiled replica code."""
     frame: Frame = frames.current()
     layout = frame.layout
     is_shared = frame.overlay is not None and frame.overlay.view is View.LOCAL
@@ -395,15 +404,19 @@ def _meets_others(traced: list[Body]) -> bool:
     return any(jax_compat.has_collectives(body.captured.jaxpr, AXIS) for body in traced)
 
 
-def _agreed(choice: Any) -> Any:
-    """Returns the choice of the first replica: others would wait for those that chose it."""
+def _agreed(choice: Choice) -> Choice:
+    """Returns the choice of the first replica: different choices would deadlock."""
     return in_replica.first_replica(choice) if jax_compat.is_traced(choice) else choice
 
 
 # Eager loops.
 
 
-def _pair(result: Any) -> tuple[Any, Any]:
+def _as_int(bound: ArrayLike) -> int:
+    return int(np.asarray(bound))
+
+
+def _pair(result: object) -> tuple[Tree, Tree]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise errors.ArgumentTypeError(
             "The body of rx.scan must return a pair: the next carry, and a result",
@@ -413,7 +426,7 @@ def _pair(result: Any) -> tuple[Any, Any]:
     return result
 
 
-def _num_rounds(rows: Structure, columns: list[Any], length: int | None) -> int:
+def _num_rounds(rows: Structure, columns: list[jax.Array], length: int | None) -> int:
     is_distributed = any(getattr(leaf, "layout", None) for leaf in leaves_of(rows.skeleton))
     if is_distributed or any(not a.shape for a in columns):
         raise errors.InvalidArgumentError(
@@ -432,8 +445,12 @@ def _num_rounds(rows: Structure, columns: list[Any], length: int | None) -> int:
 
 
 def _scan_eagerly(
-    f: Callable[[Any, Any], Any], init: Any, rows: Structure, columns: list[Any], order: range
-) -> tuple[Any, Any]:
+    f: Callable[[Tree, Tree], tuple[Tree, Tree]],
+    init: Tree,
+    rows: Structure,
+    columns: list[jax.Array],
+    order: range,
+) -> tuple[Tree, Tree]:
     carry, results = arrays_of(init), []
     if not order:
         example = rows.filled([jnp.zeros(a.shape[1:], a.dtype) for a in columns])
@@ -447,7 +464,7 @@ def _scan_eagerly(
     return carry, map_structure(_stacked, *in_order)
 
 
-def _stacked(*leaves: Any) -> Any:
+def _stacked(*leaves: Tree) -> Tree:
     first = leaves[0]
     if isinstance(first, PerReplica | Mirrored):
         copies = [

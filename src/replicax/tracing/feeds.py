@@ -1,49 +1,56 @@
 """Data iterators inside compiled functions: their elements are inputs of the program.
 
-While a function is traced, each `next` of an iterator really takes an element; its arrays
-enter the trace as inputs. The program remembers which iterators it asked, in what order,
-and what kind of element (or the end of the data) it met. A later call asks the same
-iterators first and picks the program that fits what they gave; if none does, it traces
-again, with the elements that it already holds. Nothing is lost: elements of a call that
-fails go back to where they came from.
+While a function is traced, each `next` of an iterator takes a real element; its arrays become
+inputs of the trace. The program records which iterators it read, in what order, and the kind of
+each element (or the end of the data). A later call reads the same iterators first and picks the
+program that fits the elements; if none does, the function is traced again with them. The elements
+of a call that fails go back to their iterators.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from replicax.contexts import frames
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.types import Tree
 from replicax.tracing import signature
 from replicax.tracing.iterators import EndOfData, Feed, FeedSource
+from replicax.values.layout import ReplicaLayout
 
-# How many elements a trace may take one by one: each is a set of inputs of the compiled program.
-# The rounds of rx.scan and rx.fori_loop do not count: their elements are stacked.
+# The number of elements that a trace may take one by one: each is a set of inputs of the compiled
+# program. The rounds of rx.scan and rx.fori_loop do not count: their elements are stacked.
 MOST_ELEMENTS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
-    """Where a function gets an iterator from, the same in each of its calls."""
+class IteratorSource:
+    """The source of an iterator of a function, the same in each of its calls."""
 
     kind: str  # "argument", "captured", or "loop" over a dataset
-    place: int = 0
-    owner: Any = None
+    index: int = 0
+    # The captured iterator, or the dataset of a loop.
+    owner: Feed | FeedSource | None = None
+
+    def open(self) -> Feed:
+        """Returns the iterator; a new one of a loop over a dataset."""
+        assert self.owner is not None
+        return self.owner if isinstance(self.owner, Feed) else self.owner.open_feed()
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One `next` of a trace: which iterator, and the kind of element; None for the end."""
+    """One `next` of a trace: the iterator, and the kind of element; None for the end."""
 
-    origin: Origin
-    kind: Any
+    source: IteratorSource
+    kind: Hashable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +59,12 @@ class FedArray:
 
     Attributes:
       events: The elements.
-      place: Which of their arrays.
+      index: The index of the array in each element.
       is_stacked: Whether the input has a dimension for the elements.
     """
 
     events: range
-    place: int
+    index: int
     is_stacked: bool
 
 
@@ -65,115 +72,114 @@ class Supply:
     """The elements of one call of a function."""
 
     def __init__(self, arguments: list[Feed]) -> None:
-        self._feeds = {Origin("argument", i): feed for i, feed in enumerate(arguments)}
-        self._origins = {id(feed): origin for origin, feed in self._feeds.items()}
+        self._feeds = {IteratorSource("argument", i): feed for i, feed in enumerate(arguments)}
+        self._sources = {id(feed): source for source, feed in self._feeds.items()}
         self._loops = 0
-        # What was taken, from which iterator, and where that was before.
-        self._taken: list[tuple[Feed, Any, Any]] = []
-        # What was met so far; a trace replays it from the start.
+        # The elements taken: the iterator, the element, and the iterator's position before it.
+        self._taken: list[tuple[Feed, Tree, object]] = []
+        # The events so far; a trace replays them from the start.
         self.events: list[tuple[Event, signature.Arguments | None]] = []
         self._replayed = 0
-        self._stacks: dict[FedArray, Any] = {}
+        self._stacks: dict[FedArray, ArrayLike] = {}
 
-    def input_of(self, fed: FedArray) -> Any:
+    def input_of(self, fed: FedArray) -> ArrayLike:
         """Returns an input of a program that takes the elements."""
         if not fed.is_stacked:
-            return self._array(fed.events[0], fed.place)
+            return self._array(fed.events[0], fed.index)
         if fed not in self._stacks:
-            self._stacks[fed] = _stacked([self._array(i, fed.place) for i in fed.events])
+            self._stacks[fed] = _stacked([self._array(i, fed.index) for i in fed.events])
         return self._stacks[fed]
 
-    def _array(self, event: int, place: int) -> Any:
+    def _array(self, event: int, index: int) -> ArrayLike:
         element = self.events[event][1]
         assert element is not None
-        return element.arrays[place]
+        return element.arrays[index]
 
     @property
     def position(self) -> int:
-        """How many elements the trace has taken."""
+        """The number of elements that the trace has taken."""
         return self._replayed
 
     def rewind(self, position: int) -> None:
-        """Lets a trace take elements once more."""
+        """Makes the trace take elements from `position` on once more."""
         self._replayed = position
 
     def continues(self, kinds: Sequence[Event]) -> bool:
         """Takes the elements of one more round of a loop, if they are of the same kinds."""
-        for place, event in enumerate(kinds, self._replayed):
-            if place == len(self.events):
-                self._take_eagerly(event.origin)
-            if self.events[place][0] != event:
+        for number, event in enumerate(kinds, self._replayed):
+            if number == len(self.events):
+                self._take_eagerly(event.source)
+            if self.events[number][0] != event:
                 return False
         self._replayed += len(kinds)
         return True
 
     def start_replay(self) -> None:
-        """Lets a trace begin with the elements that were already taken."""
+        """Makes a trace begin with the elements that were already taken."""
         self._replayed = 0
         self._loops = 0
 
     def loop_over(self, source: FeedSource) -> Feed:
         """Returns the iterator of the next loop over a dataset inside the function."""
-        origin = Origin("loop", self._loops, source)
+        loop = IteratorSource("loop", self._loops, source)
         self._loops += 1
-        return self._feed_of(origin)
+        return self._feed_of(loop)
 
     def next_of(self, feed: Feed) -> signature.Arguments | None:
         """Returns the next element of an iterator for a trace; None at its end."""
-        origin = self._origins.get(id(feed))
-        if origin is None:
-            origin = Origin("captured", owner=feed)
-            self._feeds[origin] = feed
-            self._origins[id(feed)] = origin
+        source = self._sources.get(id(feed))
+        if source is None:
+            source = IteratorSource("captured", owner=feed)
+            self._feeds[source] = feed
+            self._sources[id(feed)] = source
         if self._replayed == len(self.events):
-            self._take_eagerly(origin)
+            self._take_eagerly(source)
         _, element = self.events[self._replayed]
         self._replayed += 1
         return element
 
-    def _take_eagerly(self, origin: Origin) -> None:
-        # An iterator without read-ahead computes here, and not for the trace.
+    def _take_eagerly(self, source: IteratorSource) -> None:
+        # An iterator without read-ahead computes here, outside of the trace.
         frame = frames.current()
         assert frame.overlay is not None
         eager = frame.with_overlay(None)
         with frame.overlay.outside_program(), jax_compat.eagerly(), frames.pushed(eager):
-            self.take(origin)
+            self.take(source)
 
-    def take(self, origin: Origin) -> Event:
-        """Takes one more element, or meets the end of the data."""
-        feed = self._feed_of(origin)
+    def take(self, source: IteratorSource) -> Event:
+        """Takes one more element, or records the end of the data."""
+        feed = self._feed_of(source)
         position = feed.get_state()
         try:
             taken = feed.pull()
         except EndOfData:
-            self.events.append((Event(origin, None), None))
+            self.events.append((Event(source, None), None))
             return self.events[-1][0]
         self._taken.append((feed, taken, position))
         element = signature.Arguments((taken,), {}, None)
         _require_numbers(element)
-        self.events.append((Event(origin, element.key), element))
+        self.events.append((Event(source, element.key), element))
         return self.events[-1][0]
 
     def return_all(self) -> None:
-        """Gives all elements back, after a call that had no effect."""
+        """Puts all elements back into their iterators, after a call that failed."""
         for feed in {id(feed): feed for feed, _, _ in self._taken}.values():
             feed.put_back([(taken, at) for owner, taken, at in self._taken if owner is feed])
         self.close()
 
     def close(self) -> None:
-        """Ends the loops over datasets that this call started."""
+        """Closes the iterators of loops over datasets that this call started."""
         self._taken = []
         self._stacks = {}
-        for origin, feed in self._feeds.items():
-            if origin.kind == "loop":
+        for source, feed in self._feeds.items():
+            if source.kind == "loop":
                 feed.close()
 
-    def _feed_of(self, origin: Origin) -> Feed:
-        feed = self._feeds.get(origin)
+    def _feed_of(self, source: IteratorSource) -> Feed:
+        feed = self._feeds.get(source)
         if feed is None:
-            feed = origin.owner if origin.kind == "captured" else origin.owner.open_feed()
-            self._feeds[origin] = feed
-            self._origins[id(feed)] = origin
+            feed = self._feeds[source] = source.open()
+            self._sources[id(feed)] = source
         return feed
 
 
@@ -182,16 +188,15 @@ class FeedInputs:
 
     def __init__(self, supply: Supply) -> None:
         self.supply = supply
-        # Position among the fed arrays, by the identity of the array that stands for it.
-        self.positions: dict[int, int] = {}
-        # What each of the fed arrays is made of.
+        # Index among the fed arrays, by the id of the stand-in.
+        self.indices: dict[int, int] = {}
         self.fed: list[FedArray] = []
-        self.layouts: list[Any] = []
-        self._keep: list[Any] = []
+        self.layouts: list[ReplicaLayout] = []
+        self._keep: list[jax.Array] = []
         self._num_single = 0
         supply.start_replay()
 
-    def next_of(self, feed: Feed) -> Any:
+    def next_of(self, feed: Feed) -> Tree:
         """Returns the next element as traced arrays, or raises EndOfData."""
         event = self.supply.position
         element = self.supply.next_of(feed)
@@ -200,7 +205,7 @@ class FeedInputs:
         if self._num_single == MOST_ELEMENTS:
             raise errors.TracingError(
                 f"A compiled function can take {MOST_ELEMENTS} elements one by one",
-                "it asks for more: is there a loop over a long or endless dataset inside?",
+                "it takes more: does it loop over a long or endless dataset?",
                 "Call next(iterator) in the body of rx.fori_loop or rx.scan, which is "
                 "compiled once, or loop outside of `rx.function`.",
             )
@@ -210,14 +215,12 @@ class FeedInputs:
         self.layouts += signature.layouts_of(element.skeleton)
         return signature.fill(element.skeleton, traced)[0][0]
 
-    def enter(self, fed: FedArray) -> Any:
+    def enter(self, fed: FedArray) -> jax.Array:
         """Returns an input of the program as a traced array."""
         with jax_compat.eagerly():
-            array = jnp.asarray(self.supply.input_of(fed))
-            # A new array object over the same buffers: its identity is ours alone.
-            parts = [shard.data for shard in array.addressable_shards]
-            own = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
-        self.positions[id(own)] = len(self._keep)
+            # Another object over the same buffers, with an identity of its own.
+            own = jax_compat.alias(jnp.asarray(self.supply.input_of(fed)))
+        self.indices[id(own)] = len(self._keep)
         self._keep.append(own)
         self.fed.append(fed)
         return jnp.copy(own)
@@ -226,23 +229,23 @@ class FeedInputs:
 class RoundElements:
     """The elements that the body of a loop takes in one round, traced for all rounds.
 
-    The body is traced with the elements of the first round; arrays that stand for them are
-    constants of its program, which the loop replaces by those of each round.
+    The body is traced with stand-ins of the elements of the first round; they are constants of
+    its program, which the loop replaces by the elements of each round.
     """
 
     def __init__(self, inputs: FeedInputs) -> None:
         self._inputs = inputs
         self._start = inputs.supply.position
-        # Position among the arrays of one round, by the identity of what stands for each.
-        self.places: dict[int, int] = {}
-        self._keep: list[Any] = []
-        # Per array of a round: which element of the round, and which of its arrays.
+        # Index among the arrays of one round, by the id of the stand-in.
+        self.indices: dict[int, int] = {}
+        self._keep: list[jax.Array] = []
+        # Per array of a round: the number of the element, and the index of the array in it.
         self._arrays: list[tuple[int, int]] = []
         self._kinds: list[Event] = []
 
     @property
     def supply(self) -> Supply:
-        """Where elements come from, for loops over datasets inside the body."""
+        """The elements of loops over datasets inside the body, which are not supported."""
         raise errors.TracingError(
             "A loop over a dataset must be outside of other compiled loops",
             "it is inside the body of a loop",
@@ -255,7 +258,7 @@ class RoundElements:
         return not self._kinds
 
     def is_at_end(self, feed: Feed) -> bool:
-        """Tells whether an iterator has no element for a further round."""
+        """Returns whether an iterator has no element for a further round."""
         supply = self._inputs.supply
         if supply.next_of(feed) is None:
             return True
@@ -265,10 +268,10 @@ class RoundElements:
     def restart(self) -> None:
         """Takes the elements of the first round once more, for another trace of the body."""
         self._inputs.supply.rewind(self._start)
-        self.places.clear()
+        self.indices.clear()
         self._keep, self._arrays, self._kinds = [], [], []
 
-    def next_of(self, feed: Feed) -> Any:
+    def next_of(self, feed: Feed) -> Tree:
         """Returns the next element of the round as traced arrays, or raises EndOfData."""
         supply = self._inputs.supply
         element = supply.next_of(feed)
@@ -278,12 +281,12 @@ class RoundElements:
             raise EndOfData
         self._inputs.layouts += signature.layouts_of(element.skeleton)
         traced = []
-        for place, array in enumerate(element.arrays):
+        for index, array in enumerate(element.arrays):
             with jax_compat.eagerly():
-                stand_in = jnp.zeros(array.shape, jnp.asarray(array).dtype)
-            self.places[id(stand_in)] = len(self._keep)
+                stand_in = jnp.zeros(jnp.shape(array), jnp.asarray(array).dtype)
+            self.indices[id(stand_in)] = len(self._keep)
             self._keep.append(stand_in)
-            self._arrays.append((number, place))
+            self._arrays.append((number, index))
             traced.append(jnp.copy(stand_in))
         return signature.fill(element.skeleton, traced)[0][0]
 
@@ -294,26 +297,26 @@ class RoundElements:
             rounds += 1
         return rounds
 
-    def stacks(self, rounds: int) -> list[Any]:
+    def stacks(self, rounds: int) -> list[jax.Array]:
         """Returns the arrays of all rounds, stacked, as inputs of the program."""
         stride = len(self._kinds)
         return [
             self._inputs.enter(
                 FedArray(
                     range(self._start + number, self._start + number + rounds * stride, stride),
-                    place,
+                    index,
                     is_stacked=True,
                 )
             )
-            for number, place in self._arrays
+            for number, index in self._arrays
         ]
 
 
-def _stacked(arrays: list[Any]) -> Any:
-    """Stacks arrays of one kind where they are."""
-    if not any(isinstance(array, jax.Array) for array in arrays):
-        return np.stack(arrays)
-    arrays = [jnp.asarray(array) for array in arrays]
+def _stacked(elements: list[ArrayLike]) -> ArrayLike:
+    """Stacks arrays of one kind on their devices."""
+    if not any(isinstance(array, jax.Array) for array in elements):
+        return np.stack([np.asarray(array) for array in elements])
+    arrays = [jnp.asarray(array) for array in elements]
     sharding, shape = arrays[0].sharding, (len(arrays), *arrays[0].shape)
     if isinstance(sharding, NamedSharding):
         spec = PartitionSpec(None, *sharding.spec)
@@ -323,10 +326,10 @@ def _stacked(arrays: list[Any]) -> Any:
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
-def _stacked_on_one_device(arrays: list[Any]) -> Any:
+def _stacked_on_one_device(arrays: list[jax.Array]) -> jax.Array:
     (device,) = arrays[0].devices()
     if device.platform == "cpu":
-        # Its memory is that of NumPy: one copy, and no program to compile per length.
+        # NumPy shares its memory: one copy, and no program to compile per length.
         return jax.device_put(np.stack([np.asarray(array) for array in arrays]), device)
     return jnp.stack(arrays)
 

@@ -166,7 +166,7 @@ class Function(Generic[P, R]):
         while fitting:
             if len(fitting[0].events) == position:
                 return fitting[0]
-            event = supply.take(fitting[0].events[position].origin)
+            event = supply.take(fitting[0].events[position].source)
             fitting = [p for p in fitting if p.events[position] == event]
             position += 1
         return None

@@ -9,43 +9,45 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from replicax.contexts.overlay import Overlay
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.types import Tree
 from replicax.tracing import bodies, iterators
-from replicax.tracing.bodies import Body, Carried, Structure
+from replicax.tracing.bodies import Body, Carried
 from replicax.tracing.feeds import FeedInputs, RoundElements
+from replicax.tracing.iterators import Feed
+from replicax.tracing.structures import Structure, as_array
 from replicax.values.regroup import map_structure
 
-# How often a carry may change its type until it keeps it: from a Python number to an array.
+# The number of traces after which a carry must keep its types: Python numbers become arrays.
 _MOST_TRACES = 4
-# What a loop over a dataset takes at most: an endless one must not fill the memory.
+# The most rounds of a loop over a dataset: an endless one must not fill the memory.
 _MOST_ROUNDS = 1 << 20
 
 
 def settled(
     what: str,
-    fn: Callable[..., tuple[Any, ...]],
+    fn: Callable[..., tuple[Tree, ...]],
     carry: Structure,
-    arrays: list[Any],
+    arrays: list[jax.Array],
     others: Sequence[Structure] = (),
-    shapes: Sequence[Any] = (),
+    shapes: Sequence[jax.ShapeDtypeStruct] = (),
     elements: RoundElements | None = None,
-) -> tuple[Body, list[Any]]:
+) -> tuple[Body, list[jax.Array]]:
     """Traces a body whose first result is the next carry.
 
     Args:
-      what: The name of the loop, for messages.
+      what: The name of the loop, for error messages.
       fn: Takes the carry and values of `others`, and returns a tuple of structures.
       carry: The structure of the carry.
       arrays: The arrays of the first carry.
-      others: The structures of what else it takes.
+      others: The structures of further arguments.
       shapes: The shapes of the arrays in them.
-      elements: What gives elements of data iterators to it.
+      elements: The data elements of a round.
 
     Returns:
       The body, and the arrays of the first carry, of the types that the carry keeps.
@@ -61,35 +63,35 @@ def settled(
             return body, arrays
         arrays = kept
     raise errors.InvalidArgumentError(
-        f"The body of {what} must keep the types of what it carries",
+        f"The body of {what} must keep the types of its carry",
         f"they still change after {_MOST_TRACES} rounds",
         "Start from arrays of the types that the body returns.",
     )
 
 
-def _kept(what: str, array: Any, returned: Any) -> Any:
-    """Returns an array of the carry, of the type that the body returns in its place."""
+def _kept(what: str, array: jax.Array, returned: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an array of the carry with the type of the array that the body returns."""
     if array.shape == returned.shape:
         if array.dtype == returned.dtype:
-            is_giving_way = jax_compat.is_weak(array) and not jax_compat.is_weak(returned)
-            return bodies.strong(array) if is_giving_way else array
+            becomes_strong = jax_compat.is_weak(array) and not jax_compat.is_weak(returned)
+            return bodies.strong(array) if becomes_strong else array
         if jax_compat.is_weak(array):
             return jnp.asarray(array, returned.dtype)
     raise errors.InvalidArgumentError(
-        f"The body of {what} must keep the shapes and types of what it carries",
+        f"The body of {what} must keep the shapes and types of its carry",
         f"{array.dtype}{list(array.shape)} became {returned.dtype}{list(returned.shape)}",
         "Convert what the body returns, or start from an array like it.",
     )
 
 
-def like(arrays: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+def like(arrays: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
     """Makes the arrays of the next carry as weak as those of the last one."""
     pairs = zip(arrays, old, strict=True)
     return [new if jax_compat.is_weak(was) else bodies.strong(new) for new, was in pairs]
 
 
-def next_carry(what: str, old: Any, new: Any) -> Any:
-    """Checks what the body of an eager loop returns, as its compiled form would."""
+def next_carry(what: str, old: Tree, new: Tree) -> Tree:
+    """Checks the result of an eager loop's body as the compiled loop would."""
     before, after = Structure(old), Structure(arrays_of(new))
     if not before.is_like(after):
         raise changed_structure(what, before.skeleton, after.skeleton)
@@ -98,14 +100,14 @@ def next_carry(what: str, old: Any, new: Any) -> Any:
     return arrays_of(new)
 
 
-def changed_structure(what: str, old: Any, new: Any) -> errors.StructureError:
+def changed_structure(what: str, old: Tree, new: Tree) -> errors.StructureError:
     """Returns the error of a body that returns another structure."""
 
-    def sketch(skeleton: Any) -> Any:
+    def sketch(skeleton: Tree) -> Tree:
         return map_structure(lambda leaf: _STAR if hasattr(leaf, "index") else leaf, skeleton)
 
     return errors.StructureError(
-        f"The body of {what} must return what it carries in the same structure",
+        f"The body of {what} must return its carry in the same structure",
         f"{sketch(old)} became {sketch(new)}",
         "Return the same containers, lengths, keys and Python values.",
     )
@@ -119,30 +121,30 @@ class _Star:
 _STAR = _Star()
 
 
-def arrays_of(structure: Any) -> Any:
-    """Returns a structure with arrays in the place of numbers and variables."""
-    return map_structure(bodies.as_array, structure)
+def arrays_of(structure: Tree) -> Tree:
+    """Returns a structure with its numbers and variables converted to arrays."""
+    return map_structure(as_array, structure)
 
 
 @dataclasses.dataclass
 class Rows:
-    """What the rounds of a loop are given.
+    """The inputs of a loop's rounds.
 
     Attributes:
-      structure: The structure of what one round takes.
-      columns: Its arrays for all rounds; none, if a round takes its number.
+      structure: The structure of the input of one round.
+      columns: Its arrays for all rounds; empty if a round takes its number.
       count: The number of rounds; None for as many as there are elements.
       first: The first number.
     """
 
     structure: Structure
-    columns: list[Any]
+    columns: list[jax.Array]
     count: int | None
-    first: Any = None
+    first: jax.Array | None = None
 
     @property
-    def shapes(self) -> list[Any]:
-        """The shapes of what one round takes."""
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the input of one round."""
         if self.first is not None:
             return [jax.ShapeDtypeStruct((), self.first.dtype)]
         return [
@@ -157,7 +159,7 @@ class CountedLoop:
     def __init__(
         self,
         what: str,
-        fn: Callable[[Any, Any], tuple[Any, Any]],
+        fn: Callable[[Tree, Tree], tuple[Tree, Tree]],
         rows: Rows,
         unroll: int | bool,
         reverse: bool = False,
@@ -165,13 +167,13 @@ class CountedLoop:
         self._what, self._fn, self._rows = what, fn, rows
         self._unroll, self._reverse = unroll, reverse
         # The results of each part of the loop, in order of time.
-        self._parts: list[list[Any]] = []
+        self._parts: list[list[jax.Array]] = []
 
-    def run(self, outer: Overlay, init: Any, feed: Any = None) -> tuple[Any, Any]:
+    def run(self, outer: Overlay, init: Tree, feed: Feed | None = None) -> tuple[Tree, Tree]:
         """Emits the loop into the current trace; returns the last carry and all results.
 
         Args:
-          outer: The values of variables around the loop.
+          outer: The overlay around the loop.
           init: The first carry.
           feed: The iterator whose end is the end of the loop, if there is no count.
         """
@@ -202,8 +204,10 @@ class CountedLoop:
             raise changed_structure(self._what, results.skeleton, body.results[1].skeleton)
         return results or body.results[1]
 
-    def _take_rounds(self, elements: RoundElements | None, done: int) -> tuple[int, list[Any]]:
-        """Returns how many rounds the traced body is good for, and the elements of all of them."""
+    def _take_rounds(
+        self, elements: RoundElements | None, done: int
+    ) -> tuple[int, list[jax.Array]]:
+        """Returns how many rounds the traced body fits, and the elements of all of them."""
         total = self._rows.count
         if elements is None or elements.is_empty:
             assert total is not None
@@ -218,8 +222,14 @@ class CountedLoop:
         return count, elements.stacks(count)
 
     def _emit(
-        self, body: Body, carried: Carried, arrays: list[Any], fed: list[Any], done: int, count: int
-    ) -> tuple[list[Any], list[Any]]:
+        self,
+        body: Body,
+        carried: Carried,
+        arrays: list[jax.Array],
+        fed: list[jax.Array],
+        done: int,
+        count: int,
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Emits `count` rounds; returns the carry and the variables after them."""
         rows, size = self._rows, len(arrays)
         columns = rows.columns
@@ -231,7 +241,7 @@ class CountedLoop:
             fed = [jnp.flip(stack, 0) for stack in fed]
         number = () if rows.first is None else (rows.first + done,)
 
-        def step(state: Any, row: Any) -> Any:
+        def step(state: Tree, row: Tree) -> Tree:
             carry, own, number = state
             own, outs = carried.run(body, own, [*carry, *row[0], *number], row[1])
             state = like(outs[:size], carry), own, tuple(n + 1 for n in number)
@@ -245,12 +255,12 @@ class CountedLoop:
             self._reverse,
             self._unroll,
         )
-        # JAX hands back rows that the body passes on; results are arrays of their own.
+        # JAX returns rows that the body passes on as they are; results must be other arrays.
         given = {id(array) for array in (*columns, *fed)}
         self._parts.append([jnp.copy(a) if id(a) in given else a for a in stacks])
         return last, own
 
-    def _joined(self, results: Structure) -> Any:
+    def _joined(self, results: Structure) -> Tree:
         parts = self._parts[::-1] if self._reverse else self._parts
         stacks = []
         for pieces in zip(*parts, strict=True):

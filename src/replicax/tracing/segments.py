@@ -1,9 +1,9 @@
-"""Programs that stop on their way: what they changed is made on servers, and read again.
+"""Segments of programs that read remote state after changing it.
 
 A program that reads a variable after an optimizer has changed it, or rows after any change, needs
-what the servers made of the change. Such a program is cut at the places where it reads again. The
-equations of a jaxpr are in the order of the trace, so everything that a change consists of comes
-before the first use of what is read after it.
+the new values from the servers. Such a program is cut where it reads again. The equations of a
+jaxpr are in the order of the trace, so all arrays of a change are computed before the first use of
+a value that is read after it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import dataclasses
 import itertools
 from typing import Any
 
+from jax.extend.core import JaxprEqn, Literal, Var
+
 from replicax.foundation import jax_compat
-from replicax.tracing.capture import Capture, Kind
+from replicax.tracing.capture import Atom, Capture, Kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,15 +23,15 @@ class Segment:
     """A program between two stops.
 
     Attributes:
-      program: Takes what the whole program takes, and then what the segment before hands on. The
-        last segment returns what the whole program returns, without changes that were made
-        before. The others return the arrays of their changes, then what they hand on.
-      ids: Per lookup of this segment with computed row numbers: the value that holds them.
-      num_handed_on: How many values the next segment gets.
+      program: Takes the inputs of the whole program, and then the values that the segment before
+        hands on. The last segment returns the outputs of the whole program, without earlier
+        changes. The others return the arrays of their changes, then the values they hand on.
+      ids: The computed row numbers of lookups of this segment, by the index of the lookup.
+      num_handed_on: The number of values for the next segment.
     """
 
     program: Capture
-    ids: dict[int, Any]
+    ids: dict[int, Atom]
     num_handed_on: int
 
 
@@ -41,13 +43,13 @@ def segments_of(captured: Capture) -> list[Segment]:
     limits = [0, *captured.stops, len(captured.changes)]
     # The arrays of changes come after the written and created variables.
     start = len(captured.written) + len(captured.created)
-    outputs: list[list[Any]] = []
-    forms = []
+    outputs: list[list[Atom]] = []
+    templates = []
     for first, last in itertools.pairwise(limits):
         own = captured.changes[first:last]
-        count = sum(form.treedef.num_leaves for form in own)
+        count = sum(template.treedef.num_leaves for template in own)
         outputs.append(list(jaxpr.outvars[start : start + count]))
-        forms.append(own)
+        templates.append(own)
         start += count
     states = jaxpr.outvars[: len(captured.written) + len(captured.created)]
     outputs[-1] = [*states, *outputs[-1], *jaxpr.outvars[start:]]
@@ -60,50 +62,48 @@ def segments_of(captured: Capture) -> list[Segment]:
         inputs = handed[i - 1] if i else []
         part = jax_compat.part_of_jaxpr(jaxpr, equations, own_outputs, inputs)
         kept: dict[str, Any] = {} if is_last else {"written": [], "created": [], "row_reads": []}
-        program = dataclasses.replace(captured, jaxpr=part, changes=forms[i], stops=[], **kept)
+        program = dataclasses.replace(captured, jaxpr=part, changes=templates[i], stops=[], **kept)
         segments.append(Segment(program, ids[i], 0 if is_last else len(handed[i])))
     return segments
 
 
 def _cuts(captured: Capture) -> list[int]:
-    """Returns the places of the first equations that use what is read after each stop."""
-    segment_of: dict[Any, int] = {}
-    for var, (kind, place) in zip(captured.jaxpr.constvars, captured.order, strict=True):
+    """Returns the indices of the first equations that use what is read after each stop."""
+    segment_of: dict[Var, int] = {}
+    for var, (kind, index) in zip(captured.jaxpr.constvars, captured.order, strict=True):
         if kind is Kind.VARIABLE:
-            segment_of[var] = captured.segments[place]
+            segment_of[var] = captured.segments[index]
         elif kind is Kind.ROWS:
-            segment_of[var] = captured.row_reads[place].segment
+            segment_of[var] = captured.row_reads[index].segment
     cuts = [len(captured.jaxpr.eqns)] * len(captured.stops)
-    for place, equation in enumerate(captured.jaxpr.eqns):
-        newest = max(
-            (segment_of.get(v, 0) for v in equation.invars if not hasattr(v, "val")), default=0
-        )
-        for i in range(newest):
-            cuts[i] = min(cuts[i], place)
+    for number, equation in enumerate(captured.jaxpr.eqns):
+        used = [v for v in equation.invars if not isinstance(v, Literal)]
+        for i in range(max((segment_of.get(v, 0) for v in used), default=0)):
+            cuts[i] = min(cuts[i], number)
     return cuts
 
 
-def _handed_on(stretches: list[list[Any]], outputs: list[list[Any]]) -> list[list[Any]]:
-    """Returns, for each stretch but the last, what it or those before it compute for later ones."""
-    needed: list[set[Any]] = []
-    later: set[Any] = set()
+def _handed_on(stretches: list[list[JaxprEqn]], outputs: list[list[Atom]]) -> list[list[Var]]:
+    """Returns the values that each stretch but the last hands on to later ones."""
+    needed: list[set[Var]] = []
+    later: set[Var] = set()
     for equations, returned in zip(reversed(stretches), reversed(outputs), strict=True):
         needed.insert(0, set(later))
         used = [v for equation in equations for v in equation.invars]
-        later.update(v for v in (*used, *returned) if not hasattr(v, "val"))
-    known: list[Any] = []
-    handed: list[list[Any]] = []
+        later.update(v for v in (*used, *returned) if not isinstance(v, Literal))
+    known: list[Var] = []
+    handed: list[list[Var]] = []
     for equations, wanted in zip(stretches[:-1], needed, strict=False):
         known += [v for equation in equations for v in equation.outvars]
         handed.append([v for v in known if v in wanted])
     return handed
 
 
-def _ids(captured: Capture) -> list[dict[int, Any]]:
-    """Returns the values that hold the row numbers of lookups, by segment."""
-    found: list[dict[int, Any]] = [{} for _ in range(len(captured.stops) + 1)]
+def _ids(captured: Capture) -> list[dict[int, Atom]]:
+    """Returns the computed row numbers of lookups, by segment and index of the lookup."""
+    found: list[dict[int, Atom]] = [{} for _ in range(len(captured.stops) + 1)]
     traced = [i for i, read in enumerate(captured.row_reads) if read.is_traced]
-    for output, place in enumerate(traced, captured.start_of_ids):
-        read = captured.row_reads[place]
-        found[read.segment][place] = captured.jaxpr.outvars[output]
+    for output, index in enumerate(traced, captured.start_of_ids):
+        read = captured.row_reads[index]
+        found[read.segment][index] = captured.jaxpr.outvars[output]
     return found
