@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from replicax.foundation import errors
-from replicax.protocol import codec, error_replies, messages
+from replicax.protocol import admission, codec, error_replies, messages
 from replicax.protocol.tasks import ROLES, Role, Task, library_version
 from replicax.transport.keys import Keys
 from replicax.transport.sessions import Session
@@ -95,7 +95,7 @@ class ListeningProcess(Process):
             self.send(session, error_replies.hello_first(), (), envelope.request)
             return
         session.job, session.epoch = envelope.job, envelope.epoch
-        if type(body) not in messages.ALLOWED[session.role, self.task.role]:
+        if type(body) not in admission.ALLOWED[session.role, self.task.role]:
             raise AssertionError(f"{session} may not send {type(body).__name__} to {self}")
         try:
             answer = self.handle(session, envelope, buffers)

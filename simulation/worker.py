@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing_extensions import override
 
 from replicax.foundation import errors
-from replicax.protocol import limits, messages
+from replicax.protocol import limits, messages, trees
 from replicax.protocol.tasks import Task
 from replicax.transport.sessions import Session
 from replicax.worker import error_reports
@@ -24,7 +24,7 @@ from simulation.world import World
 _LOOK_S = 0.2
 # Longer than that without a look around, and the process was stopped.
 _PAUSE_S = 1.0
-_VALUE = messages.Node("none")
+_VALUE = trees.encode(None).tree
 
 
 class SimulatedWorker(ListeningProcess):

@@ -29,7 +29,7 @@ from parameter_servers import Desk, becomes, own_cluster, tasks_of
 from transport_partners import Stranger
 
 import replicax as rx
-from replicax.protocol import codec, fingerprint, messages
+from replicax.protocol import codec, messages
 from replicax.protocol.tasks import Task
 from replicax.transport import addresses
 from replicax.transport import keys as key_files
@@ -176,7 +176,7 @@ def test_bar42_a_stranger_is_closed_and_nothing_is_unpickled(
             with contextlib.suppress(zmq.Again):
                 stranger.socket.sndtimeo = 100
                 stranger.hello()
-                stranger.say(messages.ShipFunction(fingerprint.of_buffers([bomb])), [bomb])
+                stranger.say(messages.ShipFunction(codec.fingerprint([bomb])), [bomb])
             assert monitor.poll(60_000)
             event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
             seconds = time.monotonic() - begin
@@ -235,7 +235,7 @@ def test_bar42_only_the_coordinator_ships_code_to_a_worker(
     """The worker's own role, and that of a server, with their right keys."""
     before = watched_worker.log()
     bomb = pickle.dumps(Bomb(tmp_path / "mark"))
-    sha = fingerprint.of_buffers([bomb])
+    sha = codec.fingerprint([bomb])
 
     def ship() -> float:
         with watched_worker.stranger(watched_worker.key(role)) as stranger:
@@ -266,7 +266,7 @@ def test_bar42_the_coordinator_itself_is_heard_and_unpickling_is_seen(
 ) -> None:
     """The other side of the tests above: they could find something."""
     bomb = pickle.dumps(Bomb(tmp_path / "mark"))
-    sha = fingerprint.of_buffers([bomb])
+    sha = codec.fingerprint([bomb])
     with watched_worker.channel() as channel:
         channel.job, channel.epoch = "job", 1
         channel.request(messages.Attach([], {}), timeout=30)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hostile_partners import WatchedTask
@@ -19,7 +20,8 @@ from transport_partners import WORKER
 import replicax as rx
 from replicax.cluster_resolver import SimpleClusterResolver
 from replicax.protocol import messages
-from replicax.protocol.messages import Node, RemoteError, Result
+from replicax.protocol.messages import RemoteError, Result
+from replicax.protocol.trees import Array, Dict, Integer, Items, NamedTuple
 from replicax.transport import addresses
 from replicax.transport.service import Service
 
@@ -121,9 +123,13 @@ def scene(watched_ipc_ps: WatchedTask, tmp_path_factory: pytest.TempPathFactory)
     scene.close()
 
 
+_NO_VALUE = object()
+
+
 def _result(node: Any, buffers: list[bytes], num_buffers: int | None = None) -> Lie:
     count = len(buffers) if num_buffers is None else num_buffers
-    return lambda closure: (messages.Finished([Result(closure, node, None, count)]), buffers)
+    tree = None if node is _NO_VALUE else msgspec.msgpack.encode(node)
+    return lambda closure: (messages.Finished([Result(closure, tree, None, count)]), buffers)
 
 
 def _error(*fields: Any) -> Lie:
@@ -137,11 +143,10 @@ def test_bar43_a_pickle_as_a_result_is_bytes(
     scene: Scene, tmp_path: Path, executed: list[Any]
 ) -> None:
     bomb = pickle.dumps(Bomb(tmp_path / "mark"))
-    array = Node("array", text="uint8", shape=(len(bomb),))
     for node, buffers in (
-        (Node("bytes", data=bomb), []),
-        (array, [bomb]),
-        (Node("str", text=bomb.decode("latin-1")), []),
+        (Array("bytes", (len(bomb),)), [bomb]),
+        (Array("uint8", (len(bomb),)), [bomb]),
+        (bomb.decode("latin-1"), []),
     ):
         value = scene.asked(_result(node, buffers)).fetch(60)
         assert len(value) == len(bomb)
@@ -150,29 +155,32 @@ def test_bar43_a_pickle_as_a_result_is_bytes(
 
 
 _BAD_NODES: list[tuple[str, Any, list[bytes], int | None]] = [
-    ("unknown kind", Node("pickle", data=b"cos\nsystem\n(S'id'\ntR."), [], None),
-    ("object array", Node("array", text="object", shape=(1,)), [bytes(8)], None),
-    ("structured", Node("array", text="i4,O", shape=(1,)), [bytes(12)], None),
-    ("datetime", Node("array", text="M8[ns]", shape=(1,)), [bytes(8)], None),
-    ("too few bytes", Node("array", text="float32", shape=(9,)), [bytes(8)], None),
-    ("huge", Node("array", text="float32", shape=(1 << 40, 1 << 40)), [b""], None),
-    ("huge and empty", Node("array", text="float32", shape=(0, (1 << 64) - 1)), [b""], None),
-    ("negative", Node("array", text="float32", shape=(-1, -4)), [bytes(16)], None),
-    ("many dimensions", Node("array", text="uint8", shape=(1,) * 99), [b"x"], None),
-    ("no buffers", Node("array", text="float32", shape=(2,)), [], None),
-    ("more buffers", Node("none"), [b"x"], None),
-    ("counted wrong", Node("none"), [], 7),
-    ("counted backwards", Node("none"), [], -7),
-    ("no value", None, [], None),
-    ("a name that is code", Node("named_tuple", "x: __import__('os').system('id')"), [], None),
-    ("fields that are code", Node("named_tuple", "T", keys=[Node("str", "a=print(1)")]), [], None),
-    ("a variable of nobody", Node("variable", text='["os","system"]'), [], None),
-    ("a variable without sense", Node("variable", text='[[[{"a":1}]]]'), [], None),
-    ("slices of nothing", Node("slices", items=[Node("none")] * 3), [], None),
-    ("replicas of nothing", Node("per_replica"), [], None),
-    ("an int that is code", Node("int", text="__import__('os')"), [], None),
-    ("an endless int", Node("int", text="9" * 5_000), [], None),
-    ("keys that are lists", Node("dict", keys=[Node("list")], items=[Node("none")]), [], None),
+    ("unknown kind", Items("pickle", ["cos\nsystem\n(S'id'\ntR."]), [], None),
+    ("unknown tag", ["Pickle", "cos\nsystem\n(S'id'\ntR."], [], None),
+    ("object array", Array("object", (1,)), [bytes(8)], None),
+    ("structured", Array("i4,O", (1,)), [bytes(12)], None),
+    ("datetime", Array("M8[ns]", (1,)), [bytes(8)], None),
+    ("too few bytes", Array("float32", (9,)), [bytes(8)], None),
+    ("huge", Array("float32", (1 << 40, 1 << 40)), [b""], None),
+    ("huge and empty", Array("float32", (0, (1 << 64) - 1)), [b""], None),
+    ("negative", Array("float32", (-1, -4)), [bytes(16)], None),
+    ("many dimensions", Array("uint8", (1,) * 99), [b"x"], None),
+    ("no buffers", Array("float32", (2,)), [], None),
+    ("more buffers", None, [b"x"], None),
+    ("counted wrong", None, [], 7),
+    ("counted backwards", None, [], -7),
+    ("no value", _NO_VALUE, [], None),
+    ("a name that is code", NamedTuple("x: __import__('os').system('id')", (), []), [], None),
+    ("fields that are code", NamedTuple("T", ("a=print(1)",), [None]), [], None),
+    ("a variable of nobody", Items("variable", ["os", "system"]), [], None),
+    ("a variable without sense", Items("variable", [Dict(["a"], [1])]), [], None),
+    ("a variable without a number", Items("variable", ["variable"]), [], None),
+    ("a variable of a list", Items("variable", ["variable", Items("list", []), 0]), [], None),
+    ("slices of nothing", Items("slices", [None] * 3), [], None),
+    ("replicas of nothing", Items("per_replica", []), [], None),
+    ("an int that is code", Integer("__import__('os')"), [], None),
+    ("an endless int", Integer("9" * 5_000), [], None),
+    ("keys that are lists", Dict([Items("list", [])], [None]), [], None),
 ]
 
 
@@ -213,7 +221,7 @@ def test_bar43_figures_and_answers_to_nothing_do_nothing(scene: Scene, executed:
         "progress": 1 << 63,
         "x" * 10_000: float("inf"),
     }
-    node = Node("none")
+    node = msgspec.msgpack.encode(None)
 
     def lie(closure: int) -> Any:
         forged = [Result(c, node, None, 0) for c in (-1, 0, closure + 1, 1 << 62, closure)]
@@ -221,7 +229,7 @@ def test_bar43_figures_and_answers_to_nothing_do_nothing(scene: Scene, executed:
 
     assert scene.asked(lie).fetch(60) is None
     assert str(scene.coordinator.status())
-    assert scene.asked(_result(Node("int", text="5"), [])).fetch(60) == 5
+    assert scene.asked(_result(5, [])).fetch(60) == 5
     assert executed == []
 
 
@@ -231,7 +239,6 @@ def test_bar43_a_liar_is_no_harm_to_the_variables_of_others(
     """It can only name variables that there are, and gets no code to run anywhere."""
     with scene.strategy.scope():
         variable = rx.Variable(np.zeros(3, np.float32))
-    key = '["nobody"]'
     with pytest.raises(rx.errors.DistributeError):
-        scene.asked(_result(Node("variable", text=key), [])).fetch(60)
+        scene.asked(_result(Items("variable", ["nobody"]), [])).fetch(60)
     assert np.asarray(variable.read_value()).tolist() == [0, 0, 0]

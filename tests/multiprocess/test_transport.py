@@ -155,13 +155,13 @@ def test_frames_that_are_not_named_are_refused() -> None:
 
 
 def test_deep_nesting_is_refused_and_not_followed() -> None:
-    node: Any = ["Node", "list", "", 0.0, 0.0, b"", [], [], []]
-    deep = codec._encoder.encode(node)
-    assert deep.endswith(b"\x90")
-    text = deep[:-1] * 20_000 + b"\x90"
+    text = b"\x91" * limits.HEADER
     header = codec.encode("", 0, 1, 1, messages.Finished([]))[0]
-    with pytest.raises(errors.ProtocolError):
-        codec.decode([header[:-1] + text[: limits.HEADER - 1000]])
+    count = len(messages.Envelope.__struct_fields__)
+    longer = bytes([0x90 + count + 1]) + header[1:]
+    for begin in (header[:-1], longer):
+        with pytest.raises(errors.ProtocolError):
+            codec.decode([begin + text[: limits.HEADER - 1000]])
 
 
 # Questions and answers.

@@ -12,7 +12,7 @@ import pytest
 from parameter_store_client import COORDINATOR, WORKER, Caller, exported, octets, open_rows
 
 import replicax as rx
-from replicax.protocol import messages
+from replicax.protocol import admission, messages
 from replicax.ps.store.applied_updates import OnceTable
 from replicax.ps.store.service import ParameterStore
 
@@ -346,7 +346,7 @@ def test_bar17_every_request_may_be_repeated(is_overlapping: bool) -> None:
     told = {type(body) for body, _ in make_everything().values()}
     # Those are answered before anything reaches the store.
     elsewhere = {messages.Hello, messages.GetStacks}
-    assert told == set(messages.ALLOWED["coordinator", "ps"]) - elsewhere
+    assert told == set(admission.ALLOWED["coordinator", "ps"]) - elsewhere
     for body, buffers in make_everything().values():
         if is_overlapping:
             answers: list[Any] = []

@@ -19,6 +19,7 @@ from typing import Any
 import cloudpickle
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
@@ -28,8 +29,8 @@ from replicax.coordinator.per_worker import PerWorkerIterator
 from replicax.coordinator.remote_value import RemoteValue
 from replicax.coordinator.shipping import pickling, serialization
 from replicax.foundation import errors
-from replicax.protocol import fingerprint
-from replicax.protocol.messages import Node, RemoteError, Result
+from replicax.protocol import codec, trees
+from replicax.protocol.messages import RemoteError, Result
 from replicax.values.distributed_values import PerReplica
 from replicax.worker import error_reports, results
 from replicax.worker.functions import Functions, unpickle
@@ -47,9 +48,13 @@ class ServerVariable:
         return ("part", self.number)
 
 
+def tree(node: trees.Node) -> bytes:
+    return msgspec.msgpack.encode(node)
+
+
 def travel(fn: Any, strategy: Any = None, resolve: Any = lambda name: name) -> Any:
     shipped = serialization.ship(fn, strategy)
-    assert shipped.sha == fingerprint.of_buffers(shipped.buffers)
+    assert shipped.sha == codec.fingerprint(shipped.buffers)
     functions = Functions()
     functions.store(shipped.sha, [memoryview(b) for b in shipped.buffers])
     return functions.load(shipped.sha, resolve)
@@ -381,7 +386,7 @@ def test_results_with_values_of_replicas_slices_and_variables() -> None:
         "plain": rx.Variable(2.0),
     }
     encoded = results.encode(value)
-    result = Result(1, encoded.node, None, len(encoded.buffers))
+    result = Result(1, encoded.tree, None, len(encoded.buffers))
     cluster = types.SimpleNamespace(variable=lambda key: ("found", key))
     came = serialization.unpack_result(result, encoded.buffers, cluster)
     assert [v.tolist() for v in came["per"].values] == [[1, 1], [0, 0]]
@@ -393,11 +398,11 @@ def test_results_with_values_of_replicas_slices_and_variables() -> None:
     "result",
     [
         Result(1, None, None, 0),
-        Result(1, Node("none"), None, 1),
-        Result(1, Node("slices", items=[Node("none")] * 3), None, 0),
-        Result(1, Node("per_replica"), None, 0),
-        Result(1, Node("variable", "(1)"), None, 0),
-        Result(1, Node("pickle", "x"), None, 0),
+        Result(1, tree(None), None, 1),
+        Result(1, tree(trees.Items("slices", [None] * 3)), None, 0),
+        Result(1, tree(trees.Items("per_replica", [])), None, 0),
+        Result(1, b"\x92\xa8Variable\x01", None, 0),
+        Result(1, tree(trees.Items("pickle", ["x"])), None, 0),
     ],
 )
 def test_bar43_malformed_results_are_refused(result: Result) -> None:
@@ -508,9 +513,10 @@ def test_bar43_the_coordinator_unpickles_nothing() -> None:
             found.append(args)
 
     sys.addaudithook(watch)
-    bomb = Node("bytes", data=b"cos\nsystem\n(S'true'\ntR.")
-    serialization.unpack_result(Result(1, bomb, None, 0), [])
-    serialization.rebuild_error(RemoteError("closure", "x", bomb.data.decode(), ""), 0)
+    bomb = b"cos\nsystem\n(S'true'\ntR."
+    value = tree(trees.Array("bytes", (len(bomb),)))
+    assert serialization.unpack_result(Result(1, value, None, 1), [bomb]) == bomb
+    serialization.rebuild_error(RemoteError("closure", "x", bomb.decode(), ""), 0)
     serialization.ship(lambda: bomb)
     assert not found
     travel(lambda: bomb)
@@ -538,7 +544,7 @@ def test_functions_are_bounded_in_bytes_beyond_the_last_ones() -> None:
     functions = Functions(most_bytes=1_000)
     for number in range(50):
         data = [number.to_bytes(100, "little")]
-        functions.store(fingerprint.of_buffers(data), data)
+        functions.store(codec.fingerprint(data), data)
     assert len(functions) == 32
 
 

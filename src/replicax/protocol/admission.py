@@ -1,40 +1,74 @@
-"""Who is let in: versions and roles of a caller that says hello."""
+"""Which peers a task accepts, by version and role, and which requests it accepts from each role."""
 
 from __future__ import annotations
-
-from collections.abc import Collection
 
 from replicax.foundation import errors
 from replicax.protocol import messages, tasks
 from replicax.protocol.tasks import Role, Task
 
+# The requests that each role accepts from each role.
+ALLOWED: dict[tuple[Role, Role], frozenset[type[messages.Body]]] = {
+    ("coordinator", "ps"): frozenset(
+        {
+            messages.Hello,
+            messages.Attach,
+            messages.Detach,
+            messages.Ping,
+            messages.GetStacks,
+            messages.QueryJob,
+            messages.CreatePart,
+            messages.DropParts,
+            messages.RegisterOptimizer,
+            messages.Fence,
+            messages.Exchange,
+            messages.FlushGradients,
+        }
+    ),
+    ("worker", "ps"): frozenset({messages.Hello, messages.Exchange}),
+    ("ps", "ps"): frozenset(
+        {messages.Hello, messages.Replicate, messages.Seed, messages.FetchReplica}
+    ),
+    ("coordinator", "worker"): frozenset(
+        {
+            messages.Hello,
+            messages.Attach,
+            messages.Detach,
+            messages.Ping,
+            messages.GetStacks,
+            messages.ShipFunction,
+            messages.Run,
+            messages.CreateResource,
+            messages.DropResources,
+            messages.Cancel,
+        }
+    ),
+}
 
-def check(
-    hello: messages.Hello,
-    role: Role,
-    task: Task,
-    callers: Collection[str],
-    library: str,
-) -> None:
-    """Raises if a caller must not be let in.
+
+def requests_to(task: Task) -> dict[Role, frozenset[type[messages.Body]]]:
+    """Returns the requests that a task accepts, by the role of the peer."""
+    return {sender: types for (sender, to), types in ALLOWED.items() if to == task.job}
+
+
+def check(hello: messages.Hello, role: Role, task: Task, library: str) -> None:
+    """Raises if a task must not accept a peer.
 
     Args:
-      hello: What it says about itself.
-      role: The role that its key stands for; without keys, the one that it claims.
-      task: Whom it calls.
-      callers: The roles that may call that task.
+      hello: The handshake of the peer.
+      role: The role of its key; without keys, the role that it claims.
+      task: The task that it connects to.
       library: The version of this library.
 
     Raises:
-      ProtocolError: It has another version of something that must be equal.
-      PermissionDeniedError: It has, or claims, the wrong role.
+      ProtocolError: The peer has another version of Python, replicax or the protocol.
+      PermissionDeniedError: The peer has, or claims, a role that may not connect to the task.
 
     Example:
       >>> hello = messages.Hello(messages.VERSION, "1.2.3", tasks.python_version(), "ps", 0, 7)
-      >>> check(hello, "ps", Task("worker", 0), ["coordinator"], "1.2.4")
+      >>> check(hello, "ps", Task("worker", 0), "1.2.4")
       Traceback (most recent call last):
         ...
-      replicax.errors.PermissionDeniedError: /job:worker/task:0 is called by ...
+      replicax.errors.PermissionDeniedError: /job:worker/task:0 accepts ...
     """
     mine = (messages.VERSION, tasks.python_version(), _minor(library))
     theirs = (hello.version, hello.python, _minor(hello.library))
@@ -46,12 +80,13 @@ def check(
             f"{theirs[1]}, replicax {hello.library}"[:200],
             "Install the same versions everywhere.",
         )
-    if hello.role != role or role not in callers:
+    accepted = requests_to(task)
+    if hello.role != role or role not in accepted:
         raise errors.PermissionDeniedError(
-            f"{task} is called by {' and '.join(sorted(callers))}",
-            f"a {hello.role} with the key of a {role} called"
+            f"{task} accepts connections of {' and '.join(sorted(accepted))}",
+            f"a {hello.role} with the key of a {role} connected"
             if hello.role != role
-            else f"a {role} called",
+            else f"a {role} connected",
             "Check the role of that task and its keys.",
         )
 

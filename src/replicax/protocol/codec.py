@@ -8,8 +8,9 @@ Nothing is believed: counts and sizes are compared with what came before anythin
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -158,6 +159,22 @@ def num_bytes(frames: Sequence[Any]) -> int:
       4
     """
     return sum(_decoder.decode(frames[0]).sizes)
+
+
+def fingerprint(buffers: Iterable[Buffer]) -> str:
+    """Returns the SHA-256 of some buffers, in hexadecimal, by which functions are named.
+
+    The size of each buffer is hashed before its bytes, so that no two lists share a name.
+
+    >>> fingerprint([b"ab", b"c"]) == fingerprint([b"a", b"bc"])
+    False
+    """
+    digest = hashlib.sha256()
+    for buffer in buffers:
+        view = memoryview(buffer)
+        digest.update(view.nbytes.to_bytes(8, "little"))
+        digest.update(view)
+    return digest.hexdigest()
 
 
 def _check_lengths(header: int, total: int, body: messages.Body) -> None:

@@ -505,32 +505,6 @@ class Cancel(Body, frozen=True):
     closures: list[int]
 
 
-class Node(Body, frozen=True):
-    """A value that is no array, or a container; arrays are "array" and take a buffer.
-
-    Attributes:
-      kind: "none", "bool", "int", "float", "complex", "str", "bytes", "array", "list",
-        "tuple", "dict", "named_tuple", "per_replica", "slices" or "variable".
-      text: The type of an array, the text of a "str", the decimal digits of an "int", the
-        name of a "named_tuple".
-      number: A "float" or "bool"; the real part of a "complex".
-      imaginary: The other part.
-      data: The bytes of a "bytes".
-      shape: The shape of an array.
-      keys: The keys of a "dict", the fields of a "named_tuple".
-      items: What is inside.
-    """
-
-    kind: str
-    text: str = ""
-    number: float = 0.0
-    imaginary: float = 0.0
-    data: bytes = b""
-    shape: tuple[int, ...] = ()
-    keys: list[Node] = []
-    items: list[Node] = []
-
-
 class RemoteError(Body, frozen=True):
     """An error that happened on a worker.
 
@@ -558,15 +532,15 @@ class Result(Body, frozen=True):
 
     Attributes:
       closure: The closure.
-      value: What it returned.
-      error: Why it returned nothing.
+      value: The value that it returned, encoded by `trees.encode`; None after an error.
+      error: The error that it raised.
       num_buffers: How many buffers it takes.
       has_stepped: Whether an optimizer made a step in it.
       attempt: Which attempt was taken back, if it was; the coordinator may have made another.
     """
 
     closure: int
-    value: Node | None
+    value: bytes | None
     error: RemoteError | None
     num_buffers: int
     has_stepped: bool = False
@@ -650,36 +624,3 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     sizes: list[int]
     body: AnyBody
     places: list[int] = []
-
-
-# Who may say what to whom; everything else is refused.
-ALLOWED: dict[tuple[Role, Role], tuple[type[Body], ...]] = {
-    ("coordinator", "ps"): (
-        Hello,
-        Attach,
-        Detach,
-        Ping,
-        GetStacks,
-        QueryJob,
-        CreatePart,
-        DropParts,
-        RegisterOptimizer,
-        Fence,
-        Exchange,
-        FlushGradients,
-    ),
-    ("worker", "ps"): (Hello, Exchange),
-    ("ps", "ps"): (Hello, Replicate, Seed, FetchReplica),
-    ("coordinator", "worker"): (
-        Hello,
-        Attach,
-        Detach,
-        Ping,
-        GetStacks,
-        ShipFunction,
-        Run,
-        CreateResource,
-        DropResources,
-        Cancel,
-    ),
-}

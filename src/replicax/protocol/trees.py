@@ -1,9 +1,8 @@
-"""Nested results as trees of `Node`, with arrays in buffers; reading them runs no code.
+"""Nested results as tagged msgspec structures, with arrays in buffers; decoding runs no code.
 
-Both directions are checked: what cannot travel is named with its place, and what arrives
-must fit to the last byte. Objects of higher layers pass through two hooks. A "str" or
-"bytes" longer than `LONGEST_INLINE` takes a buffer, and its `shape` is the number of bytes.
-Subclasses of the builtin containers and numbers arrive as the builtin type.
+None, bool, int, float and short str are plain msgpack values; everything else is one of the
+structures below. Objects of higher layers pass through two hooks. Subclasses of the builtin
+containers and numbers arrive as the builtin type.
 """
 
 from __future__ import annotations
@@ -12,96 +11,148 @@ import collections
 import dataclasses
 import functools
 import keyword
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
+import ml_dtypes
+import msgspec
 import numpy as np
 
 from replicax.foundation import errors
-from replicax.protocol.array_types import DTYPES
-from replicax.protocol.messages import Node
 
 DEEPEST = 100
 MOST_NODES = 100_000
-# What the nodes of one result may take in the header of a message.
+# The limit on the encoded tree of one result, which is part of a message header.
 MOST_HEADER_BYTES = 512 * 1024
 MOST_BUFFER_BYTES = 2 * 1024**3
 LONGEST_INLINE = 4096
 
-# What a node takes in a header without its text, data and shape; measured 36.
-_NODE_BYTES = 48
-_INTEGER = re.compile(r"-?[0-9]+")
 _HEXADECIMAL = re.compile(r"-?0x[0-9a-f]+")
-# More decimal digits than Python converts by default.
-_MANY_BITS = 14_000
-_MOST_DIGITS = 4300
-_KEY_KINDS = {"none", "bool", "int", "float", "str", "tuple"}
+# The names of `Array.dtype` that stand for a str in UTF-8 and for bytes.
+_TEXT, _BYTES = "str", "bytes"
+_NATIVE = ["bool", "float16", "float32", "float64", "complex64", "complex128"]
+_NATIVE += [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+
+# The dtypes of arrays that can be sent, by name: NumPy's numbers and those of ml_dtypes.
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in _NATIVE}
+DTYPES |= {
+    name: np.dtype(kind)
+    for name, kind in vars(ml_dtypes).items()
+    if isinstance(kind, type) and issubclass(kind, np.generic)
+}
 
 
-class Other(NamedTuple):
-    """How an object of a higher layer travels: as a node of this kind, around these values."""
+class _Tagged(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    pass
+
+
+class Integer(_Tagged, frozen=True):
+    """An integer that msgpack cannot represent, in hexadecimal."""
+
+    digits: str
+
+
+class Complex(_Tagged, frozen=True):
+    """A complex number."""
+
+    real: float
+    imaginary: float
+
+
+class Array(_Tagged, frozen=True):
+    """The next buffer: an array, bytes, or a long text."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Items(_Tagged, frozen=True):
+    """A "list", a "tuple", or an object of a higher layer, whose kind the hooks define."""
 
     kind: str
-    text: str = ""
-    items: Sequence[Any] = ()
+    items: list[Node]
 
 
-EncodeOther = Callable[[Any], Other | None]
-DecodeOther = Callable[[Node, list[Any]], Any]
+class NamedTuple(_Tagged, frozen=True):
+    """A named tuple."""
+
+    name: str
+    fields: tuple[str, ...]
+    items: list[Node]
+
+
+class Dict(_Tagged, frozen=True):
+    """A dict, in order."""
+
+    keys: list[Node]
+    values: list[Node]
+
+
+Node: TypeAlias = (
+    bool | int | float | str | Integer | Complex | Array | Items | NamedTuple | Dict | None
+)
+# Returns the kind and the items of an object of a higher layer; None if it cannot travel.
+EncodeOther = Callable[[Any], tuple[str, Sequence[object]] | None]
+# Returns the object of a kind and its decoded items.
+DecodeOther = Callable[[str, list[Any]], object]
+
+_decoder = msgspec.msgpack.Decoder(Node)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoded:
-    """A value that is ready to travel.
+    """A value that is ready to travel: the encoded tree, and the bytes of its arrays in order."""
 
-    Attributes:
-      node: The tree.
-      buffers: Its arrays as bytes, in order; nobody else changes them.
-      header_bytes: What the tree takes in the header of a message, at most.
-    """
+    tree: bytes
+    buffers: list[bytes | memoryview]
 
-    node: Node
-    buffers: list[Any]
-    header_bytes: int
+    @property
+    def header_bytes(self) -> int:
+        """The size in the header of a message, with those of the sizes of the buffers."""
+        return len(self.tree) + 9 * len(self.buffers)
 
 
 def encode(
-    value: Any, encode_other: EncodeOther | None = None, name: str = "the result"
+    value: object, encode_other: EncodeOther | None = None, name: str = "the result"
 ) -> Encoded:
     """Takes a snapshot of a nested value.
 
     Args:
       value: None, numbers, str, bytes, arrays, and lists, tuples, named tuples and dicts.
-      encode_other: Returns how any other object travels, or None if it does not.
-      name: What messages call the value.
+      encode_other: Takes any other object apart.
+      name: The name of the value in error messages.
 
     Raises:
-      ArgumentTypeError: Something inside cannot travel.
+      ArgumentTypeError: A part of the value cannot travel.
       ResourceExhaustedError: It is too deep, has too many parts or too many bytes.
 
     >>> encoded = encode({"loss": np.float32(0.5), "names": ("a", None)})
-    >>> decode(encoded.node, encoded.buffers)
+    >>> decode(encoded.tree, encoded.buffers)
     {'loss': array(0.5, dtype=float32), 'names': ('a', None)}
     """
     encoder = _Encoder(encode_other, name)
-    node = encoder.encode(value)
-    return Encoded(node, encoder.buffers, encoder.header_bytes)
+    encoded = Encoded(msgspec.msgpack.encode(encoder.encode(value)), encoder.buffers)
+    encoder.require_short(encoded.header_bytes)
+    return encoded
 
 
-def decode(node: Node, buffers: Sequence[Any], decode_other: DecodeOther | None = None) -> Any:
-    """Returns the value of a tree; its arrays are new and may be changed.
-
-    Args:
-      node: The tree.
-      buffers: The bytes of its arrays; all of them must be used.
-      decode_other: Makes the value of a node of another kind from what is inside it.
+def decode(
+    tree: bytes, buffers: Sequence[bytes | memoryview], decode_other: DecodeOther | None = None
+) -> Any:
+    """Returns the value of an encoded tree; its arrays are new and may be changed.
 
     Raises:
-      ProtocolError: The tree or its buffers break a rule.
+      ProtocolError: The tree is malformed, or does not use exactly these buffers.
     """
     decoder = _Decoder(buffers, decode_other)
-    value = decoder.decode(node, 0)
+    try:
+        value = decoder.decode(_decoder.decode(tree), 0)
+    except errors.DistributeError:
+        raise
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _malformed(str(error)) from None
     if decoder.num_used != len(buffers):
         raise _malformed(f"{len(buffers)} buffers came with {decoder.num_used} arrays")
     return value
@@ -109,144 +160,108 @@ def decode(node: Node, buffers: Sequence[Any], decode_other: DecodeOther | None 
 
 class _Encoder:
     def __init__(self, encode_other: EncodeOther | None, name: str) -> None:
-        self.buffers: list[Any] = []
-        self.header_bytes = 0
+        self.buffers: list[bytes | memoryview] = []
         self._encode_other = encode_other
         self._name = name
-        # Where in the structure the encoder is, for messages.
+        # The position in the structure, for error messages.
         self._path: list[str] = []
         self._num_nodes = 0
         self._num_bytes = 0
 
-    def encode(self, value: Any) -> Node:
+    def encode(self, value: object) -> Node:
         self._num_nodes += 1
-        self.header_bytes += _NODE_BYTES
-        if self._num_nodes > MOST_NODES or self.header_bytes > MOST_HEADER_BYTES:
-            raise self._too_large(
-                f"at most {MOST_NODES:,} values, and {MOST_HEADER_BYTES >> 10} KiB beside its "
-                "arrays",
-                f"more: its first {self._num_nodes - 1:,} values take all of that",
-                "Stack values into a few arrays.",
-            )
+        if self._num_nodes > MOST_NODES:
+            self.require_short(MOST_HEADER_BYTES + 1)
         if len(self._path) > DEEPEST:
             raise self._too_large(
                 f"at most {DEEPEST} levels",
                 "more, or contains itself",
                 "Return flat lists or arrays.",
             )
-        if value is None:
-            return Node("none")
-        if isinstance(value, np.ndarray | np.generic) and not isinstance(value, str | bytes):
-            return self._array(value)
-        plain = self._plain(value)
-        if plain is not None:
-            return plain
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str | bytes):
+            return self._text(value)
+        if isinstance(value, int | float | complex) and not isinstance(value, np.generic):
+            return _number(value)
         other = None if self._encode_other is None else self._encode_other(value)
         if other is not None:
-            return Node(other.kind, self._counted(other.text), items=self._items(other.items))
+            return Items(other[0], self._items(other[1]))
         if hasattr(value, "__array__"):
             return self._array(value)
         return self._container(value)
 
-    def _plain(self, value: Any) -> Node | None:
-        """Encodes a value that needs neither array nor container."""
-        if isinstance(value, bool):
-            return Node("bool", number=float(value))
-        if isinstance(value, int):
-            value = int(value)
-            digits = hex(value) if value.bit_length() > _MANY_BITS else str(value)
-            return Node("int", self._counted(digits))
-        if isinstance(value, float):
-            return Node("float", number=float(value))
-        if isinstance(value, complex):
-            return Node("complex", number=value.real, imaginary=value.imag)
-        if isinstance(value, str):
-            return self._string(value)
-        if isinstance(value, bytes):
-            if len(value) > LONGEST_INLINE:
-                self._add(bytes(value), len(value))
-                return Node("bytes", shape=(len(value),))
-            self.header_bytes += len(value)
-            return Node("bytes", data=bytes(value))
-        return None
-
-    def _string(self, value: str) -> Node:
+    def _text(self, value: str | bytes) -> Node:
         try:
-            data = value.encode()
+            data = value.encode() if isinstance(value, str) else bytes(value)
         except UnicodeEncodeError:
-            raise self._refusal("a str that is no valid Unicode") from None
-        if len(data) > LONGEST_INLINE:
-            self._add(data, len(data))
-            return Node("str", shape=(len(data),))
-        self.header_bytes += len(data)
-        return Node("str", str(value))
+            raise self._unsupported("a str that is no valid Unicode") from None
+        if isinstance(value, str) and len(data) <= LONGEST_INLINE:
+            return data.decode()
+        self._require_room(len(data))
+        self.buffers.append(data)
+        return Array(_TEXT if isinstance(value, str) else _BYTES, (len(data),))
 
-    def _array(self, value: Any) -> Node:
+    def _array(self, value: object) -> Array:
         try:
             array = np.asarray(value)
         except Exception as error:  # Whatever `__array__` of a foreign class raises.
             found = f"a {type(value)} that does not become an array ({error})"
-            raise self._refusal(found) from error
+            raise self._unsupported(found) from error
         if not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="))
         name = array.dtype.name
         if DTYPES.get(name) != array.dtype:
-            raise self._refusal(f"a {type(value)} of type {array.dtype}")
-        self.header_bytes += len(name) + 9 * array.ndim
+            raise self._unsupported(f"a {type(value)} of type {array.dtype}")
         self._require_room(array.nbytes)
-        # A copy: the caller, or the next compiled step, may write where the array lies.
-        self._add(np.array(array, order="C", copy=True).reshape(-1).view(np.uint8), array.nbytes)
-        return Node("array", name, shape=array.shape)
+        # A copy: the user's code, or the next compiled step, may write to this memory.
+        copy = np.array(array, order="C", copy=True)
+        self.buffers.append(copy.reshape(-1).view(np.uint8).data)
+        return Array(name, array.shape)
 
-    def _container(self, value: Any) -> Node:
+    def _container(self, value: object) -> Node:
         if isinstance(value, dict):
             keys = [self._key(key) for key in value]
             labels = [f"[{key!r}]" for key in value]
-            return Node("dict", keys=keys, items=self._items(list(value.values()), labels))
+            return Dict(keys, self._items(list(value.values()), labels))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            fields = [str(field) for field in value._fields]  # type: ignore[attr-defined]
-            keys = [Node("str", self._counted(field)) for field in fields]
-            self.header_bytes += _NODE_BYTES * len(keys)
+            fields = tuple(map(str, value._fields))  # type: ignore[attr-defined]
             items = self._items(value, [f".{field}" for field in fields])
-            return Node("named_tuple", self._counted(type(value).__name__), keys=keys, items=items)
+            return NamedTuple(type(value).__name__, fields, items)
         if isinstance(value, list | tuple):
-            return Node("list" if isinstance(value, list) else "tuple", items=self._items(value))
-        raise self._refusal(f"a {type(value)}")
+            return Items("list" if isinstance(value, list) else "tuple", self._items(value))
+        raise self._unsupported(f"a {type(value)}")
 
-    def _items(self, values: Sequence[Any], labels: Sequence[str] | None = None) -> list[Node]:
-        nodes = []
+    def _items(self, values: Sequence[object], labels: Sequence[str] | None = None) -> list[Node]:
+        nodes: list[Node] = []
         for index, value in enumerate(values):
             self._path.append(f"[{index}]" if labels is None else labels[index])
             nodes.append(self.encode(value))
             self._path.pop()
         return nodes
 
-    def _key(self, key: Any) -> Node:
-        def is_fit(part: Any) -> bool:
-            if isinstance(part, tuple):
-                return not hasattr(part, "_fields") and all(is_fit(p) for p in part)
-            return part is None or isinstance(part, str | int | float)
-
-        if not is_fit(key) or isinstance(key, np.generic):
-            raise self._refusal(f"a dict with a key of {type(key)}")
-        before = len(self.buffers)
+    def _key(self, key: object) -> Node:
+        is_plain = key is None or isinstance(key, str | int | float)
+        if type(key) is tuple:
+            return Items("tuple", [self._key(part) for part in key])
+        if not is_plain or isinstance(key, np.generic):
+            raise self._unsupported(f"a dict with a key of {type(key)}")
         node = self.encode(key)
-        if len(self.buffers) > before:
-            raise self._refusal(f"a dict with a key longer than {LONGEST_INLINE} bytes")
+        if isinstance(node, Array):
+            raise self._unsupported(f"a dict with a key longer than {LONGEST_INLINE} bytes")
         return node
 
-    def _counted(self, text: str) -> str:
-        self.header_bytes += len(text.encode(errors="surrogatepass"))
-        return text
-
-    def _add(self, buffer: Any, size: int) -> None:
-        self._require_room(size)
-        self._num_bytes += size
-        self.header_bytes += 9
-        self.buffers.append(buffer)
+    def require_short(self, num_bytes: int) -> None:
+        if num_bytes > MOST_HEADER_BYTES:
+            raise self._too_large(
+                f"at most {MOST_NODES:,} values, and {MOST_HEADER_BYTES >> 10} KiB beside its "
+                "arrays",
+                "more",
+                "Stack values into a few arrays.",
+            )
 
     def _require_room(self, size: int) -> None:
-        total = self._num_bytes + size
+        self._num_bytes = total = self._num_bytes + size
         if total > MOST_BUFFER_BYTES:
             place = f", {size:,} of them at {''.join(self._path)}" if self._path else ""
             raise self._too_large(
@@ -256,26 +271,34 @@ class _Encoder:
                 "file.",
             )
 
-    def _refusal(self, found: str) -> errors.ArgumentTypeError:
+    def _unsupported(self, found: str) -> errors.ArgumentTypeError:
         place = f" at {''.join(self._path)}" if self._path else ""
         return errors.ArgumentTypeError(
-            "What travels between tasks is None, numbers, str, bytes, arrays, and lists, "
-            "tuples and dicts of them",
+            "Tasks exchange None, numbers, str, bytes, arrays, and lists, tuples and dicts of them",
             f"{self._name}{place} is {found}",
             "Convert it to arrays, or leave it out.",
         )
 
-    def _too_large(self, required: str, found: str, todo: str) -> errors.ResourceExhaustedError:
+    def _too_large(self, required: str, found: str, advice: str) -> errors.ResourceExhaustedError:
+        name = f"{self._name[0].upper()}{self._name[1:]}"
         return errors.ResourceExhaustedError(
-            f"{self._name[0].upper()}{self._name[1:]} may have {required}",
-            f"it has {found}",
-            todo,
+            f"{name} may have {required}", f"it has {found}", advice
         )
 
 
+def _number(value: complex) -> Node:
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**64 else Integer(hex(value))
+    if isinstance(value, float):
+        return float(value)
+    return Complex(value.real, value.imag)
+
+
 class _Decoder:
-    def __init__(self, buffers: Sequence[Any], decode_other: DecodeOther | None) -> None:
-        self._buffers: Iterator[Any] = iter(buffers)
+    def __init__(
+        self, buffers: Sequence[bytes | memoryview], decode_other: DecodeOther | None
+    ) -> None:
+        self._buffers = iter(buffers)
         self._decode_other = decode_other
         self._num_nodes = 0
         self.num_used = 0
@@ -284,124 +307,71 @@ class _Decoder:
         self._num_nodes += 1
         if depth > DEEPEST or self._num_nodes > MOST_NODES:
             raise _malformed(f"there are more than {DEEPEST} levels or {MOST_NODES} nodes")
-        read = _LEAVES.get(node.kind)
-        if read is not None:
-            if node.items or node.keys:
-                raise _malformed(f"a {node.kind!r} has something inside")
-            return read(self, node)
-        items = [self.decode(item, depth + 1) for item in node.items]
-        if node.kind == "list":
-            return items
-        if node.kind == "tuple":
-            return tuple(items)
-        if node.kind == "dict":
-            return self._dict(node, items, depth)
-        if node.kind == "named_tuple":
-            return self._named_tuple(node, items)
-        if self._decode_other is None:
-            raise _malformed(f"there is a node of kind {node.kind!r}")
-        return self._decode_other(node, items)
+        match node:
+            case Integer():
+                if not _HEXADECIMAL.fullmatch(node.digits):
+                    raise _malformed(f"{node.digits[:20]!r} is not an int")
+                return int(node.digits, 16)
+            case Complex():
+                return complex(node.real, node.imaginary)
+            case Array():
+                return self._array(node)
+            case Dict():
+                return self._dict(node, depth)
+            case NamedTuple():
+                if len(node.fields) != len(node.items):
+                    raise _malformed("a named tuple has other fields than values")
+                return _named_tuple_type(node.name, node.fields)(*self._all(node.items, depth))
+            case Items():
+                return self._container(node.kind, self._all(node.items, depth))
+        return node
 
-    def _dict(self, node: Node, items: list[Any], depth: int) -> dict[Any, Any]:
-        if len(node.keys) != len(items):
-            raise _malformed(f"a dict has {len(node.keys)} keys and {len(items)} values")
-        if not all(_is_key(key) for key in node.keys):
-            raise _malformed("a dict has a key that is no str, number, None or tuple of them")
-        keys = [self.decode(key, depth + 1) for key in node.keys]
-        made = dict(zip(keys, items, strict=True))
-        if len(made) != len(items):
+    def _all(self, nodes: Sequence[Node], depth: int) -> list[Any]:
+        return [self.decode(node, depth + 1) for node in nodes]
+
+    def _container(self, kind: str, items: list[Any]) -> object:
+        if kind == "list":
+            return items
+        if kind == "tuple":
+            return tuple(items)
+        if self._decode_other is None:
+            raise _malformed(f"there is a node of kind {kind!r}")
+        return self._decode_other(kind, items)
+
+    def _dict(self, node: Dict, depth: int) -> dict[object, object]:
+        values = self._all(node.values, depth)
+        try:
+            made = dict(zip(self._all(node.keys, depth), values, strict=True))
+        except TypeError:
+            raise _malformed("a dict has a key that is not hashable") from None
+        if len(made) != len(values):
             raise _malformed("a dict has a key twice")
         return made
 
-    def _named_tuple(self, node: Node, items: list[Any]) -> Any:
-        fields = tuple(key.text for key in node.keys)
-        if len(fields) != len(items) or any(key.kind != "str" for key in node.keys):
-            raise _malformed("a named tuple has other fields than values")
-        return _named_tuple_type(node.text, fields)(*items)
-
-    def read_int(self, node: Node) -> int:
-        if _INTEGER.fullmatch(node.text) and len(node.text) <= _MOST_DIGITS:
-            return int(node.text)
-        if _HEXADECIMAL.fullmatch(node.text):
-            return int(node.text, 16)
-        raise _malformed(f"{node.text[:20]!r} is no int")
-
-    def read_bool(self, node: Node) -> bool:
-        if node.number not in (0.0, 1.0):
-            raise _malformed(f"{node.number} is no bool")
-        return node.number == 1.0
-
-    def read_str(self, node: Node) -> str:
-        if not node.shape:
-            return node.text
-        try:
-            return self._long(node).decode()
-        except UnicodeDecodeError:
-            raise _malformed("a str is no UTF-8") from None
-
-    def read_bytes(self, node: Node) -> bytes:
-        return self._long(node) if node.shape else node.data
-
-    def read_array(self, node: Node) -> np.ndarray[Any, Any]:
-        dtype = DTYPES.get(node.text)
-        if dtype is None:
-            raise _malformed(f"{node.text[:40]!r} is no type of arrays")
-        size = dtype.itemsize
-        for length in node.shape:
-            size *= length
-        if any(length < 0 for length in node.shape):
-            raise _malformed("an array has a negative length")
-        view = self._take(size)
-        try:
-            array = np.empty(node.shape, dtype)
-        except ValueError as error:
-            raise _malformed(f"no array has the shape of one ({error})") from None
+    def _array(self, node: Array) -> np.ndarray | str | bytes:
+        dtype = DTYPES.get("uint8" if node.dtype in (_TEXT, _BYTES) else node.dtype)
+        if dtype is None or min(node.shape, default=0) < 0:
+            raise _malformed(f"{node.dtype[:40]!r} of shape {node.shape[:40]} is not an array")
+        size = dtype.itemsize * math.prod(node.shape)
+        self.num_used += 1
+        view = memoryview(next(self._buffers, b""))
+        if view.nbytes != size:
+            raise _malformed(f"an array of {size} bytes has a buffer of {view.nbytes}")
+        if node.dtype in (_TEXT, _BYTES):
+            return bytes(view).decode() if node.dtype == _TEXT else bytes(view)
+        array = np.empty(node.shape, dtype)
         if size:
             array.reshape(-1).view(np.uint8)[:] = np.frombuffer(view, np.uint8)
         return array
 
-    def _long(self, node: Node) -> bytes:
-        if len(node.shape) != 1:
-            raise _malformed(f"the size of a {node.kind!r} has {len(node.shape)} parts")
-        return bytes(self._take(node.shape[0]))
-
-    def _take(self, size: int) -> memoryview:
-        buffer = next(self._buffers, None)
-        if buffer is None:
-            raise _malformed("there are more arrays than buffers")
-        self.num_used += 1
-        view = memoryview(buffer)
-        if view.nbytes != size:
-            raise _malformed(f"an array of {size} bytes has a buffer of {view.nbytes}")
-        return view
-
-
-_LEAVES: dict[str, Callable[[_Decoder, Node], Any]] = {
-    "none": lambda _, node: None,
-    "bool": _Decoder.read_bool,
-    "int": _Decoder.read_int,
-    "float": lambda _, node: node.number,
-    "complex": lambda _, node: complex(node.number, node.imaginary),
-    "str": _Decoder.read_str,
-    "bytes": _Decoder.read_bytes,
-    "array": _Decoder.read_array,
-}
-
-
-def _is_key(node: Node) -> bool:
-    return node.kind in _KEY_KINDS and all(_is_key(item) for item in node.items)
-
 
 @functools.lru_cache(maxsize=256)
-def _named_tuple_type(name: str, fields: tuple[str, ...]) -> Any:
-    """Makes a class for a named tuple; the names are checked, as they become code."""
+def _named_tuple_type(name: str, fields: tuple[str, ...]) -> Callable[..., tuple[Any, ...]]:
+    """Makes a named tuple type; `namedtuple` compiles the names, so they are checked first."""
     for word in (name, *fields):
         if not word.isidentifier() or keyword.iskeyword(word):
-            raise _malformed(f"{word[:40]!r} is no name")
-    try:
-        return collections.namedtuple(name, fields)
-    except ValueError as error:
-        raise _malformed(f"a named tuple cannot be made ({error})") from None
+            raise _malformed(f"{word[:40]!r} is not a name")
+    return collections.namedtuple(name, fields)
 
 
 def _malformed(found: str) -> errors.ProtocolError:

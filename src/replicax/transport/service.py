@@ -96,11 +96,7 @@ class Service:
         self._listener = listener.Listener(location, task, keys)
         self.url = self._listener.url
         self.address = self._listener.address
-        self._allowed = {
-            session: frozenset(types)
-            for (session, called), types in messages.ALLOWED.items()
-            if called == task.role
-        }
+        self._accepted = admission.requests_to(task)
         # The sessions that are known, the longest silent first.
         self._sessions: collections.OrderedDict[bytes, Session] = collections.OrderedDict()
         # What other threads want to be said, in order.
@@ -281,7 +277,7 @@ class Service:
             return
         session.job, session.epoch = envelope.job, envelope.epoch
         try:
-            if type(body) not in self._allowed.get(session.role, ()):
+            if type(body) not in self._accepted.get(session.role, ()):
                 self._dismiss(identity, limits.REJECTION)
                 raise self._forbidden(session, body)
             if type(body) is messages.GetStacks:
@@ -385,7 +381,7 @@ class Service:
     def _judge(self, hello: messages.Hello, role: Role) -> messages.Body:
         """Decides whether a session is let in."""
         try:
-            admission.check(hello, role, self.task, self._allowed, library_version())
+            admission.check(hello, role, self.task, library_version())
         except errors.DistributeError as error:
             return error_replies.from_error(error)
         return messages.Welcome(

@@ -16,7 +16,7 @@ from typing import Any
 from typing_extensions import override
 
 from replicax.foundation import errors
-from replicax.protocol import fingerprint
+from replicax.protocol import codec
 from replicax.worker.error_reports import UnknownFunctionError
 
 # Returns what a name in a pickle stands for on this worker.
@@ -83,7 +83,7 @@ class Functions:
                 raise UnknownFunctionError(f"There is no function {sha!r} on this worker.")
             self._entries.move_to_end(sha)
         if entry.buffers is not None:
-            if fingerprint.of_buffers(entry.buffers) != sha:
+            if codec.fingerprint(entry.buffers) != sha:
                 self._forget(sha)
                 raise errors.ProtocolError(
                     "A function is named by the SHA-256 of its bytes",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.foundation import errors
-from replicax.protocol import trees, variable_keys
+from replicax.protocol import trees
 from replicax.protocol.messages import Finished, RemoteError, Result
 from replicax.values.distributed_values import PerReplica
 from replicax.values.indexed_slices import IndexedSlices
@@ -44,8 +44,8 @@ class Outcome:
 
     def message(self) -> Result:
         """Returns what is said about it."""
-        node = None if self.value is None else self.value.node
-        return Result(self.closure, node, self.error, len(self.buffers), self.has_stepped)
+        tree = None if self.value is None else self.value.tree
+        return Result(self.closure, tree, self.error, len(self.buffers), self.has_stepped)
 
 
 def encode(value: Any) -> trees.Encoded:
@@ -53,13 +53,13 @@ def encode(value: Any) -> trees.Encoded:
     return trees.encode(value, _encode_other)
 
 
-def _encode_other(value: Any) -> trees.Other | None:
+def _encode_other(value: Any) -> tuple[str, Sequence[object]] | None:
     if isinstance(value, PerReplica):
-        return trees.Other("per_replica", items=value.values)
+        return "per_replica", value.values
     if isinstance(value, IndexedSlices):
-        return trees.Other("slices", items=(value.values, value.indices, value.dense_shape))
+        return "slices", (value.values, value.indices, value.dense_shape)
     if hasattr(type(value), "shipping_key"):
-        return trees.Other("variable", variable_keys.encode(value.shipping_key()))
+        return "variable", value.shipping_key()
     return None
 
 

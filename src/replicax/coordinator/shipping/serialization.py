@@ -17,8 +17,8 @@ import numpy as np
 from replicax.coordinator.shipping import captures, persistent_ids
 from replicax.coordinator.shipping.remote_errors import rebuild_error
 from replicax.foundation import errors, lazy
-from replicax.protocol import fingerprint, trees, variable_keys
-from replicax.protocol.messages import Node, Result
+from replicax.protocol import codec, trees
+from replicax.protocol.messages import Result
 from replicax.tracing.function import Function
 from replicax.values.distributed_values import PerReplica
 from replicax.values.indexed_slices import IndexedSlices
@@ -93,7 +93,7 @@ def ship(fn: Callable[..., Any], strategy: Any = None) -> Shipped:
 def _ship_now(fn: Any, strategy: Any) -> Shipped:
     name = getattr(fn, "__name__", None) or getattr(fn, "name", None) or type(fn).__name__
     buffers = _dump(fn, strategy, str(name))
-    shipped = Shipped(fingerprint.of_buffers(buffers), buffers)
+    shipped = Shipped(codec.fingerprint(buffers), buffers)
     return _alike.setdefault(shipped.sha, shipped)
 
 
@@ -143,22 +143,31 @@ def unpack_result(result: Result, buffers: Sequence[Any], cluster: Any = None) -
 
     >>> import numpy as np
     >>> encoded = trees.encode([np.arange(3), "ok"])
-    >>> unpack_result(Result(7, encoded.node, None, 1), encoded.buffers)
+    >>> unpack_result(Result(7, encoded.tree, None, 1), encoded.buffers)
     [array([0, 1, 2]), 'ok']
     """
     if result.value is None or result.num_buffers != len(buffers):
         raise _malformed(f"closure {result.closure} has no value, or not the arrays it announced")
 
-    def decode_other(node: Node, items: list[Any]) -> Any:
-        if node.kind == "per_replica" and items:
+    def decode_other(kind: str, items: list[Any]) -> Any:
+        if kind == "per_replica" and items:
             return PerReplica(items)
-        if node.kind == "slices" and len(items) == 3:
+        if kind == "slices" and len(items) == 3:
             return _slices(*items)
-        if node.kind == "variable" and hasattr(cluster, "variable") and not items:
-            return cluster.variable(variable_keys.decode(node.text))
-        raise _malformed(f"a node of kind {node.kind!r} came with {len(items)} items")
+        if kind == "variable" and hasattr(cluster, "variable"):
+            return _variable(cluster, tuple(items))
+        raise _malformed(f"a node of kind {kind!r} came with {len(items)} items")
 
     return trees.decode(result.value, buffers, decode_other)
+
+
+def _variable(cluster: Any, key: tuple[Any, ...]) -> Any:
+    try:
+        return cluster.variable(key)
+    except errors.DistributeError:
+        raise
+    except Exception as error:  # A malformed key can fail anywhere.
+        raise _malformed(f"a variable has a malformed key ({error})") from None
 
 
 def _slices(values: Any, indices: Any, dense_shape: Any) -> IndexedSlices:
