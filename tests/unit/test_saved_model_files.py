@@ -12,21 +12,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from vocabulary import refused
 
 import replicax as rx
-from replicax.exporting import files
+from replicax.bundle.reading import Bundle
+from replicax.foundation import durable_files
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "saved_model.json").read_text())
+    return json.loads((folder / "manifest.json").read_text())
 
 
 def put_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Writes a manifest whose checksum is right, whatever it says."""
-    body = {k: v for k, v in manifest.items() if k != "crc32"}
-    manifest["crc32"] = zlib.crc32(json.dumps(body, sort_keys=True).encode())
-    (folder / "saved_model.json").write_text(json.dumps(manifest))
+    """Writes a manifest whose checksum is right, whatever its content."""
+    manifest.pop("crc32")
+    text = json.dumps(manifest).encode()
+    text = b'{"crc32":"%08x",' % zlib.crc32(text) + text[1:]
+    (folder / "manifest.json").write_bytes(text)
 
 
 @pytest.fixture
@@ -81,17 +84,14 @@ def test_contains_saved_model(folder: Path, tmp_path: Path) -> None:
 
 def test_a_new_model_leaves_nothing_else_behind(folder: Path) -> None:
     assert [p.name for p in folder.parent.iterdir()] == ["m"]
-    names = sorted(p.name.partition(".")[0] for p in folder.iterdir())
-    assert names == ["functions", "saved_model", "variables"]
+    names = sorted(p.name for p in folder.iterdir())
+    assert names == ["data-00000.safetensors", "manifest.json"]
 
 
 def test_a_save_replaces_a_model_and_removes_its_files(folder: Path) -> None:
-    before = set(os.listdir(folder))
-    (folder / "saved_model.json.0123.tmp").write_text("left by a crash")
+    (folder / "manifest.json.0123.tmp").write_text("left by a crash")
     rx.saved_model.save({"v": rx.Variable(9.0)}, folder)
-    after = set(os.listdir(folder))
-    assert after & before == {"saved_model.json"}
-    assert len(after) == 3
+    assert len(os.listdir(folder)) == 2 and os.listdir(folder.parent) == ["m"]
     assert float(rx.saved_model.load(folder).v) == 9.0
 
 
@@ -101,11 +101,19 @@ def test_a_save_that_fails_leaves_the_old_model(folder: Path, monkeypatch: Any) 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    for call in ("replace", "fsync"):
+    for module, call in (
+        (os, "fsync"),
+        (os, "pwrite"),
+        (os, "rename"),
+        (durable_files, "exchange"),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(files.os, call, full)
-            with refused(rx.errors.CheckpointError, "No space left"):
-                rx.saved_model.save({"v": rx.Variable(9.0)}, folder)
+            patch.setattr(module, call, full)
+            if call != "rename":
+                with refused(rx.errors.CheckpointError, "No space left"):
+                    rx.saved_model.save({"v": rx.Variable(9.0)}, folder)
+            if call == "exchange":
+                continue
             with refused(rx.errors.CheckpointError, "No space left"):
                 rx.saved_model.save({"v": rx.Variable(9.0)}, folder.parent / "new")
         assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
@@ -126,25 +134,25 @@ def test_other_files_are_never_overwritten(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "nothing"):
-        with refused(rx.errors.NotFoundError, "saved_model.json"):
+        with refused(rx.errors.NotFoundError, "manifest.json"):
             rx.saved_model.load(place)
 
 
-@pytest.mark.parametrize("kind", ["variables", "functions"])
-def test_a_flipped_bit_is_noticed(folder: Path, kind: str) -> None:
-    path = folder / manifest_of(folder)["files"][kind]
+@pytest.mark.parametrize("place", ["header", "v", "@functions/0"])
+def test_a_flipped_bit_is_noticed(folder: Path, place: str) -> None:
+    path = folder / "data-00000.safetensors"
+    arrays = {entry["name"]: entry for entry in manifest_of(folder)["arrays"]}
     data = bytearray(path.read_bytes())
-    data[3] ^= 1
+    data[3 if place == "header" else arrays[place]["slices"][0]["offset"]] ^= 1
     path.write_bytes(data)
     with refused(rx.errors.DataLossError, path.name):
         rx.saved_model.load(folder)
 
 
-@pytest.mark.parametrize("kind", ["variables", "functions"])
-def test_a_short_or_missing_file_is_noticed(folder: Path, kind: str) -> None:
-    path = folder / manifest_of(folder)["files"][kind]
+def test_a_short_or_missing_file_is_noticed(folder: Path) -> None:
+    path = folder / "data-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with refused(rx.errors.DataLossError, f"{path.name}.*shorter"):
+    with refused(rx.errors.DataLossError, f"{path.name}.*bytes instead of"):
         rx.saved_model.load(folder)
     path.unlink()
     with refused(rx.errors.DataLossError, f"{path.name}.*missing"):
@@ -152,37 +160,60 @@ def test_a_short_or_missing_file_is_noticed(folder: Path, kind: str) -> None:
 
 
 def test_a_manifest_that_was_changed_is_noticed(folder: Path) -> None:
-    path = folder / "saved_model.json"
+    path = folder / "manifest.json"
     text = path.read_text()
-    path.write_text(text.replace('"name": "v"', '"name": "w"'))
+    path.write_text(text.replace('"name":"v"', '"name":"w"'))
     with refused(rx.errors.DataLossError, "checksum"):
         rx.saved_model.load(folder)
     path.write_text(text[: len(text) // 2])
+    with refused(rx.errors.DataLossError, "checksum"):
+        rx.saved_model.load(folder)
+    path.write_text("{")
     with refused(rx.errors.DataLossError, "not JSON"):
         rx.saved_model.load(folder)
     path.write_text("[1, 2]")
-    with refused(rx.errors.DataLossError, "not the manifest"):
+    with refused(rx.errors.DataLossError, "does not begin with its checksum"):
         rx.saved_model.load(folder)
 
 
 def test_a_manifest_without_end_is_not_read(folder: Path) -> None:
-    with (folder / "saved_model.json").open("ab") as file:
+    with (folder / "manifest.json").open("ab") as file:
         file.truncate((64 << 20) + 1)
-    with refused(rx.errors.DataLossError, "more than any manifest"):
+    with refused(rx.errors.DataLossError, "larger than 64 MiB"):
         rx.saved_model.load(folder)
 
 
 def test_a_newer_format_is_refused(folder: Path) -> None:
-    put_manifest(folder, manifest_of(folder) | {"version": 2})
-    with refused(rx.errors.CheckpointError, "version 2"):
+    put_manifest(folder, manifest_of(folder) | {"version": 3})
+    with refused(rx.errors.CheckpointError, "replicax.bundle 3.*newer"):
         rx.saved_model.load(folder)
+
+
+def test_the_format_before_bundles_is_named(tmp_path: Path) -> None:
+    (tmp_path / "saved_model.json").write_text("{}")
+    with refused(rx.errors.CheckpointError, "replicax.saved_model 1"):
+        rx.saved_model.load(tmp_path)
+
+
+def test_checkpoints_are_neither_loaded_nor_replaced(tmp_path: Path) -> None:
+    path = rx.train.Checkpoint(v=rx.Variable(1.0)).write(tmp_path / "one")
+    assert not rx.saved_model.contains_saved_model(path)
+    with refused(rx.errors.CheckpointError, "saved model.*of a checkpoint"):
+        rx.saved_model.load(path)
+    with refused(rx.errors.InvalidArgumentError, "other files"):
+        rx.saved_model.save({"v": rx.Variable(1.0)}, path)
+
+
+def test_safetensors_reads_the_variables_of_a_model(tmp_path: Path) -> None:
+    model = {"layers": [{"w": rx.Variable([1.0, 2.0])}, {"a/b": rx.Variable(3)}]}
+    rx.saved_model.save(model, tmp_path)
+    found = safetensors.numpy.load_file(tmp_path / "data-00000.safetensors")
+    assert found["layers/0/w"].tolist() == [1.0, 2.0] and len(found) == 2
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"files": {"variables": "../secret", "functions": "../secret"}},
-        {"files": {"variables": "/etc/passwd", "functions": "/etc/passwd"}},
         {"nodes": [{"module": {"v": 99}}]},
         {"nodes": [{"tuple": [0]}]},
         {"nodes": [{"list": []}]},
@@ -193,19 +224,21 @@ def test_a_newer_format_is_refused(folder: Path) -> None:
     ids=str,
 )
 def test_a_manifest_that_lies_is_refused(folder: Path, change: dict[str, Any]) -> None:
-    put_manifest(folder, manifest_of(folder) | change)
-    with refused(rx.errors.DataLossError, "saved_model.json"):
+    manifest = manifest_of(folder)
+    manifest["contents"] |= change
+    put_manifest(folder, manifest)
+    with refused(rx.errors.DataLossError, "manifest.json"):
         rx.saved_model.load(folder)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"bytes": 1 << 60}, {"offset": -1}, {"stored_dtype": "object"}, {"stored_shape": [3]}],
+    [{"slices": []}, {"dtype": "object"}, {"shape": [3]}, {"shape": [1 << 60]}, {"name": "../v"}],
     ids=str,
 )
 def test_a_variable_that_does_not_fit_is_refused(folder: Path, change: dict[str, Any]) -> None:
     manifest = manifest_of(folder)
-    manifest["variables"][0] |= change
+    manifest["arrays"][0] |= change
     put_manifest(folder, manifest)
     with refused(rx.errors.DataLossError):
         rx.saved_model.load(folder)
@@ -213,20 +246,21 @@ def test_a_variable_that_does_not_fit_is_refused(folder: Path, change: dict[str,
 
 def test_a_model_that_is_replaced_while_it_is_read(folder: Path, monkeypatch: Any) -> None:
     """The manifest names files that a save removes: the reader starts again."""
-    read = files._read_manifest
+    read = Bundle._read_manifest
 
-    def read_and_replace(path: Path) -> Any:
-        found = read(path)
-        monkeypatch.setattr(files, "_read_manifest", read)
+    def read_and_replace(bundle: Bundle) -> Any:
+        found = read(bundle)
+        monkeypatch.setattr(Bundle, "_read_manifest", read)
         rx.saved_model.save({"v": rx.Variable(5.0)}, folder)
         return found
 
-    monkeypatch.setattr(files, "_read_manifest", read_and_replace)
+    monkeypatch.setattr(Bundle, "_read_manifest", read_and_replace)
     assert float(rx.saved_model.load(folder).v) == 5.0
 
 
 def test_attributes_cannot_reach_the_class(folder: Path) -> None:
     manifest = manifest_of(folder)
-    manifest["nodes"][0]["module"]["__class__"] = manifest["nodes"][0]["module"]["v"]
+    module = manifest["contents"]["nodes"][0]["module"]
+    module["__class__"] = module["v"]
     put_manifest(folder, manifest)
     assert isinstance(rx.saved_model.load(folder), rx.Module)

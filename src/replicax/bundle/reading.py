@@ -100,6 +100,13 @@ class Bundle:
             os.close(descriptor)
         self._directory, self._descriptors = -1, {}
 
+    def is_replaced(self) -> bool:
+        """Returns whether another bundle has taken the path meanwhile, or none has it any more."""
+        try:
+            return not os.path.samestat(os.fstat(self._directory), os.stat(self._path))
+        except OSError:
+            return True
+
     def contents(self, type_: type[_T]) -> _T:
         """Returns what the kind of bundle defines."""
         return decode_contents(self.manifest, type_, self._path / FILE_NAME, self._kind)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.bundle.manifest import FILE_NAME
 from replicax.exporting import files, object_graph, structures
 from replicax.exporting.loaded_program import LoadedProgram
 from replicax.exporting.object_graph import LoadedModule
@@ -27,23 +28,21 @@ _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, RecursionError, V
 def load(export_dir: str | os.PathLike[str]) -> LoadedModule:
     """Loads a saved object; variables are made by the strategy in whose scope this runs."""
     try:
-        contents = files.read(export_dir)
-        manifest = contents.manifest
+        contents, values, blobs = files.read(export_dir)
         variables = [
-            _variable(entry, value)
-            for entry, value in zip(manifest["variables"], contents.variables, strict=True)
+            _variable(entry, value) for entry, value in zip(contents.variables, values, strict=True)
         ]
         functions = [
             _function(entry, blob, variables)
-            for entry, blob in zip(manifest["functions"], contents.functions, strict=True)
+            for entry, blob in zip(contents.functions, blobs, strict=True)
         ]
-        root = object_graph.build(manifest["nodes"], variables, functions)
-        signatures = {name: functions[i] for name, i in manifest["signatures"].items()}
+        root = object_graph.build(contents.nodes, variables, functions)
+        signatures = {name: functions[i] for name, i in contents.signatures.items()}
         reachable = set(root.variables)
     except errors.DistributeError:
         raise
     except _MALFORMED as error:
-        path = str(Path(export_dir) / files.MANIFEST)
+        path = str(Path(export_dir) / FILE_NAME)
         raise errors.DataLossError(
             f"{path!r} must describe a saved model",
             f"it does not: {type(error).__name__} {error}",

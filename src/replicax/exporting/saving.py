@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +49,13 @@ def save(obj: Any, export_dir: str | os.PathLike[str], signatures: Any, frame: F
             fn = graph.functions[node["function"]]
             node["function"] = numbers[_key(fn, specs_of(fn))]
     programs = _programs(list(functions.values()), graph, frame)
-    manifest: dict[str, Any] = {
-        "nodes": graph.nodes,
-        "signatures": {name: numbers[_key(fn, own)] for name, (fn, own) in asked.items()},
-        "functions": [_function_entry(program, graph) for program in programs],
-    }
+    exported = [_function_entry(program, graph) for program in programs]
     # Last: functions may use variables that no attribute leads to.
     entries = list(map(_variable_entry, graph.variables, graph.paths))
-    manifest["variables"] = entries
-    values = _values(graph.variables, entries, frame)
-    files.write(export_dir, manifest, values, [program.blob for program in programs])
+    named = {name: numbers[_key(fn, own)] for name, (fn, own) in asked.items()}
+    values = [_value(variable, frame) for variable in graph.variables]
+    contents = files.Contents(graph.nodes, named, exported, entries)
+    files.write(export_dir, contents, values, [program.blob for program in programs])
 
 
 def _only_function(obj: Any) -> Function | None:
@@ -156,16 +153,10 @@ def _variable_entry(variable: Variable, path: str) -> dict[str, Any]:
     return entry
 
 
-def _values(
-    variables: list[Variable], entries: list[dict[str, Any]], frame: Frame
-) -> Iterator[np.ndarray]:
-    """Yields one logical array per variable, as if nothing were distributed."""
-    for variable, entry in zip(variables, entries, strict=True):
-        # Copies that differ are combined; of equal copies the first is taken.
-        is_combined = variable.is_per_replica
-        value = variable.read(frame) if is_combined else variable.read_copy(0)
-        if "key_impl" in entry:
-            value = jax.random.key_data(value)
-        array = np.asarray(value)
-        entry.update(stored_dtype=array.dtype.name, stored_shape=list(array.shape))
-        yield array
+def _value(variable: Variable, frame: Frame) -> np.ndarray:
+    """Returns a variable as one logical array, as if nothing were distributed."""
+    # Copies that differ are combined; of equal copies the first is taken.
+    value = variable.read(frame) if variable.is_per_replica else variable.read_copy(0)
+    if jnp.issubdtype(variable.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value)
