@@ -338,7 +338,7 @@ def test_T77_the_end_of_the_data(strategy: Any) -> None:
     for _ in range(2):
         with pytest.raises(StopIteration):
             next(iterator)
-        with refused(rx.errors.OutOfRangeError, "come to its end"):
+        with refused(rx.errors.OutOfRangeError, "has ended"):
             iterator.get_next()
         optional = iterator.get_next_as_optional()
         assert not optional.has_value()

@@ -650,7 +650,7 @@ def test_wrong_arguments_are_refused() -> None:
         Dataset.from_tensor_slices(([1, 2], [1, 2, 3]))
     with refused(ValueError, match="from_tensors"):
         Dataset.from_tensor_slices(1)
-    with refused(ValueError, match="must become an array"):
+    with refused(ValueError, match="converted to an array"):
         Dataset.from_tensors([[1, 2], [3]])
     with refused(TypeError, match="needs a function"):
         ten.map(3)  # type: ignore[arg-type]

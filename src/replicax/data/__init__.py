@@ -1,18 +1,18 @@
-"""Datasets for people who come from tf.data: a thin layer over Grain."""
+"""Datasets with the interface of tf.data, run by Grain."""
 
-from replicax.input.builder import Dataset as Dataset
-from replicax.input.builder_elements import DatasetSpec as DatasetSpec
-from replicax.input.builder_iterator import DatasetIterator as DatasetIterator
-from replicax.input.builder_plan import AUTOTUNE as AUTOTUNE
-from replicax.input.builder_plan import INFINITE_CARDINALITY as INFINITE_CARDINALITY
-from replicax.input.builder_plan import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY
-from replicax.input.builder_readers import ArrayRecordDataset as ArrayRecordDataset
-from replicax.input.builder_readers import FixedLengthRecordDataset as FixedLengthRecordDataset
-from replicax.input.builder_readers import TextLineDataset as TextLineDataset
-from replicax.input.builder_readers import TFRecordDataset as TFRecordDataset
-from replicax.input.options import AutoShardPolicy as AutoShardPolicy
-from replicax.input.options import DistributeOptions as DistributeOptions
-from replicax.input.options import Options as Options
+from replicax.input.dataset.dataset import Dataset as Dataset
+from replicax.input.dataset.elements import DatasetSpec as DatasetSpec
+from replicax.input.dataset.options import AutoShardPolicy as AutoShardPolicy
+from replicax.input.dataset.options import DistributeOptions as DistributeOptions
+from replicax.input.dataset.options import Options as Options
+from replicax.input.dataset.plan import AUTOTUNE as AUTOTUNE
+from replicax.input.dataset.plan import INFINITE_CARDINALITY as INFINITE_CARDINALITY
+from replicax.input.dataset.plan import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY
+from replicax.input.dataset.readers import ArrayRecordDataset as ArrayRecordDataset
+from replicax.input.dataset.readers import FixedLengthRecordDataset as FixedLengthRecordDataset
+from replicax.input.dataset.readers import TextLineDataset as TextLineDataset
+from replicax.input.dataset.readers import TFRecordDataset as TFRecordDataset
+from replicax.input.dataset.reading import DatasetIterator as DatasetIterator
 
 __all__ = [
     "AUTOTUNE",

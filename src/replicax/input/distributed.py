@@ -1,4 +1,4 @@
-"""`DistributedDataset` and its iterator: what the loop of a training program reads."""
+"""`DistributedDataset` and its iterator."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from typing_extensions import override
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
 from replicax.input import pipelines, splitting
 from replicax.input.input_context import InputOptions
 from replicax.input.iterators import DataIterator
@@ -22,8 +24,8 @@ from replicax.tracing.signature import PerReplicaSpec, TensorSpec
 from replicax.values import printing
 from replicax.values.layout import ReplicaLayout
 
-# So many elements wait at least. Two threads of Python take turns of 5 ms, in which a quick
-# reader gets several elements ahead, or has to stop.
+# The minimum size of the buffer. Python switches threads every 5 ms, in which a quick reader
+# fills several elements.
 _LEAST_AHEAD = 4
 
 
@@ -31,7 +33,7 @@ class DistributedDataset:
     """A dataset whose elements are values of all replicas; made by a strategy.
 
     It can be iterated any number of times, each time from the start, also inside an
-    `rx.function`. It has no transformations: make them before distributing.
+    `rx.function`. It has no transformations: apply them before distributing.
 
     >>> import numpy as np
     >>> import replicax as rx
@@ -53,9 +55,9 @@ class DistributedDataset:
         self._layout = layout
         self._sources = sources
         self._options = options
-        # How global batches are cut; None if every replica gets whole batches.
+        # How global batches are split; None if every replica gets whole batches.
         self._share = share
-        self._spec: Any = None
+        self._spec: Tree = None
         is_cut = share is not None and share.num_replicas * share.num_workers > 1
         if is_cut and not sources[0].is_batched:
             raise unbatched("this dataset has no `batch` step")
@@ -70,8 +72,8 @@ class DistributedDataset:
         return DistributedIterator(self)
 
     @property
-    def element_spec(self) -> Any:
-        """What elements look like; can be used as an entry of an `input_signature`.
+    def element_spec(self) -> Tree:
+        """The spec of elements; can be used as an entry of an `input_signature`.
 
         The number of rows is known only if the dataset drops remainders.
         """
@@ -79,11 +81,11 @@ class DistributedDataset:
             self._spec = self._find_spec()
         return self._spec
 
-    def _find_spec(self) -> Any:
+    def _find_spec(self) -> Tree:
         count = self._layout.num_replicas
         total = 1 if self._share is None else count * self._share.num_workers
 
-        def spec(leaf: TensorSpec) -> Any:
+        def spec(leaf: TensorSpec) -> TensorSpec | PerReplicaSpec:
             shape = leaf.shape
             if shape and shape[0] is not None:
                 # Parts of different sizes have no size in common.
@@ -94,7 +96,7 @@ class DistributedDataset:
 
         return jax.tree.map(spec, self._sources[0].batch_spec())
 
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+    def reduce(self, initial_state: Tree, reduce_func: Callable[[Any, Any], Any]) -> Tree:
         """Calls `state = reduce_func(state, element)` for all elements.
 
         >>> import replicax as rx
@@ -106,19 +108,19 @@ class DistributedDataset:
         return reduce_elements(self, initial_state, reduce_func)
 
     def make_one_shot_iterator(self) -> DistributedIterator:
-        """Returns an iterator (the spelling of TensorFlow 1)."""
+        """Returns an iterator (TensorFlow 1 API)."""
         return DistributedIterator(self)
 
     def make_initializable_iterator(self) -> DistributedIterator:
-        """Returns an iterator that gives nothing before `initialize` (TensorFlow 1)."""
+        """Returns an iterator that needs `initialize` first (TensorFlow 1 API)."""
         return DistributedIterator(self, is_initialized=False)
 
-    def open_pipeline(self, state: Any = None) -> pipelines.Pipeline:
-        """Starts to read, at the first element or at a saved position."""
+    def open_pipeline(self, state: dict[str, Any] | None = None) -> pipelines.Pipeline:
+        """Starts reading, at the first element or at a saved position."""
         options, layout = self._options, self._layout
         splitter = self.splitter(options.fetches_to_device and not self.places_late)
         if self._share is not None:
-            pipeline: Any = pipelines.GlobalBatches(self._sources[0], splitter)
+            pipeline = pipelines.GlobalBatches(self._sources[0], splitter)
         else:
             pipeline = pipelines.ReplicaBatches(self._sources, layout, splitter)
         if state is not None:
@@ -131,9 +133,9 @@ class DistributedDataset:
 
     @property
     def places_late(self) -> bool:
-        """Whether elements stay on the host until other code than a program wants them.
+        """Whether elements are placed on the device only for uncompiled code.
 
-        A program on one CPU device takes arrays of the host as they are.
+        A program on one CPU device takes host arrays without a copy.
         """
         layout = self._layout
         is_one_cpu = layout.num_replicas == 1 and layout.devices[0].platform == "cpu"
@@ -141,7 +143,7 @@ class DistributedDataset:
         return is_one_cpu and is_quick and self._options.fetches_to_device
 
     def splitter(self, to_device: bool) -> splitting.Splitter:
-        """Returns what cuts batches, and puts the parts on devices or leaves them on the host."""
+        """Returns a splitter that places parts on devices, or keeps them on the host."""
         copies = not all(source.is_fresh for source in self._sources)
         share = self._share or Share(self._layout.num_replicas)
         return splitting.Splitter(self._layout, share, to_device, copies)
@@ -150,16 +152,16 @@ class DistributedDataset:
         return f"<rx.DistributedDataset over {self.describe()}>"
 
     def describe(self) -> str:
-        """Tells for how many replicas, and of what kind the elements are if that is known."""
+        """Returns the number of replicas, and the spec of elements if it is known."""
         shown = printing.count(self._layout.num_replicas, "replica")
         return shown if self._spec is None else f"{shown}, elements of {self._spec}"
 
 
 class DistributedIterator(DataIterator):
-    """The position of one loop over a `DistributedDataset`.
+    """An iterator over a `DistributedDataset`.
 
-    `get_state` and `set_state` save and set it, so that a checkpoint can hold it; elements
-    that were read ahead do not count.
+    `get_state` and `set_state` save and restore its position, also in a checkpoint; elements
+    that were read ahead are not part of it.
     """
 
     def __init__(self, dataset: DistributedDataset, is_initialized: bool = True) -> None:
@@ -172,12 +174,12 @@ class DistributedIterator(DataIterator):
         return f"<rx.DistributedIterator over {self._dataset.describe()}>"
 
     @property
-    def element_spec(self) -> Any:
-        """What elements look like."""
+    def element_spec(self) -> Tree:
+        """The spec of elements."""
         return self._dataset.element_spec
 
     @override
-    def __next__(self) -> Any:
+    def __next__(self) -> Tree:
         frame = frames.current()
         if frame.mode is Mode.REPLICA and not frame.is_default:
             raise errors.InvalidArgumentError(
@@ -188,7 +190,7 @@ class DistributedIterator(DataIterator):
         return super().__next__()
 
     @override
-    def _read(self) -> Any:
+    def _read(self) -> Tree:
         return next(self._open())
 
     @override
@@ -196,13 +198,13 @@ class DistributedIterator(DataIterator):
         return self._open().get_state()
 
     @override
-    def placed(self, element: Any) -> Any:
+    def placed(self, element: Tree) -> Tree:
         if not self._dataset.places_late:
             return element
         return self._dataset.splitter(to_device=True).place(element, 0)
 
     def initialize(self) -> None:
-        """Starts, or starts again, at the first element."""
+        """Starts at the first element. Can be called again."""
         with self._lock:
             self.close()
             self._returned = []
@@ -211,11 +213,11 @@ class DistributedIterator(DataIterator):
 
     @property
     def initializer(self) -> Callable[[], None]:
-        """What has to be called first, for an initializable iterator."""
+        """The method `initialize`."""
         return self.initialize
 
-    def set_state(self, state: Any) -> None:
-        """Goes to a position that `get_state` returned, in this process or another."""
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores a position that `get_state` returned, in this process or another."""
         with self._lock:
             self.close()
             self._returned = []
@@ -224,7 +226,7 @@ class DistributedIterator(DataIterator):
 
     @override
     def close(self) -> None:
-        """Stops reading ahead. The iterator can still be set to a position."""
+        """Stops reading ahead. `set_state` opens the iterator again."""
         with self._lock:
             if self._pipeline is not None:
                 self._pipeline.close()
@@ -241,6 +243,6 @@ class DistributedIterator(DataIterator):
         return self._pipeline
 
 
-def _device_dtype(dtype: Any) -> Any:
-    """Returns the type that elements of a host type have on devices."""
+def _device_dtype(dtype: np.dtype) -> np.dtype:
+    """Returns the type of elements of a host type on devices."""
     return jax.dtypes.canonicalize_dtype(dtype) if dtype.kind in "biufc" else dtype

@@ -1,4 +1,4 @@
-"""What a `dataset_fn` is told, and how a caller tunes the distribution of data."""
+"""The argument of a `dataset_fn`, and options of distributed datasets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class InputReplicationMode(enum.Enum):
 
 
 class InputContext:
-    """What a `dataset_fn` needs to know to shard and batch its data.
+    """The argument of a `dataset_fn`, for sharding and batching.
 
     >>> context = InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
     >>> context.get_per_replica_batch_size(64)
@@ -42,22 +42,22 @@ class InputContext:
 
     @property
     def input_pipeline_id(self) -> int:
-        """Which of them this is."""
+        """The index of this pipeline."""
         return self._id
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas that a global batch is spread over."""
+        """The number of replicas that share a global batch."""
         return self._num_replicas
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns the part of a global batch that one replica gets."""
+        """Returns the size of the part of a global batch for one replica."""
         if global_batch_size % self._num_replicas:
             raise errors.InvalidArgumentError(
                 f"The global batch size must be a multiple of {self._num_replicas}, the number "
                 "of replicas",
                 f"it is {global_batch_size}",
-                "Change it, or use experimental_distribute_dataset, which cuts any batch.",
+                "Change it, or use experimental_distribute_dataset, which splits any batch.",
             )
         return global_batch_size // self._num_replicas
 
@@ -73,7 +73,7 @@ class InputOptions(NamedTuple):
         None means yes. Otherwise components are NumPy arrays.
       experimental_replication_mode: How often `dataset_fn` is called.
       experimental_place_dataset_on_device: Accepted with PER_REPLICA for portability.
-      experimental_per_replica_buffer_size: How many elements wait on the devices.
+      experimental_per_replica_buffer_size: The number of elements to buffer on the devices.
 
     >>> InputOptions().experimental_per_replica_buffer_size
     1
@@ -91,12 +91,12 @@ class InputOptions(NamedTuple):
 
     @property
     def is_per_replica(self) -> bool:
-        """Whether each replica has a dataset of its own."""
+        """Whether each replica has its own dataset."""
         return self.experimental_replication_mode is InputReplicationMode.PER_REPLICA
 
 
 def checked_options(options: object, is_from_function: bool) -> InputOptions:
-    """Returns the options of a call, or raises for a combination that has no meaning."""
+    """Returns the options of a call; raises for invalid combinations."""
     if options is None:
         return InputOptions()
     if not isinstance(options, InputOptions):
@@ -109,7 +109,7 @@ def checked_options(options: object, is_from_function: bool) -> InputOptions:
         raise errors.InvalidArgumentError(
             "`experimental_per_replica_buffer_size` must be at least 1",
             f"it is {options.experimental_per_replica_buffer_size}",
-            "Leave it out for the default.",
+            "Omit it for the default.",
         )
     if not is_from_function and options.is_per_replica:
         raise errors.UnsupportedError(
@@ -121,7 +121,7 @@ def checked_options(options: object, is_from_function: bool) -> InputOptions:
         raise errors.InvalidArgumentError(
             "`experimental_place_dataset_on_device` needs PER_REPLICA replication",
             "the mode is PER_WORKER",
-            "Leave it out, or pass experimental_replication_mode=PER_REPLICA.",
+            "Omit it, or pass experimental_replication_mode=PER_REPLICA.",
         )
     if options.experimental_place_dataset_on_device and options.experimental_fetch_to_device:
         raise errors.InvalidArgumentError(

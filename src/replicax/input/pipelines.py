@@ -1,4 +1,4 @@
-"""One pass over distributed data: batches are read, cut and placed, ahead of the consumer."""
+"""One pass over distributed data: batches are read, split and placed, ahead of the consumer."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import weakref
 from typing import Any, Protocol
 
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
 from replicax.input import splitting
 from replicax.input.sources import Source, Stream, close_stream
 from replicax.values.layout import ReplicaLayout
 
 _log = logging.getLogger(__name__)
-# How long a consumer waits for data before the log says so, again and again.
-_PATIENCE_S = 30.0
+# The interval of log messages about a consumer that waits for data.
+_LOG_INTERVAL_S = 30.0
 
 
 class Pipeline(Protocol):
-    """Gives elements of all replicas, and the position behind the last one given."""
+    """Gives elements of all replicas, and the position after the last one."""
 
-    def __next__(self) -> Any: ...
+    def __next__(self) -> Tree: ...
 
     def get_state(self) -> Any: ...
 
@@ -30,20 +31,20 @@ class Pipeline(Protocol):
 
 
 class GlobalBatches:
-    """Cuts each global batch of one stream into the parts of the replicas."""
+    """Splits each global batch of one stream into parts for the replicas."""
 
     def __init__(self, source: Source, splitter: splitting.Splitter) -> None:
         self._stream: Stream = source.open()
         self._splitter = splitter
-        self._steps: collections.deque[Any] = collections.deque()
-        # Where the stream was before the batch that is being handed out, and how many of
-        # its steps were.
+        self._steps: collections.deque[Tree] = collections.deque()
+        # The state of the stream before the current batch, and the number of its steps that
+        # were given.
         self._before: Any = None
         self._given = 0
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Tree:
         while not self._steps:
-            # Only a batch that lasts for several steps is ever returned to.
+            # Needed only for batches that last for several steps.
             before = self._stream.get_state() if self._splitter.has_many_steps else None
             batch = next(self._stream)
             self._steps.extend(self._splitter.steps(batch))
@@ -51,13 +52,13 @@ class GlobalBatches:
         self._given += 1
         return self._steps.popleft()
 
-    def get_state(self) -> Any:
+    def get_state(self) -> dict[str, Any]:
         if self._steps:
             return {"stream": self._before, "steps": self._given}
         return {"stream": self._stream.get_state(), "steps": 0}
 
-    def set_state(self, state: Any) -> None:
-        """Goes to a position that `get_state` returned."""
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores a position that `get_state` returned."""
         self._stream.set_state(state["stream"])
         self._steps.clear()
         for _ in range(state["steps"]):
@@ -68,7 +69,7 @@ class GlobalBatches:
 
 
 class ReplicaBatches:
-    """Gives each replica a batch of its own: from one stream in turn, or from its own stream."""
+    """Gives each replica a whole batch: from one stream in turn, or from its own stream."""
 
     def __init__(
         self, sources: list[Source], layout: ReplicaLayout, splitter: splitting.Splitter
@@ -78,7 +79,7 @@ class ReplicaBatches:
         self._splitter = splitter
         self._ended = [False] * len(self._streams)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Tree:
         batches = [self._batch_for(i) for i in range(self._layout.num_replicas)]
         given = [b for b in batches if b is not None]
         if not given:
@@ -88,7 +89,7 @@ class ReplicaBatches:
         placed = [self._splitter.place(batch, i) for i, batch in enumerate(batches)]
         return splitting.joined(placed, self._layout)
 
-    def _batch_for(self, replica_id: int) -> Any:
+    def _batch_for(self, replica_id: int) -> Tree:
         i = replica_id % len(self._streams)
         if self._ended[i]:
             return None
@@ -98,8 +99,8 @@ class ReplicaBatches:
             self._ended[i] = True
             return None
 
-    def _filled(self, batches: list[Any], example: Any) -> list[Any]:
-        """Gives replicas without data a batch without rows."""
+    def _filled(self, batches: list[Tree], example: Tree) -> list[Tree]:
+        """Replaces missing batches by batches without rows."""
         empty = splitting.empty_like(example)
         if empty is None and self._layout.num_replicas > 1:
             raise errors.InvalidArgumentError(
@@ -110,16 +111,16 @@ class ReplicaBatches:
             )
         return [empty if b is None else b for b in batches]
 
-    def get_state(self) -> Any:
+    def get_state(self) -> dict[str, Any]:
         return {"streams": [s.get_state() for s in self._streams], "ended": list(self._ended)}
 
-    def set_state(self, state: Any) -> None:
-        """Goes to a position that `get_state` returned."""
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores a position that `get_state` returned."""
         if len(state["streams"]) != len(self._streams):
             raise errors.InvalidArgumentError(
-                f"A position of {len(self._streams)} input pipelines was required",
-                f"the saved one has {len(state['streams'])}",
-                "Restore it under as many replicas as it was saved with, or save without "
+                f"The position must be from {len(self._streams)} input pipelines",
+                f"it is from {len(state['streams'])}",
+                "Restore it with the number of replicas that it was saved with, or save without "
                 "PER_REPLICA.",
             )
         for stream, own in zip(self._streams, state["streams"], strict=True):
@@ -132,19 +133,19 @@ class ReplicaBatches:
 
 
 class ReadAhead:
-    """Runs a pipeline in a thread of its own, a few elements ahead of the consumer."""
+    """Runs a pipeline in a thread, a few elements ahead of the consumer."""
 
-    def __init__(self, pipeline: Any, depth: int) -> None:
+    def __init__(self, pipeline: Pipeline, depth: int) -> None:
         self._state = pipeline.get_state()
         self._buffer = _Buffer(depth)
         self._thread = threading.Thread(
             target=_fill, args=(self._buffer, pipeline), name="replicax-input", daemon=True
         )
-        # The thread knows the buffer only: it ends when nobody is left to read from it.
+        # The thread refers to the buffer only: it ends when this object is collected.
         self.close = weakref.finalize(self, _stop, self._buffer, self._thread)
         self._thread.start()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Tree:
         element, self._state = self._buffer.take()
         return element
 
@@ -157,33 +158,33 @@ class _Buffer:
 
     def __init__(self, depth: int) -> None:
         self._room = threading.Semaphore(depth)
-        # Written in C: a condition in Python would cost each element several switches of
-        # threads. Holds (item, None), and at last (None, what ended the production).
+        # Implemented in C: a condition in Python would switch threads several times per element.
+        # Holds (item, None), and finally (None, the exception that ended the production).
         self._items: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._is_stopped = False
 
-    def put(self, item: Any) -> bool:
-        """Adds an item when there is room; False if nobody wants it any more."""
+    def put(self, item: tuple[Tree, Any]) -> bool:
+        """Adds an item when there is room; returns False if the consumer has stopped."""
         self._room.acquire()
         self._items.put((item, None))
         return not self._is_stopped
 
     def finish(self, end: BaseException) -> None:
-        """Notes why no more items will come: StopIteration, or an error to be raised."""
+        """Adds the exception that ended the production: StopIteration, or an error."""
         self._items.put((None, end))
 
-    def take(self) -> Any:
-        """Returns the oldest item; raises what ended the production once all are taken."""
+    def take(self) -> tuple[Tree, Any]:
+        """Returns the oldest item; after the last one, raises what ended the production."""
         waited = 0.0
         while not self._is_stopped:
             try:
-                item, end = self._items.get(timeout=_PATIENCE_S)
+                item, end = self._items.get(timeout=_LOG_INTERVAL_S)
             except queue.Empty:
-                waited += _PATIENCE_S
-                _log.warning("Waiting for the next batch of a dataset since %.0f s", waited)
+                waited += _LOG_INTERVAL_S
+                _log.warning("Waiting for the next batch of a dataset for %.0f s", waited)
                 continue
             if end is not None:
-                # For whoever asks again.
+                # For the next call.
                 self._items.put((None, end))
                 raise end
             self._room.release()
@@ -191,17 +192,17 @@ class _Buffer:
         raise StopIteration
 
     def stop(self) -> None:
-        """Tells the producer that nobody will read any more."""
+        """Makes the producer stop."""
         self._is_stopped = True
         self._room.release()
 
 
-def _fill(buffer: _Buffer, pipeline: Any) -> None:
+def _fill(buffer: _Buffer, pipeline: Pipeline) -> None:
     try:
         while buffer.put((next(pipeline), pipeline.get_state())):
             pass
     except BaseException as error:
-        # Whatever it is, it belongs to the consumer.
+        # Raised again in the consumer.
         buffer.finish(error)
     finally:
         pipeline.close()
@@ -210,5 +211,5 @@ def _fill(buffer: _Buffer, pipeline: Any) -> None:
 def _stop(buffer: _Buffer, thread: threading.Thread) -> None:
     buffer.stop()
     if thread is not threading.current_thread():
-        # A source that is stuck in user code is left behind: the thread is a daemon.
+        # A source that hangs in user code is abandoned: the thread is a daemon.
         thread.join(timeout=5.0)

@@ -1,4 +1,4 @@
-"""How a global batch is cut into the parts of workers and replicas. Pure arithmetic."""
+"""Sizes of the parts of global batches for workers and replicas. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Rows = tuple[int, int]
 
 
 class Share(NamedTuple):
-    """Which part of every global batch belongs to this process.
+    """The part of every global batch for this process.
 
     Attributes:
-      num_replicas: How many replicas this process has.
-      num_workers: How many processes read the data.
-      worker: Which of them this is.
+      num_replicas: The number of replicas of this process.
+      num_workers: The number of processes that read the data.
+      worker: The index of this process.
       cuts_each_batch: Whether all workers read the same batches and each keeps its part
         (auto-sharding by data). Otherwise each reads its own, and a batch lasts for as many
         steps as there are workers.
@@ -28,7 +28,7 @@ class Share(NamedTuple):
 
 
 def part_sizes(size: int, num_parts: int) -> list[int]:
-    """Cuts a batch into parts whose sizes differ by at most one, the larger ones first.
+    """Returns the sizes of parts that differ by at most one, the larger ones first.
 
     >>> part_sizes(7, 4)
     [2, 2, 2, 1]
@@ -40,7 +40,7 @@ def part_sizes(size: int, num_parts: int) -> list[int]:
 def batch_sizes_for_worker(
     global_batch_size: int, num_workers: int, num_replicas_per_worker: int, worker: int
 ) -> list[int]:
-    """Returns the sizes that a worker with its own stream of global batches takes in turn.
+    """Returns the sizes of consecutive parts for a worker with its own stream of global batches.
 
     In each step all workers together take one global batch.
 
@@ -53,7 +53,7 @@ def batch_sizes_for_worker(
 
 
 def steps_of_batch(size: int, share: Share) -> list[list[Rows]]:
-    """Returns, for each step that a batch serves, the rows of each local replica.
+    """Returns the rows of each local replica, for each step that a batch lasts for.
 
     >>> steps_of_batch(5, Share(num_replicas=2))
     [[(0, 3), (3, 5)]]

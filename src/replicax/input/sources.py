@@ -1,7 +1,6 @@
-"""Where batches come from: datasets and loaders of any library, under one face.
+"""Sources of batches: datasets and loaders of any library, behind one interface.
 
-No library is imported here for its type: an object tells by its class where it is from,
-and whoever made it has imported its library.
+Libraries are recognized by the module of an object's class, and never imported here.
 """
 
 from __future__ import annotations
@@ -10,63 +9,68 @@ import abc
 import logging
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from replicax.foundation import errors
-from replicax.input import foreign_arrays
-from replicax.input.builder import Dataset
-from replicax.input.options import AutoShardPolicy
+from replicax.foundation.types import Tree
+from replicax.input.dataset.dataset import Dataset
+from replicax.input.dataset.options import AutoShardPolicy
 from replicax.tracing.signature import TensorSpec
+from replicax.values.regroup import sequence_like
+
+if TYPE_CHECKING:
+    from replicax.input.dataset.plan import IterNode, MapNode
 
 _log = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
-    """One pass over the batches of a source, whose position can be saved and set."""
+    """One pass over the batches of a source, whose position can be saved and restored."""
 
-    def __next__(self) -> Any: ...
+    def __next__(self) -> Tree: ...
 
     def get_state(self) -> Any: ...
 
-    def set_state(self, state: Any) -> None: ...
+    def set_state(self, state: Any, /) -> None: ...
 
 
 class Source(abc.ABC):
     """A sequence of batches that can be read from the start any number of times."""
 
-    # Whether a batch costs so little that a thread in the background would cost more.
+    # Whether a batch costs less than a background thread would.
     is_quick = False
-    # Whether the arrays of a batch are nobody else's, now and later.
+    # Whether the arrays of a batch have no other owner, now or later.
     is_fresh = False
-    # Whether elements are known not to be single examples.
+    # False if elements are known to be single examples.
     is_batched = True
-    # Whether the batch size is a promise: every batch has exactly that many rows.
+    # Whether all batches have the same number of rows.
     drops_remainder = False
     policy = AutoShardPolicy.AUTO
 
     @abc.abstractmethod
     def open(self) -> Stream:
-        """Starts at the first batch."""
+        """Returns a stream at the first batch."""
 
-    def batch_spec(self) -> Any:
-        """Describes a batch by `TensorSpec`s; its size is None unless it is a promise."""
+    def batch_spec(self) -> Tree:
+        """Returns the spec of batches; the number of rows is None unless all have the same."""
         stream = self.open()
         try:
             batch = next(stream)
         except StopIteration:
             raise errors.InvalidArgumentError(
-                "The elements of a dataset are known by its first one",
+                "The spec of elements is derived from the first one",
                 "the dataset is empty",
-                "Give it at least one batch.",
+                "Add at least one batch.",
             ) from None
         finally:
             close_stream(stream)
 
         def spec(leaf: Any) -> TensorSpec:
-            shape = np.shape(leaf)
+            shape: tuple[int | None, ...] = np.shape(leaf)
             if shape and not self.drops_remainder:
                 shape = (None, *shape[1:])
             return TensorSpec(shape, getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
@@ -88,12 +92,12 @@ class BuilderSource(Source):
     def open(self) -> Stream:
         return iter(self.dataset)
 
-    def batch_spec(self) -> Any:
-        # An iteration of ours would count as an epoch, and change the next shuffle.
+    def batch_spec(self) -> Tree:
+        # Opening an iterator would count as an epoch, and change the next shuffle.
         spec = self.dataset.element_spec
         if self.dataset.has_known_sizes:
             return spec
-        # Batches of a generator, say, of which the last may be smaller than the first.
+        # The last batch of a generator, for instance, may be smaller than the first.
         return jax.tree.map(
             lambda s: TensorSpec((None, *s.shape[1:])[: len(s.shape)], s.dtype), spec
         )
@@ -104,8 +108,8 @@ class GrainSource(Source):
 
     is_fresh = True
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: MapNode | IterNode) -> None:
+        self._dataset: Any = dataset
 
     def open(self) -> Stream:
         has_random_access = hasattr(self._dataset, "to_iter_dataset")
@@ -115,36 +119,36 @@ class GrainSource(Source):
 class IndexStream:
     """Reads a Grain `MapDataset` by index.
 
-    Grain's own iterator of such a dataset starts 16 threads; one of ours reads ahead.
+    Grain's own iterator of such a dataset starts 16 threads; the pipeline reads ahead in one.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: MapNode) -> None:
         self._dataset = dataset
         self._next = 0
         self._length = len(dataset)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Tree:
         while self._next < self._length:
             element = self._dataset[self._next]
             self._next += 1
-            # What a filter removed.
+            # None stands for an element that a filter removed.
             if element is not None:
                 return element
         raise StopIteration
 
-    def get_state(self) -> Any:
-        """Returns the position, as Grain's iterators name it."""
+    def get_state(self) -> dict[str, int]:
+        """Returns the position in the format of Grain's iterators."""
         return {"next_index": self._next}
 
-    def set_state(self, state: Any) -> None:
-        """Goes to a position that `get_state` returned."""
+    def set_state(self, state: dict[str, int]) -> None:
+        """Restores a position that `get_state` returned."""
         self._next = state["next_index"]
 
 
 class IterableSource(Source):
-    """Anything that can be iterated again and again; its position is a count of batches."""
+    """An iterable that can be iterated any number of times; positions are counts of batches."""
 
-    def __init__(self, make: Callable[[], Iterable[Any]], *, is_fresh: bool = False) -> None:
+    def __init__(self, make: Callable[[], Iterable[Tree]], *, is_fresh: bool = False) -> None:
         self._make = make
         self.is_fresh = is_fresh
 
@@ -153,26 +157,26 @@ class IterableSource(Source):
 
 
 class CountingStream:
-    """An iterator that knows how far it is, and goes there by reading."""
+    """An iterator that counts batches, and restores a position by reading."""
 
-    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, make: Callable[[], Iterable[Tree]]) -> None:
         self._make = make
         self._iterator = iter(make())
         self._count = 0
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Tree:
         batch = next(self._iterator)
         self._count += 1
-        return foreign_arrays.to_numpy(batch)
+        return to_numpy(batch)
 
-    def get_state(self) -> Any:
+    def get_state(self) -> dict[str, Any]:
         """Returns the number of batches that were read, or the iterator's own state."""
         if hasattr(self._iterator, "get_state"):
             return {"iterator": self._iterator.get_state()}  # type: ignore[attr-defined]
         return {"batches": self._count}
 
-    def set_state(self, state: Any) -> None:
-        """Goes to a position that `get_state` returned."""
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores a position that `get_state` returned."""
         self._iterator = iter(self._make())
         if "iterator" in state:
             self._iterator.set_state(state["iterator"])  # type: ignore[attr-defined]
@@ -189,12 +193,12 @@ class CountingStream:
                 ) from None
 
     def close(self) -> None:
-        """Lets go of the iterator, and of what it holds."""
+        """Releases the iterator and its resources."""
         self._iterator = iter(())
 
 
 def source_of(dataset: Any) -> Source:
-    """Returns a source for any dataset that is understood, or raises."""
+    """Returns a source for a dataset of a supported type, or raises."""
     if isinstance(dataset, Source):
         return dataset
     if isinstance(dataset, Dataset):
@@ -216,8 +220,8 @@ def _plain_source(dataset: Any) -> Source:
         return IterableSource(lambda: _slices(dataset))
     if isinstance(dataset, Iterator):
         raise errors.ArgumentTypeError(
-            "A distributed dataset is read from the start in each epoch",
-            f"a {type(dataset).__name__} can be read only once",
+            "A distributed dataset is iterated once per epoch",
+            f"a {type(dataset).__name__} can be iterated only once",
             "Pass a list, a dataset, or an object whose __iter__ starts again; for a "
             "generator function use rx.data.Dataset.from_generator(function).",
         )
@@ -228,14 +232,14 @@ def _plain_source(dataset: Any) -> Source:
         "counts batches, an iterable of batches, a torch DataLoader, a tf.data.Dataset or "
         "a keras PyDataset",
         f"{type(dataset).__name__} is none of these",
-        "Give it an __iter__ method that yields batches.",
+        "Define an __iter__ method that yields batches.",
     )
 
 
 def unbatched(found: str) -> errors.InvalidArgumentError:
-    """Says that elements must be batches."""
+    """Returns the error for elements that are not batches."""
     return errors.InvalidArgumentError(
-        "The elements of a distributed dataset must be global batches, which are cut along "
+        "The elements of a distributed dataset must be global batches, which are split along "
         "their first dimension",
         found,
         "Batch it first, such as with `rx.data.Dataset.from_tensor_slices(arrays)."
@@ -243,14 +247,14 @@ def unbatched(found: str) -> errors.InvalidArgumentError:
     )
 
 
-def close_stream(stream: Any) -> None:
-    """Ends what a stream does in the background, if it can be told to."""
+def close_stream(stream: Stream) -> None:
+    """Closes a stream that has a `close` method."""
     close = getattr(stream, "close", None)
     if close is not None:
         close()
 
 
-def _slices(arrays: Any) -> Iterator[Any]:
+def _slices(arrays: Tree) -> Iterator[Tree]:
     leaves = jax.tree.leaves(arrays)
     lengths = {len(a) if np.ndim(a) else None for a in leaves}
     if len(lengths) != 1 or None in lengths:
@@ -286,11 +290,11 @@ def _torch_source(loader: Any) -> Source:
 
 
 def _start_method(context: Any) -> str:
-    """Returns how a context of multiprocessing starts processes, without deciding it."""
+    """Returns the start method of a multiprocessing context, without fixing it."""
     return context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
-def _py_dataset_batches(dataset: Any) -> Iterator[Any]:
+def _py_dataset_batches(dataset: Any) -> Iterator[Tree]:
     count = getattr(dataset, "num_batches", None)
     if count is None and hasattr(dataset, "__len__"):
         count = len(dataset)
@@ -301,9 +305,55 @@ def _py_dataset_batches(dataset: Any) -> Iterator[Any]:
     dataset.on_epoch_end()
 
 
-def _is_from(value: Any, package: str) -> bool:
+def _is_from(value: object, package: str) -> bool:
     return any(_comes_from(c, package) for c in type(value).__mro__)
 
 
 def _comes_from(cls: type, package: str) -> bool:
     return cls.__module__.partition(".")[0] == package
+
+
+def to_numpy(batch: Tree) -> Tree:
+    """Converts tensors of other libraries, and lists of numbers, to NumPy arrays.
+
+    >>> to_numpy({"x": [1, 2, 3]})
+    {'x': array([1, 2, 3])}
+    """
+    if isinstance(batch, list) and batch and all(isinstance(v, int | float) for v in batch):
+        return np.asarray(batch)
+    if type(batch).__name__ == "SparseTensorValue":
+        return _sparse(batch)
+    if isinstance(batch, list | tuple):
+        return sequence_like(batch, [to_numpy(item) for item in batch])
+    if isinstance(batch, Mapping):
+        return {key: to_numpy(value) for key, value in batch.items()}
+    return _to_array(batch)
+
+
+def _to_array(leaf: Any) -> object:
+    if isinstance(leaf, np.ndarray | jax.Array) or np.isscalar(leaf) or leaf is None:
+        return leaf
+    if hasattr(leaf, "detach"):
+        # A torch tensor, on any device.
+        return leaf.detach().cpu().numpy()
+    if type(leaf).__name__ == "RaggedTensorValue":
+        return _ragged(leaf)
+    if hasattr(leaf, "numpy") and hasattr(leaf, "shape"):
+        return leaf.numpy()
+    return leaf
+
+
+def _ragged(value: Any) -> np.ndarray:
+    """Returns rows of different lengths as an array of arrays."""
+    rows = value.to_list()
+    ragged = np.empty(len(rows), object)
+    for i, row in enumerate(rows):
+        ragged[i] = np.asarray(row)
+    return ragged
+
+
+def _sparse(value: Any) -> object:
+    from jax.experimental import sparse  # noqa: PLC0415 - slow to import, and rarely needed
+
+    shape = tuple(int(n) for n in value.dense_shape)
+    return sparse.BCOO((jnp.asarray(value.values), jnp.asarray(value.indices)), shape=shape)

@@ -1,4 +1,4 @@
-"""From batches on the host to elements of all replicas."""
+"""Splits batches on the host, and places the parts on the devices of the replicas."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from replicax.foundation import errors, placement
 from replicax.foundation.jax_compat import Device
+from replicax.foundation.types import Tree, TreeDef
 from replicax.input import sources
 from replicax.input.rebatching import Rows, Share, steps_of_batch
 from replicax.values.distributed_values import PerReplica
 from replicax.values.layout import ReplicaLayout
 
 _LEAF = jax.tree.structure(0)
-# What devices can hold; text, objects and sparse rows stay on the host.
+# Kinds of types that devices support; text, objects and sparse rows stay on the host.
 _NUMERIC = "biufcV"
 
 
 class Splitter:
-    """Cuts global batches, and puts the parts where the replicas are."""
+    """Splits global batches, and places the parts on the devices of the replicas."""
 
     def __init__(self, layout: ReplicaLayout, share: Share, to_device: bool, copies: bool) -> None:
         self._layout = layout
         self._share = share
         self._to_device = to_device
-        # Whether arrays may be somebody else's, who may change them after we read them.
+        # Whether arrays may have another owner, which may change them later.
         self._copies = copies
 
     @property
@@ -34,8 +36,8 @@ class Splitter:
         """Whether one global batch may last for several steps."""
         return self._share.num_workers > 1 and not self._share.cuts_each_batch
 
-    def steps(self, batch: Any) -> list[Any]:
-        """Returns the elements of all steps that a global batch serves."""
+    def steps(self, batch: Tree) -> list[Tree]:
+        """Returns one element for each step that a global batch lasts for."""
         layout, is_alone = self._layout, self._share.num_workers == 1
         if layout.num_replicas == 1 and is_alone:
             return [self.place(batch, 0)]
@@ -47,7 +49,7 @@ class Splitter:
         return [self._parts([_rows(batch, rows) for rows in step]) for step in steps]
 
     def _whole(self, leaves: list[Any], size: int) -> list[Any]:
-        """Distributes a batch whose parts are equal, without cutting it on the host."""
+        """Distributes a batch of equal parts, without slicing it on the host."""
         layout = self._layout
         placed = self._on_devices(leaves, layout.per_replica)
         if len(placed) == len(leaves):
@@ -62,24 +64,24 @@ class Splitter:
             for i, leaf in enumerate(leaves)
         ]
 
-    def _parts(self, parts: list[Any]) -> Any:
+    def _parts(self, parts: list[Tree]) -> Tree:
         """Distributes one structure per replica, of any sizes."""
         return joined([self.place(part, i) for i, part in enumerate(parts)], self._layout)
 
-    def place(self, part: Any, replica_id: int) -> Any:
-        """Puts the part of one replica on its device."""
+    def place(self, part: Tree, replica_id: int) -> Tree:
+        """Places the part of one replica on its device."""
         leaves, treedef = _flatten(part)
         placed = self._on_devices(leaves, self._layout.devices[replica_id])
         return jax.tree.unflatten(treedef, [placed.get(i, leaf) for i, leaf in enumerate(leaves)])
 
-    def _on_devices(self, leaves: list[Any], where: Any) -> dict[int, Any]:
-        """Copies those leaves that devices can hold, all in one call; by position."""
+    def _on_devices(self, leaves: list[Any], where: Device | Sharding) -> dict[int, jax.Array]:
+        """Copies the leaves that devices support in one call; returns them by position."""
         if not self._to_device:
             return {}
         dense = [i for i, leaf in enumerate(leaves) if _is_dense(leaf)]
         arrays = self._owned([leaves[i] for i in dense])
         if isinstance(where, Device) and all(isinstance(array, np.ndarray) for array in arrays):
-            # Arrays of the host go to the default device, and are not committed to it.
+            # Host arrays go to the default device, and are not committed to it.
             with jax.default_device(where):
                 put = jax.device_put(arrays)
         else:
@@ -87,7 +89,7 @@ class Splitter:
         return dict(zip(dense, put, strict=True))
 
     def _owned(self, arrays: list[Any]) -> list[Any]:
-        """Copies arrays that `device_put` would share with somebody who may change them."""
+        """Copies arrays that `device_put` would share with another owner."""
         if not self._copies:
             return arrays
         return [np.array(a) if isinstance(a, np.ndarray) else a for a in arrays]
@@ -122,30 +124,30 @@ def _rows_of(leaves: list[Any]) -> int:
         raise errors.InvalidArgumentError(
             "All arrays of a batch must have the same number of rows",
             found,
-            "Give every array of the batch the same first dimension.",
+            "Use the same first dimension for every array of the batch.",
         )
     return sizes.pop()
 
 
-def empty_like(batch: Any) -> Any:
-    """Returns a batch without rows, of the same types and ranks; None if that cannot be."""
+def empty_like(batch: Tree) -> Tree:
+    """Returns a batch without rows, of the same types and ranks; None if it has scalars."""
     if any(not getattr(leaf, "shape", None) for leaf in _flatten(batch)[0]):
         return None
     return _rows(batch, (0, 0))
 
 
-def _rows(batch: Any, rows: Rows) -> Any:
+def _rows(batch: Tree, rows: Rows) -> Tree:
     start, stop = rows
     leaves, treedef = _flatten(batch)
     return jax.tree.unflatten(treedef, [leaf[start:stop] for leaf in leaves])
 
 
-def _flatten(batch: Any) -> tuple[list[Any], Any]:
-    # Rows of a sparse matrix are not rows of the arrays that it is made of.
+def _flatten(batch: Tree) -> tuple[list[Any], TreeDef]:
+    # A sparse matrix is one leaf: its rows are not the rows of its arrays.
     return jax.tree.flatten(batch, is_leaf=lambda leaf: hasattr(leaf, "todense"))
 
 
-def _is_dense(leaf: Any) -> bool:
+def _is_dense(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) or (
         isinstance(leaf, np.ndarray | np.generic)
         and leaf.dtype.kind in _NUMERIC

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from replicax.coordinator.shipping import importable, persistent_ids
 from replicax.foundation import lazy
-from replicax.input.builder_plan import Seed
+from replicax.input.dataset.plan import Seed
 from replicax.tracing.function import Function
 
 # The most that a pickle may have without, and with, the arrays beside it.

@@ -1,39 +1,35 @@
-"""Datasets that read files: lines, records of one length, ArrayRecord and TFRecord."""
+"""Datasets that read files: text lines, fixed-length records, ArrayRecord and TFRecord."""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeAlias
 
-from replicax.foundation import errors, lazy
-from replicax.input.builder import Dataset
-from replicax.input.builder_checks import whole_number
-from replicax.input.builder_plan import UNKNOWN_CARDINALITY, Plan
+from replicax.foundation import errors
+from replicax.foundation.types import Tree
+from replicax.input.dataset.dataset import Dataset
+from replicax.input.dataset.elements import whole_number
+from replicax.input.dataset.plan import UNKNOWN_CARDINALITY, Plan
+from replicax.input.nodes import combined, indexed, streams
+from replicax.input.nodes import files as file_nodes
 
 if TYPE_CHECKING:
-    from replicax.input import grain_nodes as nodes
-    from replicax.input import grain_nodes_files as files_of
-    from replicax.input import grain_nodes_nested as nested
-    from replicax.input import grain_nodes_streams as streams
-else:
-    files_of = lazy.module("replicax.input.grain_nodes_files")
-    nested = lazy.module("replicax.input.grain_nodes_nested")
-    nodes = lazy.module("replicax.input.grain_nodes")
-    streams = lazy.module("replicax.input.grain_nodes_streams")
+    from replicax.input.dataset.plan import MapNode, StreamIterator
 
-Files = str | os.PathLike[str] | Sequence[Any] | Dataset
+Files: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+OpenFile: TypeAlias = "Callable[[str], StreamIterator]"
 
 
 class _Reader(Dataset):
     """A dataset of the records of files, one file after the other."""
 
-    def __init__(self, name: str, filenames: Files, open_file: Callable[[str], Any]) -> None:
+    def __init__(self, name: str, filenames: Files | Dataset, open_file: OpenFile) -> None:
         if isinstance(filenames, Dataset):
 
-            def read(file: Any) -> Dataset:
+            def read(file: Tree) -> Dataset:
                 return Dataset(_stream_plan(name, open_file, (str(file),)))
 
             super().__init__(filenames.flat_map(read)._plan)
@@ -42,7 +38,7 @@ class _Reader(Dataset):
 
 
 class TextLineDataset(_Reader):
-    r"""The lines of text files, as `bytes` without what ends them.
+    r"""The lines of text files, as `bytes` without line endings.
 
     Args:
       filenames: A path, a list of paths, or a dataset of them.
@@ -58,25 +54,25 @@ class TextLineDataset(_Reader):
     >>> folder.cleanup()
     """
 
-    def __init__(self, filenames: Files, compression_type: str | None = None) -> None:
+    def __init__(self, filenames: Files | Dataset, compression_type: str | None = None) -> None:
         is_compressed = _is_compressed(compression_type)
-        super().__init__("TextLine", filenames, lambda path: files_of.Lines(path, is_compressed))
+        super().__init__("TextLine", filenames, lambda path: file_nodes.Lines(path, is_compressed))
 
 
 class FixedLengthRecordDataset(_Reader):
-    """Records of one length, as `bytes`.
+    """Fixed-length records, as `bytes`.
 
     Args:
       filenames: A path, a list of paths, or a dataset of them.
       record_bytes: The length of a record.
-      header_bytes: How many bytes come before the first record.
-      footer_bytes: How many bytes come after the last one.
+      header_bytes: The number of bytes before the first record.
+      footer_bytes: The number of bytes after the last one.
       compression_type: "GZIP" for compressed files.
     """
 
     def __init__(
         self,
-        filenames: Files,
+        filenames: Files | Dataset,
         record_bytes: int,
         header_bytes: int = 0,
         footer_bytes: int = 0,
@@ -89,32 +85,32 @@ class FixedLengthRecordDataset(_Reader):
         super().__init__(
             "FixedLengthRecord",
             filenames,
-            lambda path: files_of.FixedLength(path, is_compressed, length, header, footer),
+            lambda path: file_nodes.FixedLength(path, is_compressed, length, header, footer),
         )
 
 
 class TFRecordDataset(_Reader):
-    """The records of TFRecord files, as `bytes`; checksums are not checked."""
+    """The records of TFRecord files, as `bytes`; checksums are not verified."""
 
-    def __init__(self, filenames: Files) -> None:
-        super().__init__("TFRecord", filenames, lambda path: files_of.open_tf_records(path))
+    def __init__(self, filenames: Files | Dataset) -> None:
+        super().__init__("TFRecord", filenames, lambda path: file_nodes.open_tf_records(path))
 
 
 class ArrayRecordDataset(Dataset):
     """The records of ArrayRecord files, as `bytes`, with random access."""
 
-    def __init__(self, filenames: str | os.PathLike[str] | Sequence[Any]) -> None:
+    def __init__(self, filenames: Files) -> None:
         super().__init__(_indexed_plan(_checked("ArrayRecord", filenames)))
 
 
 def _stream_plan(
     name: str,
-    open_file: Callable[[str], Any],
+    open_file: OpenFile,
     files: tuple[str, ...],
     num_shards: int = 1,
     index: int = 0,
 ) -> Plan:
-    def open_part(number: int) -> Any:
+    def open_part(number: int) -> StreamIterator:
         records = open_file(files[number])
         if num_shards == 1:
             return records
@@ -122,7 +118,7 @@ def _stream_plan(
 
     return Plan(
         name,
-        lambda epoch: streams.Stream(lambda: nested.Chained(open_part, len(files))),
+        lambda epoch: streams.Stream(lambda: combined.Chained(open_part, len(files))),
         False,
         UNKNOWN_CARDINALITY if files else 0,
         has_examples=True,
@@ -136,12 +132,12 @@ def _stream_plan(
 
 
 def _indexed_plan(files: tuple[str, ...], num_shards: int = 1, index: int = 0) -> Plan:
-    # A file is opened once, for its length and for all passes.
+    # Files are opened once, for their lengths and for all passes.
     @functools.cache
-    def opened() -> Any:
-        parts = [files_of.ArrayRecords(path) for path in files]
-        return nodes.Concatenated(
-            [nodes.Sliced(part, index, sys.maxsize, num_shards) for part in parts]
+    def opened() -> MapNode:
+        parts = [file_nodes.ArrayRecords(path) for path in files]
+        return indexed.Concatenated(
+            [indexed.Sliced(part, index, sys.maxsize, num_shards) for part in parts]
         )
 
     return Plan(
@@ -157,7 +153,7 @@ def _indexed_plan(files: tuple[str, ...], num_shards: int = 1, index: int = 0) -
     )
 
 
-def _checked(name: str, filenames: Any) -> tuple[str, ...]:
+def _checked(name: str, filenames: Files) -> tuple[str, ...]:
     given = [filenames] if isinstance(filenames, str | os.PathLike) else list(filenames)
     files = tuple(os.fspath(path) for path in given)
     for path in files:

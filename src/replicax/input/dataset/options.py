@@ -1,22 +1,21 @@
-"""What a dataset is told about how it may be run and divided."""
+"""Options of datasets."""
 
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 from replicax.foundation import errors
 
 
 class AutoShardPolicy(enum.IntEnum):
-    """How a dataset is divided among the workers of a cluster.
+    """How a dataset is sharded among the workers of a cluster.
 
     >>> AutoShardPolicy.DATA.name
     'DATA'
     """
 
-    OFF = -1  # every worker sees all data
-    AUTO = 0  # by file if the dataset reads files and there are enough, else by data
+    OFF = -1  # every worker reads all data
+    AUTO = 0  # FILE if the dataset reads at least as many files as there are workers, else DATA
     FILE = 1  # each worker reads its own files
     DATA = 2  # each worker keeps its own elements of every file or batch
     HINT = 3  # the dataset shards itself
@@ -36,18 +35,18 @@ class DistributeOptions:
     __slots__ = ("_auto_shard_policy",)
 
     def __init__(self, auto_shard_policy: AutoShardPolicy | str | None = None) -> None:
-        # None until somebody chooses: then merged options keep an earlier choice.
+        # None if not set, so that merging keeps an earlier choice.
         self._auto_shard_policy: AutoShardPolicy | None = None
         if auto_shard_policy is not None:
             self.auto_shard_policy = auto_shard_policy
 
     @property
     def auto_shard_policy(self) -> AutoShardPolicy:
-        """How the elements are divided among workers; AUTO unless it is set."""
+        """How elements are sharded among workers; AUTO by default."""
         return AutoShardPolicy.AUTO if self._auto_shard_policy is None else self._auto_shard_policy
 
     @auto_shard_policy.setter
-    def auto_shard_policy(self, policy: Any) -> None:
+    def auto_shard_policy(self, policy: AutoShardPolicy | str) -> None:
         if isinstance(policy, str):
             policy = AutoShardPolicy.__members__.get(policy.upper(), policy)
         if not isinstance(policy, AutoShardPolicy):
@@ -59,7 +58,7 @@ class DistributeOptions:
         self._auto_shard_policy = policy
 
     def merge(self, newer: DistributeOptions) -> DistributeOptions:
-        """Returns these options with the choices of `newer` on top."""
+        """Returns these options, overridden by those set in `newer`."""
         return DistributeOptions(
             self._auto_shard_policy
             if newer._auto_shard_policy is None
@@ -79,7 +78,7 @@ class DistributeOptions:
 
 
 class Options:
-    """Options of a dataset, given to it by `Dataset.with_options`.
+    """Options of a dataset, set by `Dataset.with_options`.
 
     >>> options = Options()
     >>> options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
@@ -93,7 +92,7 @@ class Options:
         self.experimental_distribute = experimental_distribute or DistributeOptions()
 
     def merge(self, newer: Options) -> Options:
-        """Returns new options: these, with the choices of `newer` on top."""
+        """Returns these options, overridden by those set in `newer`."""
         return Options(self.experimental_distribute.merge(newer.experimental_distribute))
 
     def __eq__(self, other: object) -> bool:

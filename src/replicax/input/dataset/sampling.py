@@ -1,36 +1,42 @@
-"""How elements are drawn by weight, and which are kept to change how often classes come."""
+"""Sampling by weight, and rejection resampling of classes."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from replicax.foundation import errors
-from replicax.input.builder_checks import UserFunction
+from replicax.foundation.types import Tree
+from replicax.input.dataset.elements import UserFunction
 
-# As in TensorFlow: how many elements one estimate of the classes' shares is for, and as how
-# many elements of each class an unseen dataset counts.
+if TYPE_CHECKING:
+    from replicax.input.dataset.dataset import Dataset
+
+# As in TensorFlow: the number of elements that share one estimate of the distribution, and the
+# initial count of each class.
 ESTIMATED_AT_ONCE = 32
-SEEN_BEFORE = 10
+INITIAL_COUNT = 10
 
 
-def draw(weights: Any, number: Any) -> np.ndarray:
-    """Returns an index, each as often as its weight says, by a random number of 32 bits."""
+def draw(weights: ArrayLike, number: np.ndarray) -> np.ndarray:
+    """Draws an index in proportion to its weight, with a random number of 32 bits."""
     ends = np.cumsum(np.asarray(weights, np.float64).reshape(-1))
     drawn = np.searchsorted(ends, ends[-1] * (float(number) / 2**32), side="right")
-    # Rounding must not draw what weighs nothing at the end.
+    # Rounding must not draw a last index of weight 0.
     return np.array(min(drawn, np.searchsorted(ends, ends[-1])), np.int64)
 
 
-def checked_weights(weights: Any, num_datasets: int) -> list[float]:
+def checked_weights(weights: ArrayLike | None, num_datasets: int) -> list[float]:
     """Returns one weight per dataset, or raises."""
     found = np.ones(num_datasets) if weights is None else np.asarray(weights)
     if found.shape != (num_datasets,):
         raise errors.InvalidArgumentError(
             f"`weights` must be one number for each of the {num_datasets} datasets",
             f"their shape is {found.shape}",
-            "Give every dataset a weight.",
+            "Pass a weight for every dataset.",
         )
     if found.dtype.kind != "f":
         raise errors.ArgumentTypeError(
@@ -42,28 +48,28 @@ def checked_weights(weights: Any, num_datasets: int) -> list[float]:
         raise errors.InvalidArgumentError(
             "`weights` must be finite and not negative",
             f"they are {found.tolist()}",
-            "A weight of 0.0 leaves a dataset out.",
+            "A weight of 0.0 excludes a dataset.",
         )
     return found.tolist()
 
 
-def distribution(argument: str, value: Any) -> np.ndarray:
-    """Returns the shares of classes as float32, or raises."""
+def distribution(argument: str, value: ArrayLike) -> np.ndarray:
+    """Returns a distribution over classes as float32, or raises."""
     shares = np.asarray(value)
     if shares.ndim != 1 or not shares.size or shares.dtype.kind not in "fiu":
         raise errors.InvalidArgumentError(
-            f"`{argument}` must be a vector of one share per class",
+            f"`{argument}` must be a vector of one probability per class",
             f"it has type {shares.dtype} and shape {shares.shape}",
             "Pass a list such as [0.5, 0.5].",
         )
     return shares.astype(np.float32)
 
 
-def acceptance(initial: Any, target: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns how probable it is to keep an element of each class, and to take any element.
+def acceptance(initial: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the probabilities to accept an element of each class, and to skip rejection.
 
-    An element is taken from the dataset as it is with the second probability, and otherwise
-    from the elements that were kept, which rejects as few as possible.
+    An element comes from the original dataset with the second probability, and otherwise from
+    the accepted elements, which minimizes the number of rejections.
     """
     tiny = np.finfo(np.float32).tiny
     ratios = np.asarray(target, np.float32) / (np.asarray(initial, np.float32) + tiny)
@@ -73,40 +79,45 @@ def acceptance(initial: Any, target: Any) -> tuple[np.ndarray, np.ndarray]:
     return (ratios - least) / (largest - least), np.asarray(least)
 
 
-def estimate(seen: Any, classes: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Counts classes; returns the counts and the shares, once for each of the next elements."""
-    seen = seen + np.bincount(np.asarray(classes, np.int64), minlength=len(seen))
-    shares = (seen / seen.sum()).astype(np.float32)
-    return seen, np.tile(shares, (ESTIMATED_AT_ONCE, 1))
+def estimate(counts: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Counts classes; returns the counts, and the distribution once for each of the elements."""
+    counts = counts + np.bincount(np.asarray(classes, np.int64), minlength=len(counts))
+    shares = (counts / counts.sum()).astype(np.float32)
+    return counts, np.tile(shares, (ESTIMATED_AT_ONCE, 1))
 
 
-def resample(dataset: Any, class_func: Any, target_dist: Any, initial_dist: Any, seed: Any) -> Any:
-    """Returns a dataset of pairs of class and element, in which classes come as they should."""
-    source: Any = type(dataset)
+def resample(
+    dataset: Dataset,
+    class_func: Callable[..., Tree],
+    target_dist: ArrayLike,
+    initial_dist: ArrayLike | None,
+    seed: int | None,
+) -> Dataset:
+    """Returns pairs of class and element, whose classes follow the target distribution."""
+    source = type(dataset)
     target = distribution("target_dist", target_dist)
     number = UserFunction(class_func, "rejection_resample", f"{dataset!r}").number
 
-    def class_of(element: Any) -> np.ndarray:
+    def class_of(element: Tree) -> np.ndarray:
         found = number(element)
         if not 0 <= found < len(target):
             raise errors.InvalidArgumentError(
-                f"Classes must be from 0 to {len(target) - 1}, as `target_dist` has "
-                f"{len(target)} shares",
+                f"Classes must be from 0 to {len(target) - 1}, the range of `target_dist`",
                 f"there is {found}",
                 "Correct `class_func` or `target_dist`.",
             )
         return np.array(found, np.int32)
 
-    # Zipped with nothing else, so that a tuple stays one element for these functions.
+    # Zipped alone, so that a tuple is passed to these functions as one argument.
     pairs = source.zip((dataset,)).map(lambda element: (class_of(element), element))
     if initial_dist is not None:
         initial = distribution("initial_dist", initial_dist)
         shares = source.from_tensors(acceptance(initial, target)).repeat()
         least = float(np.min(target / initial))
     else:
-        seen = np.full(len(target), SEEN_BEFORE, np.int64)
+        counts = np.full(len(target), INITIAL_COUNT, np.int64)
         classes = pairs.map(lambda own, element: own)
-        estimates = classes.batch(ESTIMATED_AT_ONCE).scan(seen, estimate).unbatch()
+        estimates = classes.batch(ESTIMATED_AT_ONCE).scan(counts, estimate).unbatch()
         shares = estimates.map(lambda initial: acceptance(initial, target))
         least = None
     if least == 1:

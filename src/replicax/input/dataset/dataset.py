@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
+from numpy.typing import ArrayLike
 from typing_extensions import override
 
-from replicax.foundation import errors, lazy
-from replicax.input import builder_checks, builder_elements, builder_steps, stored_elements
-from replicax.input import builder_resampling as resampling
-from replicax.input import builder_storing as storing
-from replicax.input.builder_checks import UserFunction, whole_number
-from replicax.input.builder_grouping import GroupingSteps
-from replicax.input.builder_plan import (
+from replicax.foundation import errors
+from replicax.foundation.types import Tree
+from replicax.input.dataset import elements, sampling, steps, stored_format, storing
+from replicax.input.dataset.elements import UserFunction, whole_number
+from replicax.input.dataset.grouping import GroupingSteps
+from replicax.input.dataset.options import Options
+from replicax.input.dataset.plan import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
@@ -31,24 +33,20 @@ from replicax.input.builder_plan import (
     over_files,
     over_records,
 )
-from replicax.input.builder_reading import require_dataset
-from replicax.input.builder_storing import StoringSteps
-from replicax.input.options import Options
+from replicax.input.dataset.reading import require_dataset
+from replicax.input.dataset.storing import StoringSteps
+from replicax.input.nodes import indexed, streams
 
 if TYPE_CHECKING:
-    from replicax.input import grain_nodes as nodes
-    from replicax.input import grain_nodes_streams as streams
-else:
-    nodes = lazy.module("replicax.input.grain_nodes")
-    streams = lazy.module("replicax.input.grain_nodes_streams")
+    from replicax.input.dataset.plan import StreamIterator
 
 
 class Dataset(GroupingSteps, StoringSteps):
-    """A sequence of elements that can be gone through again and again.
+    """A sequence of elements that can be iterated any number of times.
 
     Elements are structures (tuples, dicts, pytrees) of NumPy arrays; a list is an array. Each
     method returns a new dataset. `iter` returns an iterator whose position can be saved and
-    set: see `DatasetIterator`.
+    restored: see `DatasetIterator`.
 
     >>> dataset = Dataset.range(5).map(lambda x: x * 10).batch(2)
     >>> [batch.tolist() for batch in dataset]
@@ -58,50 +56,54 @@ class Dataset(GroupingSteps, StoringSteps):
     # Sources.
 
     @staticmethod
-    def range(*args: int, output_type: Any = np.int64, name: str | None = None) -> Dataset:
+    def range(*args: int, output_type: DTypeLike = np.int64, name: str | None = None) -> Dataset:
         """Returns the numbers of a Python `range`, as int64."""
         numbers = range(*args)
         facts = numbers.start, numbers.step, len(numbers), output_type
-        make = functools.partial(_make_counting, *facts)
-        return Dataset(builder_steps.in_memory("range", make, len(numbers), details=facts))
+        return Dataset(_counting("range", facts, len(numbers)))
 
     @staticmethod
-    def from_tensors(tensors: Any, name: str | None = None) -> Dataset:
+    def from_tensors(tensors: Tree, name: str | None = None) -> Dataset:
         """Returns a dataset of one element."""
-        element = builder_elements.copied(builder_elements.as_element(tensors))
-        make = functools.partial(_make_listed, [element])
-        digest = functools.partial(stored_elements.digest, element)
+        element = elements.copied(elements.as_element(tensors))
+        digest = functools.partial(stored_format.digest, element)
         return Dataset(
-            builder_steps.in_memory("from_tensors", make, 1, has_examples=False, details=(digest,))
+            steps.in_memory(
+                "from_tensors",
+                lambda: indexed.Listed([element]),
+                1,
+                has_examples=False,
+                details=(digest,),
+            )
         )
 
     @staticmethod
-    def from_tensor_slices(tensors: Any, name: str | None = None) -> Dataset:
+    def from_tensor_slices(tensors: Tree, name: str | None = None) -> Dataset:
         """Returns one element per row of a structure of arrays; the arrays are not copied."""
-        arrays = builder_checks.sliceable(tensors)
+        arrays = elements.sliceable(tensors)
         length = len(jax.tree.leaves(arrays)[0])
-        digest = functools.partial(stored_elements.digest, arrays)
+        digest = functools.partial(stored_format.digest, arrays)
         return Dataset(
-            builder_steps.in_memory(
-                "from_tensor_slices", lambda: nodes.Rows(arrays), length, details=(digest,)
+            steps.in_memory(
+                "from_tensor_slices", lambda: indexed.Rows(arrays), length, details=(digest,)
             )
         )
 
     @staticmethod
     def from_generator(
-        generator: Callable[..., Iterable[Any]],
+        generator: Callable[..., Iterable[Tree]],
         *,
-        output_signature: Any = None,
+        output_signature: Tree = None,
         args: Sequence[Any] = (),
     ) -> Dataset:
-        """Returns what a generator yields; a saved position is found again by counting.
+        """Returns the elements of a generator; a saved position is restored by counting.
 
         Args:
           generator: Called with `args` for each pass.
           output_signature: A structure of `rx.TensorSpec` to check and convert elements.
           args: Its arguments.
         """
-        make = builder_checks.Yielded(generator, tuple(args), output_signature)
+        make = elements.Yielded(generator, tuple(args), output_signature)
         return Dataset(
             Plan(
                 "from_generator",
@@ -119,12 +121,12 @@ class Dataset(GroupingSteps, StoringSteps):
         seed: int | None = None,
         name: str | None = None,
     ) -> Dataset:
-        """Returns the names of the files that match, in random order unless told otherwise."""
+        """Returns the names of files that match, shuffled unless `shuffle` is False."""
         patterns = [file_pattern] if isinstance(file_pattern, str) else list(file_pattern)
         found = sorted({name for pattern in patterns for name in glob.glob(os.fspath(pattern))})
         if not found:
             raise errors.NotFoundError(
-                f"A file must match {', '.join(map(repr, patterns))}",
+                f"At least one file must match {', '.join(map(repr, patterns))}",
                 "none does",
                 "Correct the pattern.",
             )
@@ -134,18 +136,18 @@ class Dataset(GroupingSteps, StoringSteps):
         return dataset
 
     @staticmethod
-    def zip(*datasets: Any, name: str | None = None) -> Dataset:
-        """Returns elements side by side, in the structure in which the datasets are given."""
+    def zip(*datasets: Tree, name: str | None = None) -> Dataset:
+        """Combines elements of several datasets, in the structure that holds the datasets."""
         given = datasets[0] if len(datasets) == 1 else datasets
         found, structure = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, Dataset))
         for dataset in found:
             require_dataset("zip", dataset)
-        return Dataset(builder_steps.zip_plans([d._plan for d in found], structure))
+        return Dataset(steps.zip_plans([d._plan for d in found], structure))
 
     @staticmethod
     def load(
         path: str | os.PathLike[str],
-        element_spec: Any = None,
+        element_spec: Tree = None,
         compression: str | None = None,
         reader_func: Callable[[Dataset], Dataset] | None = None,
     ) -> Dataset:
@@ -153,27 +155,24 @@ class Dataset(GroupingSteps, StoringSteps):
 
         Args:
           path: The directory.
-          element_spec: What elements must look like; the directory knows it.
-          compression: Accepted for portability; the files know it.
-          reader_func: Makes a dataset of a dataset of the shards, which take turns if None.
+          element_spec: The expected spec; stored in the directory too.
+          compression: Accepted for portability; stored in the files.
+          reader_func: Maps a dataset of the shards to a dataset; interleaves them if None.
         """
         del compression
-        return storing.load(Dataset, path, element_spec, reader_func)  # type: ignore[return-value]
+        return storing.load(Dataset, path, element_spec, reader_func)
 
     @staticmethod
     def counter(
-        start: float = 0, step: float = 1, dtype: Any = np.int64, name: str | None = None
+        start: float = 0, step: float = 1, dtype: DTypeLike = np.int64, name: str | None = None
     ) -> Dataset:
-        """Returns `start`, `start + step`, and so on without end.
+        """Returns `start`, `start + step`, and so on, endlessly.
 
         >>> [int(x) for x in Dataset.counter(2, 5).take(3)]
         [2, 7, 12]
         """
         facts = start, step, sys.maxsize, dtype
-        make = functools.partial(_make_counting, *facts)
-        return Dataset(
-            builder_steps.in_memory("counter", make, INFINITE_CARDINALITY, details=facts)
-        )
+        return Dataset(_counting("counter", facts, INFINITE_CARDINALITY))
 
     @staticmethod
     def random(
@@ -181,28 +180,28 @@ class Dataset(GroupingSteps, StoringSteps):
         rerandomize_each_iteration: bool | None = None,
         name: str | None = None,
     ) -> Dataset:
-        """Returns random numbers from 0 to 2**32 - 1, as int64, without end.
+        """Returns random numbers from 0 to 2**32 - 1, as int64, endlessly.
 
         Args:
-          seed: Decides the numbers; without it, a number of the operating system does.
-          rerandomize_each_iteration: Whether each iteration and each pass of `repeat` has
-            numbers of its own; otherwise all have the same.
+          seed: The seed; drawn from the operating system if None.
+          rerandomize_each_iteration: Whether each iteration and each pass of `repeat` has other
+            numbers.
           name: Accepted for portability.
         """
         own = Seed() if seed is None else whole_number("seed", seed, 0)
-        return Dataset(builder_steps.random_numbers(own, bool(rerandomize_each_iteration)))
+        return Dataset(steps.random_numbers(own, bool(rerandomize_each_iteration)))
 
     @staticmethod
     def choose_from_datasets(
         datasets: Sequence[Dataset], choice_dataset: Dataset, stop_on_empty_dataset: bool = True
     ) -> Dataset:
-        """Takes each element from the dataset whose number `choice_dataset` gives.
+        """Takes each element from the dataset whose index `choice_dataset` gives.
 
         Args:
           datasets: Datasets with elements of one structure.
-          choice_dataset: Gives whole numbers, which count `datasets` from 0.
-          stop_on_empty_dataset: Whether it all ends when the chosen dataset has ended;
-            otherwise such a choice is passed over.
+          choice_dataset: A dataset of indices into `datasets`.
+          stop_on_empty_dataset: Whether the end of a chosen dataset ends the iteration;
+            otherwise choices of a dataset that has ended are skipped.
 
         >>> evens, odds = Dataset.range(0, 6, 2), Dataset.range(1, 6, 2)
         >>> choices = Dataset.range(2).repeat()
@@ -212,15 +211,15 @@ class Dataset(GroupingSteps, StoringSteps):
         found = _require_datasets("choose_from_datasets", datasets)
         choices = require_dataset("choose_from_datasets", choice_dataset)._plan
         if choices.is_quick and choices.cardinality:
-            # In memory: a wrong type shows here, not at the first element.
-            builder_checks.choice(choices.first_element(), len(found))
+            # In memory: a wrong type is found here, not at the first element.
+            elements.choice(choices.first_element(), len(found))
         plans = [d._plan for d in found]
-        return Dataset(builder_steps.choose(choices, plans, stop_on_empty_dataset))
+        return Dataset(steps.choose(choices, plans, stop_on_empty_dataset))
 
     @staticmethod
     def sample_from_datasets(
         datasets: Sequence[Dataset],
-        weights: Any = None,
+        weights: ArrayLike | Dataset | None = None,
         seed: int | None = None,
         stop_on_empty_dataset: bool = False,
         rerandomize_each_iteration: bool | None = None,
@@ -229,26 +228,26 @@ class Dataset(GroupingSteps, StoringSteps):
 
         Args:
           datasets: Datasets with elements of one structure.
-          weights: How often each is drawn; all alike if None. Weights that change are a
-            dataset of vectors. What weighs 0.0 is left out.
-          seed: Decides the order; without it, a number of the operating system does.
-          stop_on_empty_dataset: Whether it all ends when a drawn dataset has ended; otherwise
-            the others go on.
-          rerandomize_each_iteration: Whether each iteration draws anew.
+          weights: The relative frequencies; equal if None. A dataset of vectors changes them
+            per element. A dataset with weight 0.0 is excluded.
+          seed: The seed of the draws; drawn from the operating system if None.
+          stop_on_empty_dataset: Whether the end of a drawn dataset ends the iteration; otherwise
+            the others continue.
+          rerandomize_each_iteration: Whether each iteration has other draws.
         """
         found = _require_datasets("sample_from_datasets", datasets)
         numbers = Dataset.random(seed, rerandomize_each_iteration)
         if isinstance(weights, Dataset):
-            drawn = Dataset.zip((weights, numbers)).map(resampling.draw)
+            drawn = Dataset.zip((weights, numbers)).map(sampling.draw)
         else:
-            given = resampling.checked_weights(weights, len(found))
+            given = sampling.checked_weights(weights, len(found))
             pairs = [(d, w) for d, w in zip(found, given, strict=True) if w > 0]
             if len(pairs) < 2:
                 return pairs[0][0] if pairs else found[0].take(0)
             found, kept = [d for d, _ in pairs], [w for _, w in pairs]
-            drawn = numbers.map(functools.partial(resampling.draw, kept))
+            drawn = numbers.map(functools.partial(sampling.draw, kept))
         plans = [d._plan for d in found]
-        return Dataset(builder_steps.choose(drawn._plan, plans, stop_on_empty_dataset))
+        return Dataset(steps.choose(drawn._plan, plans, stop_on_empty_dataset))
 
     # Steps.
 
@@ -260,7 +259,7 @@ class Dataset(GroupingSteps, StoringSteps):
         return Dataset(follow(step, self._plan))
 
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
-        """Returns what a function makes of this dataset.
+        """Returns the result of a function of this dataset.
 
         >>> [int(x) for x in Dataset.range(9).apply(lambda d: d.filter(lambda x: x < 3))]
         [0, 1, 2]
@@ -269,7 +268,7 @@ class Dataset(GroupingSteps, StoringSteps):
 
     def map(
         self,
-        map_func: Callable[..., Any],
+        map_func: Callable[..., Tree],
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
         name: str | None = None,
@@ -278,36 +277,36 @@ class Dataset(GroupingSteps, StoringSteps):
 
         Args:
           map_func: Returns the new element.
-          num_parallel_calls: How many threads call it, where elements can be reached in any
-            order; `AUTOTUNE` for a few. Without it, the reader calls it.
+          num_parallel_calls: The number of threads that call it, if elements have random
+            access; `AUTOTUNE` for a few. Called in the reading thread if None.
           deterministic: Accepted for portability; the order of elements is always kept.
           name: Accepted for portability.
         """
         threads = 0 if num_parallel_calls is None else num_parallel_calls
         if threads != AUTOTUNE:
             threads = whole_number("num_parallel_calls", threads, 0)
-        return self._then(lambda plan: builder_steps.map_elements(plan, map_func, threads))
+        return self._then(lambda plan: steps.map_elements(plan, map_func, threads))
 
-    def filter(self, predicate: Callable[..., Any], name: str | None = None) -> Dataset:
-        """Keeps the elements of which `predicate` is true."""
-        return self._then(lambda plan: builder_steps.filter_elements(plan, predicate))
+    def filter(self, predicate: Callable[..., Tree], name: str | None = None) -> Dataset:
+        """Keeps the elements for which `predicate` is true."""
+        return self._then(lambda plan: steps.filter_elements(plan, predicate))
 
-    def take_while(self, predicate: Callable[..., Any], name: str | None = None) -> Dataset:
-        """Keeps the elements before the first of which `predicate` is false."""
-        return self._then(lambda plan: builder_steps.take_while(plan, predicate))
+    def take_while(self, predicate: Callable[..., Tree], name: str | None = None) -> Dataset:
+        """Keeps the elements before the first for which `predicate` is false."""
+        return self._then(lambda plan: steps.take_while(plan, predicate))
 
     def unique(self, name: str | None = None) -> Dataset:
-        """Leaves out elements, integers or text, that have come before; remembers them all.
+        """Removes duplicates among elements that are integers or text; keeps all of them in memory.
 
         >>> [int(x) for x in Dataset.from_tensor_slices([1, 37, 2, 37, 2, 1]).unique()]
         [1, 37, 2]
         """
-        return self._then(builder_steps.unique)
+        return self._then(steps.unique)
 
     def scan(
-        self, initial_state: Any, scan_func: Callable[..., Any], name: str | None = None
+        self, initial_state: Tree, scan_func: Callable[..., Tree], name: str | None = None
     ) -> Dataset:
-        """Makes elements by a function that carries a state along; the state starts each pass.
+        """Maps elements with a function that carries a state, reset in each pass.
 
         Args:
           initial_state: A structure of arrays.
@@ -319,7 +318,7 @@ class Dataset(GroupingSteps, StoringSteps):
         >>> [int(x) for x in sums]
         [0, 1, 3, 6, 10]
         """
-        return self._then(lambda plan: builder_steps.scan(plan, initial_state, scan_func))
+        return self._then(lambda plan: steps.scan(plan, initial_state, scan_func))
 
     def shuffle(
         self,
@@ -328,16 +327,16 @@ class Dataset(GroupingSteps, StoringSteps):
         reshuffle_each_iteration: bool | None = True,
         name: str | None = None,
     ) -> Dataset:
-        """Changes the order.
+        """Shuffles elements.
 
-        Where elements can be reached in any order, all of them are shuffled, whatever the
-        buffer size (only 1 leaves the order as it is). Streams are shuffled by a buffer.
+        Elements with random access are all shuffled, whatever the buffer size (1 keeps their
+        order). Streams are shuffled by a buffer.
 
         Args:
-          buffer_size: How many elements of a stream are drawn from.
-          seed: Decides the order; without it, a number of the operating system does.
-          reshuffle_each_iteration: Whether each iteration and each pass of `repeat` has an
-            order of its own.
+          buffer_size: The number of elements of a stream to draw from.
+          seed: The seed; drawn from the operating system if None.
+          reshuffle_each_iteration: Whether each iteration and each pass of `repeat` has another
+            order.
           name: Accepted for portability.
         """
         size = whole_number("buffer_size", buffer_size, 1)
@@ -345,27 +344,27 @@ class Dataset(GroupingSteps, StoringSteps):
         if size == 1:
             return self
         is_new = reshuffle_each_iteration is not False
-        return self._then(lambda plan: builder_steps.shuffle(plan, size, own, is_new))
+        return self._then(lambda plan: steps.shuffle(plan, size, own, is_new))
 
     def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:
-        """Goes through the elements `count` times; without end for None or -1."""
+        """Repeats the elements `count` times; endlessly for None or -1."""
         times = -1 if count is None else whole_number("count", count, -1)
-        return self._then(lambda plan: builder_steps.repeat(plan, times))
+        return self._then(lambda plan: steps.repeat(plan, times))
 
     def take(self, count: int, name: str | None = None) -> Dataset:
         """Keeps the first `count` elements; all of them for -1."""
         number = whole_number("count", count, -1)
-        return self._then(lambda plan: builder_steps.take(plan, number))
+        return self._then(lambda plan: steps.take(plan, number))
 
     def skip(self, count: int, name: str | None = None) -> Dataset:
-        """Leaves out the first `count` elements; all of them for -1."""
+        """Removes the first `count` elements; all of them for -1."""
         number = whole_number("count", count, -1)
-        return self._then(lambda plan: builder_steps.skip(plan, number))
+        return self._then(lambda plan: steps.skip(plan, number))
 
     def shard(self, num_shards: int, index: int, name: str | None = None) -> Dataset:
         """Keeps the elements `index`, `index + num_shards`, and so on."""
         num, own = _shard_arguments(num_shards, index)
-        return self._then(lambda plan: builder_steps.shard(plan, num, own))
+        return self._then(lambda plan: steps.shard(plan, num, own))
 
     def batch(
         self,
@@ -377,57 +376,57 @@ class Dataset(GroupingSteps, StoringSteps):
     ) -> Dataset:
         """Stacks `batch_size` elements; the last batch may be smaller, or is dropped."""
         size = whole_number("batch_size", batch_size, 1)
-        return self._then(lambda plan: builder_steps.batch(plan, size, bool(drop_remainder)))
+        return self._then(lambda plan: steps.batch(plan, size, bool(drop_remainder)))
 
     def padded_batch(
         self,
         batch_size: int,
-        padded_shapes: Any = None,
-        padding_values: Any = None,
+        padded_shapes: Tree = None,
+        padding_values: Tree = None,
         drop_remainder: bool = False,
         name: str | None = None,
     ) -> Dataset:
-        """Stacks elements of different sizes, filled up at the end of each dimension.
+        """Stacks elements of different sizes, padded at the end of each dimension.
 
         Args:
-          batch_size: How many elements are stacked.
-          padded_shapes: A structure of shapes; None in a shape, or no shapes at all, stand
-            for the largest size in the batch.
-          padding_values: What to fill up with, one number or a structure of them; 0 if None.
-          drop_remainder: Whether a smaller last batch is left out.
+          batch_size: The number of elements of a batch.
+          padded_shapes: A structure of shapes; None in a shape, or no shapes at all, is the
+            largest size in the batch.
+          padding_values: A padding value, or a structure of them; 0 if None.
+          drop_remainder: Whether a smaller last batch is dropped.
           name: Accepted for portability.
         """
         size = whole_number("batch_size", batch_size, 1)
-        join = builder_elements.padded_stack(padded_shapes, padding_values)
-        return self._then(lambda plan: builder_steps.batch(plan, size, bool(drop_remainder), join))
+        join = elements.padded_stack(padded_shapes, padding_values)
+        return self._then(lambda plan: steps.batch(plan, size, bool(drop_remainder), join))
 
     def unbatch(self, name: str | None = None) -> Dataset:
         """Makes an element of each row of each element."""
-        return self._then(builder_steps.unbatch)
+        return self._then(steps.unbatch)
 
     def rejection_resample(
         self,
-        class_func: Callable[..., Any],
-        target_dist: Any,
-        initial_dist: Any = None,
+        class_func: Callable[..., Tree],
+        target_dist: ArrayLike,
+        initial_dist: ArrayLike | None = None,
         seed: int | None = None,
         name: str | None = None,
     ) -> Dataset:
-        """Leaves out, or repeats, elements so that classes come as often as they should.
+        """Resamples elements so that their classes follow `target_dist`.
 
         Elements become pairs of their class and themselves.
 
         Args:
           class_func: Returns the class of an element, counted from 0.
-          target_dist: The share that each class should have.
-          initial_dist: The share that it has; estimated while reading if None.
-          seed: Decides what is left out; without it, a number of the operating system does.
+          target_dist: The target probability of each class.
+          initial_dist: The probability of each class; estimated while reading if None.
+          seed: The seed; drawn from the operating system if None.
           name: Accepted for portability.
         """
-        return resampling.resample(self, class_func, target_dist, initial_dist, seed)
+        return sampling.resample(self, class_func, target_dist, initial_dist, seed)
 
     def flat_map(self, map_func: Callable[..., Dataset], name: str | None = None) -> Dataset:
-        """Makes a dataset of each element, and goes through them one after the other."""
+        """Maps each element to a dataset, and concatenates them."""
         return self._interleaved("flat_map", map_func, 1, 1)
 
     def interleave(
@@ -439,14 +438,14 @@ class Dataset(GroupingSteps, StoringSteps):
         deterministic: bool | None = None,
         name: str | None = None,
     ) -> Dataset:
-        """Makes a dataset of each element, and takes turns between `cycle_length` of them.
+        """Maps each element to a dataset, and interleaves `cycle_length` of them.
 
         Args:
           map_func: Returns a dataset.
-          cycle_length: How many datasets are open at a time; 4 without it.
-          block_length: How many elements each gives in its turn.
+          cycle_length: The number of datasets that are open at a time; 4 if None.
+          block_length: The number of consecutive elements of one dataset.
           num_parallel_calls: Accepted for portability; datasets are read in turn.
-          deterministic: Accepted for portability; so is the order.
+          deterministic: Accepted for portability; the order is always kept.
           name: Accepted for portability.
         """
         cycle = 4 if cycle_length in (None, AUTOTUNE) else cycle_length
@@ -454,17 +453,19 @@ class Dataset(GroupingSteps, StoringSteps):
         block = whole_number("block_length", block_length, 1)
         return self._interleaved("interleave", map_func, cycle, block)
 
-    def _interleaved(self, name: str, map_func: Any, cycle: int, block: int) -> Dataset:
+    def _interleaved(
+        self, name: str, map_func: Callable[..., Dataset], cycle: int, block: int
+    ) -> Dataset:
         fn = UserFunction(map_func, name, f"{self._plan.name} > {name}")
 
         def step(plan: Plan, num_shards: int = 1, index: int = 0) -> Plan:
-            def open_element(element: Any, epoch: Epoch) -> Any:
+            def open_element(element: Tree, epoch: Epoch) -> StreamIterator:
                 inner = require_dataset(name, fn(element))
                 if num_shards > 1:
                     inner = inner.shard_records(num_shards, index)
                 return inner._plan.open(epoch)
 
-            return builder_steps.interleave(
+            return steps.interleave(
                 plan,
                 name,
                 open_element,
@@ -477,27 +478,27 @@ class Dataset(GroupingSteps, StoringSteps):
         return self._then(step)
 
     def concatenate(self, dataset: Dataset, name: str | None = None) -> Dataset:
-        """Appends the elements of another dataset."""
+        """Appends another dataset."""
         other = require_dataset("concatenate", dataset)
-        return Dataset(builder_steps.concatenate([self._plan, other._plan]))
+        return Dataset(steps.concatenate([self._plan, other._plan]))
 
     def enumerate(self, start: int = 0, name: str | None = None) -> Dataset:
-        """Makes each element a pair of its number and itself."""
-        return self._then(lambda plan: builder_steps.number(plan, start))
+        """Pairs each element with its number."""
+        return self._then(lambda plan: steps.number(plan, start))
 
     def cache(self, filename: str | os.PathLike[str] = "", name: str | None = None) -> Dataset:
-        """Keeps the elements once a pass has reached the end: in memory, or in a directory."""
+        """Keeps the elements of the first complete pass, in memory or in a directory."""
         if filename:
             return self.snapshot(filename, compression=None)
-        return self._then(builder_steps.cache)
+        return self._then(steps.cache)
 
     def prefetch(self, buffer_size: int = AUTOTUNE, name: str | None = None) -> Dataset:
-        """Reads ahead in a thread; `AUTOTUNE` is 2 elements. In-memory data needs none."""
+        """Reads ahead in a thread, except from memory; `AUTOTUNE` is 2 elements."""
         size = whole_number("buffer_size", buffer_size, AUTOTUNE)
-        return self._then(lambda plan: builder_steps.prefetch(plan, size))
+        return self._then(lambda plan: steps.prefetch(plan, size))
 
     def with_options(self, options: Options, name: str | None = None) -> Dataset:
-        """Returns the dataset with options on top of those that it has."""
+        """Returns the dataset with options merged into its own."""
 
         def step(plan: Plan) -> Plan:
             return dataclasses.replace(plan, options=plan.options.merge(options))
@@ -508,7 +509,7 @@ class Dataset(GroupingSteps, StoringSteps):
         """Returns the options of the dataset."""
         return Options().merge(self._plan.options)
 
-    # Other files, and parts of them.
+    # Shards.
 
     def with_files(self, files: Sequence[str]) -> Dataset:
         """Returns the same steps over other files."""
@@ -522,7 +523,7 @@ class Dataset(GroupingSteps, StoringSteps):
         return Dataset(plan)
 
     def shard_records(self, num_shards: int, index: int) -> Dataset:
-        """Returns a part: of the records of each file, or of the elements before prefetching."""
+        """Returns a shard: of the records of each file, or of the elements before a prefetch."""
         num, own = _shard_arguments(num_shards, index)
         plan = over_records(self._plan, num, own)
         if plan is not None:
@@ -533,23 +534,20 @@ class Dataset(GroupingSteps, StoringSteps):
         return self.shard(num, own)
 
 
-def _make_counting(start: float, step: float, length: int, dtype: Any) -> Any:
-    return nodes.Counting(start, step, length, dtype)
-
-
-def _make_listed(elements: Sequence[Any]) -> Any:
-    return nodes.Listed(elements)
+def _counting(name: str, facts: tuple[float, float, int, DTypeLike], cardinality: int) -> Plan:
+    """Returns the plan of numbers with a start, a step, a length and a type."""
+    return steps.in_memory(name, lambda: indexed.Counting(*facts), cardinality, details=facts)
 
 
 def _names(files: tuple[str, ...]) -> Plan:
     """Returns the plan of a dataset of file names."""
-    plan = builder_steps.in_memory("list_files", lambda: nodes.Listed(files), len(files))
+    plan = steps.in_memory("list_files", lambda: indexed.Listed(files), len(files))
     return dataclasses.replace(
         plan,
         files=files,
         with_files=_names,
         shard_records=lambda num, index: follow(
-            lambda names: builder_steps.shard(names, num, index), _names(files)
+            lambda names: steps.shard(names, num, index), _names(files)
         ),
     )
 
@@ -566,7 +564,7 @@ def _shard_arguments(num_shards: int, index: int) -> tuple[int, int]:
     return num, own
 
 
-def _require_datasets(step: str, values: Any) -> list[Dataset]:
+def _require_datasets(step: str, values: Iterable[object]) -> list[Dataset]:
     datasets = [require_dataset(step, value) for value in values]
     if not datasets:
         raise errors.InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""The steps that put elements into groups: windows, batches of other sizes, keys, lengths."""
+"""Steps that group elements: windows, batches of other sizes, keys, sequence lengths."""
 
 from __future__ import annotations
 
@@ -9,28 +9,22 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from replicax.foundation import errors, lazy
-from replicax.input import builder_steps
-from replicax.input.builder_checks import UserFunction, whole_number
-from replicax.input.builder_plan import (
-    INFINITE_CARDINALITY,
-    UNKNOWN_CARDINALITY,
-    Epoch,
-    Plan,
-)
-from replicax.input.builder_reading import ReadableDataset, require_dataset
+from replicax.foundation import errors
+from replicax.foundation.types import Tree
+from replicax.input.dataset import steps
+from replicax.input.dataset.elements import UserFunction, whole_number
+from replicax.input.dataset.plan import UNKNOWN_CARDINALITY, Epoch, Plan
+from replicax.input.dataset.reading import ReadableDataset, require_dataset
+from replicax.input.nodes import combined, indexed
+from replicax.tracing.signature import TensorSpec
 
 if TYPE_CHECKING:
-    from replicax.input import grain_nodes as nodes
-    from replicax.input import grain_nodes_grouping as grouping
-    from replicax.input.builder import Dataset
-else:
-    nodes = lazy.module("replicax.input.grain_nodes")
-    grouping = lazy.module("replicax.input.grain_nodes_grouping")
+    from replicax.input.dataset.dataset import Dataset
+    from replicax.input.dataset.plan import StreamIterator
 
 
 class GroupingSteps(ReadableDataset):
-    """The steps of `Dataset` that put elements into groups."""
+    """The steps of `Dataset` that group elements."""
 
     if TYPE_CHECKING:
 
@@ -43,14 +37,14 @@ class GroupingSteps(ReadableDataset):
         drop_remainder: bool = False,
         name: str | None = None,
     ) -> Dataset:
-        """Makes batches of another size out of batches, as `unbatch` and `batch` would.
+        """Changes the size of batches, like `unbatch` and `batch`.
 
         Args:
-          batch_size: The size, or a list of sizes that take turns.
-          drop_remainder: Whether a smaller last batch is left out.
+          batch_size: The size, or a list of sizes that are used in turn.
+          drop_remainder: Whether a smaller last batch is dropped.
           name: Accepted for portability.
 
-        >>> from replicax.input.builder import Dataset
+        >>> from replicax.input.dataset.dataset import Dataset
         >>> [x.tolist() for x in Dataset.range(6).batch(2).rebatch([1, 2])]
         [[0], [1, 2], [3], [4, 5]]
         """
@@ -66,16 +60,16 @@ class GroupingSteps(ReadableDataset):
         drop_remainder: bool = False,
         name: str | None = None,
     ) -> Dataset:
-        """Makes datasets of consecutive elements; each array of an element has its own.
+        """Makes datasets of consecutive elements, one dataset for each array of an element.
 
         Args:
-          size: How many elements a window has.
-          shift: How far the next window begins after this one; `size` if None.
-          stride: How far apart the elements of a window are.
-          drop_remainder: Whether smaller windows at the end are left out.
+          size: The number of elements of a window.
+          shift: The distance between the starts of windows; `size` if None.
+          stride: The distance between the elements of a window.
+          drop_remainder: Whether smaller windows at the end are dropped.
           name: Accepted for portability.
 
-        >>> from replicax.input.builder import Dataset
+        >>> from replicax.input.dataset.dataset import Dataset
         >>> windows = Dataset.range(5).window(3, shift=1, drop_remainder=True)
         >>> [x.tolist() for x in windows.flat_map(lambda window: window.batch(3))]
         [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
@@ -90,22 +84,22 @@ class GroupingSteps(ReadableDataset):
 
     def group_by_window(
         self,
-        key_func: Callable[..., Any],
+        key_func: Callable[..., Tree],
         reduce_func: Callable[[Any, Dataset], Dataset],
         window_size: int | None = None,
-        window_size_func: Callable[[Any], Any] | None = None,
+        window_size_func: Callable[[Any], Tree] | None = None,
         name: str | None = None,
     ) -> Dataset:
-        """Gathers elements by key, and makes a dataset of each `window_size` with one key.
+        """Groups elements by key, and reduces each group of `window_size` to a dataset.
 
         Args:
           key_func: Returns the key of an element, a whole number.
           reduce_func: Called with a key and a dataset of elements; returns a dataset.
-          window_size: How many elements of a key are gathered; fewer at the end.
-          window_size_func: Returns that for a key, instead of `window_size`.
+          window_size: The number of elements of a group; fewer at the end.
+          window_size_func: Returns it for a key, instead of `window_size`.
           name: Accepted for portability.
 
-        >>> from replicax.input.builder import Dataset
+        >>> from replicax.input.dataset.dataset import Dataset
         >>> pairs = Dataset.range(6).group_by_window(lambda x: x % 2, lambda k, w: w.batch(2), 2)
         >>> [x.tolist() for x in pairs]
         [[0, 2], [1, 3], [4], [5]]
@@ -113,45 +107,42 @@ class GroupingSteps(ReadableDataset):
         del name
         sizes = _window_sizes(window_size, window_size_func)
 
-        def reduce(key: Any, plan: Plan) -> Dataset:
+        def reduce(key: np.ndarray, plan: Plan) -> Dataset:
             return require_dataset("group_by_window", reduce_func(key, self._of(plan)))
 
-        return self._then(
-            lambda plan: _group_by_window(plan, key_func, sizes, reduce, lambda d: d._plan)
-        )
+        return self._then(lambda plan: _group_by_window(plan, key_func, sizes, reduce))
 
     def bucket_by_sequence_length(
         self,
-        element_length_func: Callable[..., Any],
+        element_length_func: Callable[..., Tree],
         bucket_boundaries: Sequence[int],
         bucket_batch_sizes: Sequence[int],
-        padded_shapes: Any = None,
-        padding_values: Any = None,
+        padded_shapes: Tree = None,
+        padding_values: Tree = None,
         pad_to_bucket_boundary: bool = False,
         no_padding: bool = False,
         drop_remainder: bool = False,
         name: str | None = None,
     ) -> Dataset:
-        """Batches elements of similar lengths together, so that little is padded.
+        """Batches elements of similar lengths, which need little padding.
 
         Args:
           element_length_func: Returns the length of an element.
           bucket_boundaries: The lengths at which a new bucket begins, in order.
           bucket_batch_sizes: The batch size of each bucket, one more than boundaries.
-          padded_shapes: As of `padded_batch`.
-          padding_values: As of `padded_batch`.
-          pad_to_bucket_boundary: Whether unknown sizes are padded to the longest that the
-            bucket takes, not to the longest of the batch. Unknown are those that
-            `padded_shapes`, or the signature of a generator, leave open; without either, the
-            first size of each array.
-          no_padding: Whether elements are stacked as they are.
-          drop_remainder: Whether smaller batches at the end are left out.
+          padded_shapes: As in `padded_batch`.
+          padding_values: As in `padded_batch`.
+          pad_to_bucket_boundary: Whether unknown sizes are padded to the largest length of the
+            bucket, not of the batch. Unknown are the sizes that are None in `padded_shapes` or in
+            the signature of a generator; without either, the first size of each array.
+          no_padding: Whether elements are stacked without padding.
+          drop_remainder: Whether smaller batches at the end are dropped.
           name: Accepted for portability.
         """
         del name
         buckets = _Buckets(element_length_func, bucket_boundaries, bucket_batch_sizes)
 
-        def as_batch(bucket: Any, elements: Dataset) -> Dataset:
+        def as_batch(bucket: np.ndarray, elements: Dataset) -> Dataset:
             size, shapes = buckets.size(bucket), padded_shapes
             if no_padding:
                 return elements.batch(size, drop_remainder)
@@ -165,9 +156,9 @@ class GroupingSteps(ReadableDataset):
         return self.group_by_window(buckets.key, as_batch, window_size_func=buckets.size)
 
 
-def _group_plan(parent: Plan, elements: list[Any]) -> Plan:
+def _group_plan(parent: Plan, elements: list[Tree]) -> Plan:
     """Returns the plan of a dataset of some elements of another one."""
-    plan = builder_steps.in_memory("window", lambda: nodes.Listed(elements), len(elements))
+    plan = steps.in_memory("window", lambda: indexed.Listed(elements), len(elements))
     return dataclasses.replace(
         plan,
         batch_size=parent.batch_size,
@@ -183,11 +174,11 @@ def _window(
     shift: int,
     stride: int,
     drops_remainder: bool,
-    as_dataset: Callable[[Plan], Any],
+    as_dataset: Callable[[Plan], Dataset],
 ) -> Plan:
     """Makes datasets of consecutive elements, one for each array of an element."""
 
-    def make(elements: list[Any]) -> Any:
+    def make_window(elements: list[Tree]) -> Tree:
         structure = jax.tree.structure(elements[0])
         columns = zip(*map(jax.tree.leaves, elements), strict=True)
         found = [as_dataset(_group_plan(parent, list(column))) for column in columns]
@@ -202,20 +193,20 @@ def _window(
     return parent.then(
         "window",
         None,
-        lambda iterator, epoch: grouping.Windowed(
-            iterator, size, shift, stride, drops_remainder, make
+        lambda iterator, epoch: combined.Windowed(
+            iterator, size, shift, stride, drops_remainder, make_window
         ),
         cardinality=known,
         batch_size=None,
         drops_remainder=False,
         is_padded=False,
-        # Datasets, which no strategy can cut.
+        # Elements are datasets, which cannot be split among replicas.
         has_examples=True,
     )
 
 
-def _rebatch_sizes(batch_size: Any) -> list[int]:
-    """Returns the sizes that batches of `rebatch` have in turn, or raises."""
+def _rebatch_sizes(batch_size: int | Sequence[int]) -> list[int]:
+    """Returns the sizes of batches of `rebatch`, or raises."""
     given = np.asarray(batch_size)
     sizes = given.reshape(-1).tolist()
     is_whole = given.ndim <= 1 and given.dtype.kind in "iu"
@@ -224,13 +215,13 @@ def _rebatch_sizes(batch_size: Any) -> list[int]:
             "`batch_size` of `rebatch` must be a positive whole number, or a list of whole "
             "numbers that are not all 0",
             f"it is {batch_size!r}",
-            "Pass the sizes that batches should have.",
+            "Pass a batch size, or several.",
         )
     return sizes
 
 
 def _rebatch(parent: Plan, sizes: list[int], drops_remainder: bool) -> Plan:
-    """Makes batches of other sizes, which take turns."""
+    """Makes batches of other sizes, used in turn."""
     is_one_size = len(set(sizes)) == 1
     fits = (
         parent.drops_remainder
@@ -241,7 +232,7 @@ def _rebatch(parent: Plan, sizes: list[int], drops_remainder: bool) -> Plan:
     return parent.then(
         "rebatch",
         None,
-        lambda iterator, epoch: grouping.Rebatched(iterator, sizes, drops_remainder),
+        lambda iterator, epoch: combined.Rebatched(iterator, sizes, drops_remainder),
         cardinality=UNKNOWN_CARDINALITY,
         batch_size=max(sizes),
         drops_remainder=is_one_size and (drops_remainder or fits),
@@ -249,8 +240,10 @@ def _rebatch(parent: Plan, sizes: list[int], drops_remainder: bool) -> Plan:
     )
 
 
-def _window_sizes(window_size: Any, window_size_func: Any) -> Callable[[Any], Any]:
-    """Returns the function of `group_by_window` that says how large windows are, or raises."""
+def _window_sizes(
+    window_size: int | None, window_size_func: Callable[[Any], Tree] | None
+) -> Callable[[Any], Tree]:
+    """Returns a function from a key to the size of its windows, or raises."""
     if (window_size is None) == (window_size_func is None):
         raise errors.InvalidArgumentError(
             "`group_by_window` needs one of `window_size` and `window_size_func`",
@@ -262,19 +255,17 @@ def _window_sizes(window_size: Any, window_size_func: Any) -> Callable[[Any], An
 
 def _group_by_window(
     parent: Plan,
-    key_func: Any,
-    size_func: Any,
-    reduce_group: Callable[[Any, Plan], Any],
-    plan_of: Callable[[Any], Plan],
+    key_func: Callable[..., Tree],
+    size_func: Callable[[Any], Tree],
+    reduce_group: Callable[[np.ndarray, Plan], Dataset],
 ) -> Plan:
-    """Gathers elements by key, and makes a dataset of each group.
+    """Groups elements by key, and reduces each group to a dataset.
 
     Args:
       parent: The plan before.
       key_func: Returns the key of an element.
-      size_func: Returns how many elements of a key make a group.
+      size_func: Returns the number of elements of a group with a key.
       reduce_group: Makes a dataset of a key and the plan of its elements.
-      plan_of: Returns the plan of a dataset.
     """
     name = f"{parent.name} > group_by_window"
     key_of = UserFunction(key_func, "group_by_window", name)
@@ -283,27 +274,26 @@ def _group_by_window(
     def size(key: int) -> int:
         return whole_number("window_size", np.asarray(size_of(np.int64(key)))[()], 1)
 
-    def reduced(key: int, elements: list[Any]) -> Any:
+    def reduced(key: int, elements: list[Tree]) -> Dataset:
         return reduce_group(np.array(key, np.int64), _group_plan(parent, elements))
 
-    def spec() -> Any:
+    def spec() -> Tree:
         element = parent.first_element()
         return reduced(key_of.number(element), [element]).element_spec
 
-    def stream(iterator: Any, epoch: Epoch) -> Any:
-        return grouping.GroupedByKey(
+    def stream(iterator: StreamIterator, epoch: Epoch) -> StreamIterator:
+        return combined.GroupedByKey(
             iterator,
             key_of.number,
             size,
-            lambda key, elements: plan_of(reduced(key, elements)).open(epoch),
+            lambda key, elements: reduced(key, elements)._plan.open(epoch),
         )
 
-    endless = parent.cardinality == INFINITE_CARDINALITY
     return parent.then(
         "group_by_window",
         None,
         stream,
-        cardinality=INFINITE_CARDINALITY if endless else UNKNOWN_CARDINALITY,
+        cardinality=steps.infinite_or_unknown(parent),
         batch_size=None,
         drops_remainder=False,
         is_padded=False,
@@ -314,23 +304,23 @@ def _group_by_window(
 
 
 class _Buckets:
-    """Which elements `bucket_by_sequence_length` puts together, and how it batches them."""
+    """The buckets of `bucket_by_sequence_length`."""
 
     def __init__(
-        self, length: Callable[..., Any], boundaries: Sequence[int], batch_sizes: Sequence[int]
+        self, length: Callable[..., Tree], boundaries: Sequence[int], batch_sizes: Sequence[int]
     ) -> None:
         if len(batch_sizes) != len(boundaries) + 1:
             raise errors.InvalidArgumentError(
-                "`bucket_batch_sizes` needs one size more than there are `bucket_boundaries`, "
+                "`bucket_batch_sizes` must have one size more than `bucket_boundaries`, "
                 f"{len(boundaries) + 1}",
-                f"there are {len(batch_sizes)}",
+                f"it has {len(batch_sizes)}",
                 "The last size is for elements that are longer than every boundary.",
             )
         self._length = length
         self._boundaries = [int(boundary) for boundary in boundaries]
         self._sizes = [whole_number("bucket_batch_sizes", size, 1) for size in batch_sizes]
 
-    def key(self, *parts: Any) -> np.ndarray:
+    def key(self, *parts: Tree) -> np.ndarray:
         """Returns the number of the bucket of an element."""
         length = int(np.asarray(self._length(*parts)))
         uppers = enumerate(self._boundaries)
@@ -338,18 +328,18 @@ class _Buckets:
             next((i for i, upper in uppers if length < upper), len(self._boundaries)), np.int64
         )
 
-    def size(self, bucket: Any) -> int:
-        """Returns how many elements of a bucket make a batch."""
+    def size(self, bucket: np.ndarray) -> int:
+        """Returns the batch size of a bucket."""
         return self._sizes[int(bucket)]
 
-    def filled_shapes(self, bucket: Any, shapes: Any) -> Any:
+    def filled_shapes(self, bucket: np.ndarray, shapes: Tree) -> Tree:
         """Returns shapes whose unknown sizes are the largest of a bucket."""
         if int(bucket) == len(self._boundaries):
             raise errors.InvalidArgumentError(
                 "With pad_to_bucket_boundary=True, elements must be shorter than the last of "
                 f"`bucket_boundaries`, {self._boundaries[-1] if self._boundaries else 'none'}",
                 "there is a longer one",
-                "Add a boundary, or filter long elements out.",
+                "Add a boundary, or remove long elements with `filter`.",
             )
         largest = self._boundaries[int(bucket)] - 1
         return jax.tree.map(
@@ -359,21 +349,21 @@ class _Buckets:
         )
 
 
-def _is_shape(value: Any) -> bool:
-    """Tells whether a part of a structure of shapes is a shape."""
+def _is_shape(value: object) -> bool:
+    """Returns whether a part of a structure of shapes is a shape."""
     return isinstance(value, tuple | list) and all(
         size is None or isinstance(size, int | np.integer) for size in value
     )
 
 
-def _open_shapes(spec: Any, is_certain: bool) -> Any:
+def _open_shapes(spec: Tree, is_certain: bool) -> Tree:
     """Returns the shapes of elements by their spec.
 
-    One that was read off the first element knows all sizes of it; then the first size of
-    each array is the one that differs.
+    A spec derived from the first element has all of its sizes; then the first size of each
+    array is taken to differ.
     """
 
-    def shape(leaf: Any) -> tuple[int | None, ...]:
+    def shape(leaf: TensorSpec) -> tuple[int | None, ...] | None:
         return leaf.shape if is_certain or not leaf.shape else (None, *leaf.shape[1:])
 
     return jax.tree.map(shape, spec)

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable
-from typing import IO, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import IO, Protocol, cast
 
 import grain
 import jax
 
 from replicax.foundation import errors
-from replicax.input import stored_elements
-from replicax.input.grain_nodes import Indexed
-from replicax.input.grain_nodes_streams import MakeIterator, State, read
+from replicax.foundation.types import Tree, TreeDef
+from replicax.input.dataset import stored_format
+from replicax.input.nodes.indexed import Indexed
+from replicax.input.nodes.streams import Iterator, OpenIterator, State, read
 
 
 class SnapshotWriter(Protocol):
-    """Takes the elements of one pass."""
+    """Writes the elements of one pass."""
 
-    def write(self, element: Any) -> None: ...
+    def write(self, element: Tree) -> None: ...
 
     def commit(self) -> None: ...
 
     def abort(self) -> None: ...
 
 
-class _Records(grain.DatasetIterator[Any]):
-    """Records of one file, opened when the first is read; the position is an offset."""
+class _Records(grain.DatasetIterator[bytes]):
+    """Records of one file, opened at the first read; the position is an offset."""
 
     def __init__(self, path: str, is_compressed: bool, start: int = 0) -> None:
         super().__init__()
@@ -41,12 +42,11 @@ class _Records(grain.DatasetIterator[Any]):
     def __next__(self) -> bytes:
         if self._file is None:
             opened = gzip.open(self._path) if self._is_compressed else open(self._path, "rb")  # noqa: SIM115
-            self._file = opened  # type: ignore[assignment]
-            assert self._file is not None
+            self._file = cast(IO[bytes], opened)
             self._file.seek(self._offset)
         record = self.read(self._file)
         if record is None:
-            self._drop()
+            self._close_file()
             raise StopIteration
         return record
 
@@ -54,21 +54,21 @@ class _Records(grain.DatasetIterator[Any]):
         return {"offset": self._offset}
 
     def set_state(self, state: State) -> None:
-        self._drop()
+        self._close_file()
         self._offset = state["offset"]
 
-    def _drop(self) -> None:
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def close(self) -> None:
         super().close()
-        self._drop()
+        self._close_file()
 
 
 class Lines(_Records):
-    """The lines of a text file, without what ends them."""
+    """The lines of a text file, without line endings."""
 
     def read(self, file: IO[bytes]) -> bytes | None:
         line = file.readline()
@@ -88,7 +88,7 @@ class FixedLength(_Records):
         self._length, self._header, self._footer = length, header, footer
 
     def read(self, file: IO[bytes]) -> bytes | None:
-        # One footer more is read, to see whether this is the footer.
+        # Reads one footer more, because the footer itself may be all that is left.
         found = file.read(self._length + self._footer)
         if len(found) == self._length + self._footer:
             self._offset += self._length
@@ -104,7 +104,7 @@ class FixedLength(_Records):
         )
 
 
-def open_tf_records(path: str) -> grain.DatasetIterator[Any]:
+def open_tf_records(path: str) -> Iterator:
     """Returns the records of a TFRecord file, read by Grain."""
     return iter(grain.experimental.TFRecordIterDataset(path))
 
@@ -114,31 +114,28 @@ class ArrayRecords(Indexed):
 
     def __init__(self, path: str) -> None:
         super().__init__()
-        self._source: Any = grain.sources.ArrayRecordDataSource([path])
+        self._source: Sequence[bytes] = grain.sources.ArrayRecordDataSource([path])  # type: ignore[assignment]
+        self._length = len(self._source)
 
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._source[int(index % len(self._source))]
+    def element(self, index: int) -> Tree:
+        return self._source[int(index % self._length)]
 
 
 class StoredElements(ArrayRecords):
     """The elements of one shard of a stored dataset, with random access."""
 
-    def __init__(self, path: str, count: int, structure: Any) -> None:
+    def __init__(self, path: str, count: int, structure: TreeDef) -> None:
         self._path, self._structure = path, structure
         try:
             super().__init__(path)
-            found = len(self._source)
         except (OSError, RuntimeError, ValueError) as error:
             raise self._damaged(str(error)) from error
-        if found != count:
-            raise self._damaged(f"it has {found} elements instead of {count}")
+        if self._length != count:
+            raise self._damaged(f"it has {self._length} elements instead of {count}")
 
-    def __getitem__(self, index: Any) -> Any:
+    def element(self, index: int) -> Tree:
         try:
-            leaves = stored_elements.decode(super().__getitem__(index))
+            leaves = stored_format.decode(super().element(index))
         except (OSError, RuntimeError, ValueError) as error:
             raise self._damaged(str(error)) from error
         return jax.tree.unflatten(self._structure, leaves)
@@ -151,37 +148,38 @@ class StoredElements(ArrayRecords):
         )
 
 
-class Snapshotted(grain.DatasetIterator[Any]):
-    """Reads a stream and writes what it gives, or reads what an earlier pass has written.
+class Snapshotted(grain.DatasetIterator[Tree]):
+    """Reads a stream and writes its elements, or reads what an earlier pass has written.
 
     Args:
-      make: Opens the stream.
-      open_stored: Opens what was written; None if there is nothing whole.
-      make_writer: Returns an object that takes elements; None if another is writing.
+      open_stream: Opens the stream.
+      open_stored: Opens the complete snapshot; None if there is none.
+      make_writer: Returns a writer; None if another process is writing.
     """
 
     def __init__(
         self,
-        make: MakeIterator,
-        open_stored: Callable[[], grain.DatasetIterator[Any] | None],
+        open_stream: OpenIterator,
+        open_stored: Callable[[], Iterator | None],
         make_writer: Callable[[], SnapshotWriter | None],
     ) -> None:
         super().__init__()
-        self._make, self._open_stored, self._make_writer = make, open_stored, make_writer
+        self._open_stream, self._open_stored = open_stream, open_stored
+        self._make_writer = make_writer
         self._stored = open_stored()
         self._begin()
 
     def _begin(self) -> None:
-        self._stream: grain.DatasetIterator[Any] | None = None
+        self._stream: Iterator | None = None
         self._writer: SnapshotWriter | None = None
         self._count = 0
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Tree:
         if self._stored is not None:
             return next(self._stored)
         if self._stream is None:
-            self._stream = self._make()
-            # A whole snapshot stays: this pass was begun before it was there.
+            self._stream = self._open_stream()
+            # Another process may have completed the snapshot after this pass began.
             existing = self._open_stored()
             self._writer = self._make_writer() if existing is None else None
         try:
@@ -201,7 +199,7 @@ class Snapshotted(grain.DatasetIterator[Any]):
         return {"count": self._count, "stored": stored}
 
     def set_state(self, state: State) -> None:
-        self._drop()
+        self._close_streams()
         self._begin()
         self._stored = None
         if state["stored"] is None:
@@ -210,20 +208,20 @@ class Snapshotted(grain.DatasetIterator[Any]):
         self._stored = self._open_stored()
         if self._stored is None:
             raise errors.NotFoundError(
-                "The saved position is one in a snapshot that was complete",
-                "the snapshot is not there any more",
+                "The saved position is in a complete snapshot",
+                "the snapshot does not exist any more",
                 "Restore its directory, or start from the first element.",
             )
         self._stored.set_state(state["stored"])
 
-    def _drop(self) -> None:
+    def _close_streams(self) -> None:
         if self._writer is not None:
             self._writer.abort()
+            self._writer = None
         for stream in (self._stream, self._stored):
             if stream is not None:
                 stream.close()
 
     def close(self) -> None:
         super().close()
-        self._drop()
-        self._writer = None
+        self._close_streams()
