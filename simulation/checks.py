@@ -133,12 +133,12 @@ class Checks:
                 self._require_complete(element)
             self._require_typed(element, closure)
 
-    def ended(self, once_entries: Mapping[int, int]) -> None:
+    def ended(self, applied_entries: Mapping[int, int]) -> None:
         """Everything is over, and all messages have arrived."""
         left = [c for c in self._closures.values() if not c.is_settled]
         if left:
             raise BrokenRuleError(f"{left} were never settled")
-        for server, count in once_entries.items():
+        for server, count in applied_entries.items():
             if count and not self._is_broken:
                 raise BrokenRuleError(
                     f"ps {server} still keeps {count} entries of closures that are settled"

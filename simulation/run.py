@@ -133,7 +133,7 @@ def _play_on(stage: Stage, programs: Programs) -> str:
     end_s = world.now + _AFTERMATH_S
     while world.now < end_s:
         world.step()
-    stage.checks.ended({s.task.index: s.num_once_entries for s in servers if s.is_up})
+    stage.checks.ended({s.task.index: s.num_applied_entries for s in servers if s.is_up})
     programs.require_end()
     return outcome
 

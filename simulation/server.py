@@ -7,9 +7,9 @@ from typing_extensions import override
 
 from replicax.protocol import messages
 from replicax.protocol.tasks import Task
+from replicax.ps.process.master_record import MasterRecordFile
 from replicax.ps.process.snapshot_files import GivenUpError, SnapshotDirectory
 from replicax.ps.store import snapshot
-from replicax.ps.store.master_record import PromiseFile
 from replicax.ps.store.service import ParameterStore
 from replicax.transport.sessions import Session
 from simulation.checks import Checks, Values
@@ -50,12 +50,12 @@ class SimulatedServer(ListeningProcess):
         self._files: SnapshotDirectory | None = None
         self._num_saved_changes = -1
         self._expected = None
-        promises = None
+        record = None
         if self.disk is not None:
-            promises = PromiseFile(self.disk.path / "promise.json")
-            promises.read()
+            record = MasterRecordFile(self.disk.path)
+            record.read()
         self._store = ParameterStore(
-            self.task.index, is_saved=self.disk is not None, promises=promises
+            self.task.index, is_saved=self.disk is not None, master_record=record
         )
         if self.disk is not None:
             self._files = SnapshotDirectory(self.disk.path)
@@ -70,7 +70,7 @@ class SimulatedServer(ListeningProcess):
             self.disk.close()
 
     def prepare(self, attach: messages.Attach, coordinator: int, job: str, epoch: int) -> None:
-        """Takes the server into the job, and makes its parts, before anything goes wrong."""
+        """Takes the server into the job, and creations its parts, before anything goes wrong."""
         for body in (attach, *self._plan.creations(self.task.index)):
             self._store.handle(
                 "coordinator", coordinator, body, job=job, epoch=epoch, now=self.world.now
@@ -81,9 +81,9 @@ class SimulatedServer(ListeningProcess):
             self.later(_SAVE_S, self._save)
 
     @property
-    def num_once_entries(self) -> int:
+    def num_applied_entries(self) -> int:
         """How many changes it remembers."""
-        return int(self._store.figures()["once_entries"])
+        return int(self._store.counters()["applied_entries"])
 
     @override
     def crash(self) -> None:
@@ -102,7 +102,7 @@ class SimulatedServer(ListeningProcess):
     def _save(self) -> None:
         """Takes a snapshot if something has changed; it is on the disk a little later."""
         self.later(_SAVE_S, self._save)
-        changes = self._store.marks().changes
+        changes = self._store.change_counts().changes
         if changes == self._num_saved_changes:
             return
         cut, values = self._take_snapshot()
@@ -118,10 +118,10 @@ class SimulatedServer(ListeningProcess):
 
     def _write(self, cut: snapshot.Cut | None, values: Values) -> None:
         assert cut is not None and self._files is not None
-        endings = cut.marks.endings
+        ended_jobs = cut.counts.ended_jobs
         try:
             saved = self._files.save(
-                cut, is_wanted=lambda _: self._store.marks().endings == endings
+                cut, is_wanted=lambda _: self._store.change_counts().ended_jobs == ended_jobs
             )
         except GivenUpError:
             return

@@ -86,7 +86,7 @@ def lossy_network(plan: Plan) -> Outcome:
             proxy.heal()
         values = work.values()
         time.sleep(1.0)
-        entries = max(work.figure("once_entries"))
+        entries = max(work.figure("applied_entries"))
     faults = ", ".join(f"{landed[name]:,}" for name in _FAULTS)
     outcome = Outcome(
         f"counters off by {sum(abs(v - done) for v in values):g} of {3 * done:,}; faults {faults}; "

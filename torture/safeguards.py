@@ -13,7 +13,7 @@ from typing import Any
 from replicax.coordinator.scheduling.policy import Policy
 from replicax.coordinator.scheduling.queue import ClosureQueue
 from replicax.foundation import errors
-from replicax.ps.store.applied_updates import OnceTable
+from replicax.ps.store.applied_updates import AppliedUpdates
 from replicax.ps.store.jobs import Job
 from replicax.transport.zmq.authenticator import KnownKeys
 
@@ -35,7 +35,7 @@ def at_work(name: str) -> Iterator[None]:
       InvalidArgumentError: There is no such saboteur.
 
     Example:
-      >>> table = OnceTable()
+      >>> table = AppliedUpdates()
       >>> table.record(7, (0, 3))
       >>> with at_work("dedup"):
       ...     table.is_new(7, (0, 3))
@@ -70,8 +70,8 @@ def _patches_of(name: str) -> list[_Patch]:
 
 def _dedup() -> list[_Patch]:
     return [
-        (OnceTable, "is_new", lambda self, closure, key: True),
-        (OnceTable, "record", lambda self, closure, key: None),
+        (AppliedUpdates, "is_new", lambda self, closure, key: True),
+        (AppliedUpdates, "record", lambda self, closure, key: None),
     ]
 
 
@@ -91,7 +91,7 @@ def _heartbeats() -> list[_Patch]:
 
 
 def _watermark() -> list[_Patch]:
-    return [(OnceTable, "is_stale", lambda self, closure: False)]
+    return [(AppliedUpdates, "is_settled", lambda self, closure: False)]
 
 
 def _fsync() -> list[_Patch]:

@@ -27,8 +27,7 @@ from replicax.foundation import errors
 from replicax.protocol import messages
 from replicax.protocol.tasks import Task
 from replicax.ps.client.variable_client import ParameterClient
-from replicax.ps.store.accumulation import Accumulation
-from replicax.ps.store.clock import Clock
+from replicax.ps.store.accumulation import Accumulation, StepClock
 from replicax.variables.remote import Read
 
 APPLY = messages.Apply
@@ -395,7 +394,7 @@ def test_sync_gradients_wait_and_their_mean_is_one_step() -> None:
     for closure, number in enumerate((1.0, 2.0)):
         assert contribute(caller, closure, full(number)) == []
         assert not caller.read(0).any() and caller.read(1) == 0 and clock_of(caller) == 0
-        assert caller.figures()["waiting_gradients"] == closure + 1
+        assert caller.counters()["waiting_gradients"] == closure + 1
     assert contribute(caller, 2, full(6.0)) == []
     np.testing.assert_array_equal(caller.read(0), full(-RATE * 3))
     assert caller.read(1) == 1 and clock_of(caller) == 1
@@ -440,12 +439,12 @@ def test_sync_a_closure_contributes_once_however_often_it_runs() -> None:
     for _ in range(3):
         assert contribute(caller, 5, full(1.0)) == []
     assert contribute(caller, 5, full(8.0), incarnation=3) == [], "it ran again elsewhere"
-    assert not caller.read(0).any() and caller.figures()["duplicates"] == 3
+    assert not caller.read(0).any() and caller.counters()["duplicates"] == 3
     contribute(caller, 6, full(3.0))
     for closure in (5, 6):
         contribute(caller, closure, full(1.0))
     np.testing.assert_array_equal(caller.read(0), full(-RATE * 2))
-    assert caller.figures()["waiting_gradients"] == 0
+    assert caller.counters()["waiting_gradients"] == 0
 
 
 def test_sync_a_second_step_of_a_closure_is_refused_with_advice() -> None:
@@ -456,14 +455,14 @@ def test_sync_a_second_step_of_a_closure_is_refused_with_advice() -> None:
     push = messages.Push(1, [APPLY(0, 9, []), APPLY(1, 9, [])])
     answer, _ = caller.ask(messages.Exchange([push], []), role="worker", incarnation=2)
     assert [f.error.code for f in answer.failures] == ["UnsupportedError"]
-    assert caller.figures()["waiting_gradients"] == 1
+    assert caller.counters()["waiting_gradients"] == 1
 
 
 def test_sync_bad_gradients_leave_no_trace() -> None:
     caller = store(2)
     for wrong in (np.zeros(3), ([7], [[1, 1]]), ([0, 0], [[1, 1], [1, 1]])):
         assert len(contribute(caller, 0, wrong)) == 1
-    assert caller.figures()["waiting_gradients"] == 0
+    assert caller.counters()["waiting_gradients"] == 0
     for closure in (0, 1):
         assert contribute(caller, closure, full(2.0)) == []
     np.testing.assert_array_equal(caller.read(0), full(-RATE * 2))
@@ -498,7 +497,7 @@ def test_a_coordinator_that_takes_over_begins_with_whole_rounds() -> None:
     caller.epoch += 1
     caller.attach(aggregate=2)
     np.testing.assert_array_equal(caller.read(0), full(-RATE * 2))
-    assert caller.figures()["waiting_gradients"] == 0 and clock_of(caller) == 1
+    assert caller.counters()["waiting_gradients"] == 0 and clock_of(caller) == 1
 
 
 def test_apply_rest_is_for_the_coordinator_and_harmless_without_sync() -> None:
@@ -515,9 +514,9 @@ def test_backup_workers_late_gradients_are_dropped_counted_and_acknowledged() ->
     contribute(caller, 1, full(3.0), clock=0)
     assert clock_of(caller) == 1
     assert contribute(caller, 2, full(99.0), clock=0) == []
-    figures = caller.figures()
-    assert figures["stale_dropped"] == 1 and figures["waiting_gradients"] == 0
-    assert figures["staleness_max"] == 0, "what was dropped changed nothing"
+    counters = caller.counters()
+    assert counters["stale_dropped"] == 1 and counters["waiting_gradients"] == 0
+    assert counters["staleness_max"] == 0, "what was dropped changed nothing"
     contribute(caller, 3, full(1.0), clock=1)
     contribute(caller, 4, full(1.0))
     np.testing.assert_array_equal(caller.read(0), full(-RATE * 3))
@@ -534,7 +533,7 @@ def test_backup_workers_two_optimizers_of_a_step_are_judged_alike() -> None:
         push = messages.Push(closure, changes, 0)
         arrays = [full(1.0).reshape(-1).view(np.uint8), np.ones(2, np.float32).view(np.uint8)]
         caller.ask(messages.Exchange([push], []), arrays, role="worker", incarnation=2)
-    assert caller.figures()["stale_dropped"] == 0 and clock_of(caller) == 1
+    assert caller.counters()["stale_dropped"] == 0 and clock_of(caller) == 1
     np.testing.assert_array_equal(caller.read(5), [-1.0, -1.0])
 
 
@@ -550,7 +549,7 @@ def test_dropped_variables_take_their_gradients_along() -> None:
     contribute(caller, 2)
     caller.ask(messages.DropParts([1]))
     caller.ask(messages.FlushGradients())
-    assert caller.figures()["waiting_gradients"] == 0
+    assert caller.counters()["waiting_gradients"] == 0
 
 
 def test_what_waits_is_exported_as_plain_data_and_restored() -> None:
@@ -559,7 +558,7 @@ def test_what_waits_is_exported_as_plain_data_and_restored() -> None:
     contribute(caller, 1, ([2], [[4, 4]]))
     waiting = caller.store._storage.accumulation.export()
     other = store(3)
-    clock = Clock()
+    clock = StepClock()
     accumulation = Accumulation(clock)
     accumulation.restore(waiting)
     assert accumulation.export() == waiting and len(accumulation) == 2
@@ -592,18 +591,18 @@ def test_async_a_clock_counts_closures_with_steps_and_measures_staleness() -> No
     contribute(caller, 12, full(0.0), clock=0)
     contribute(caller, 13, full(0.0))  # has read nothing
     assert clock_of(caller) == 4
-    figures = caller.figures()
+    counters = caller.counters()
     names = ("staleness_sum", "staleness_count", "staleness_max", "stale_dropped")
-    assert [figures[name] for name in names] == [3, 4, 2, 0]
+    assert [counters[name] for name in names] == [3, 4, 2, 0]
 
 
-def test_figures_of_staleness_begin_with_the_job() -> None:
+def test_counters_of_staleness_begin_with_the_job() -> None:
     caller = store(None)
     contribute(caller, 1, full(0.0), clock=0)
     contribute(caller, 2, full(0.0), clock=0)
-    assert caller.figures()["staleness_max"] == 1
+    assert caller.counters()["staleness_max"] == 1
     caller.ask(messages.Detach())
-    assert caller.attach().figures()["staleness_max"] == 0 and clock_of(caller) == 0
+    assert caller.attach().counters()["staleness_max"] == 0 and clock_of(caller) == 0
 
 
 class Far:
@@ -838,7 +837,7 @@ def test_sync_with_a_backup_worker_does_not_wait_for_a_slow_one() -> None:
             dropped = total(coordinator, "stale_dropped")
             return dropped > 0 and abs(total(coordinator, "clock") - (180 - dropped) / 2) <= 2
 
-        # Figures come with beats.
+        # Counters come with beats.
         becomes(fits, "late ones are dropped, and all others make steps")
         done = [w.num_done for w in coordinator.status().workers]
         assert sum(done) == 90 and done[0] < min(done[1:])

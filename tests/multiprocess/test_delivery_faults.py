@@ -92,7 +92,7 @@ def count_through_faults(desk: Desk, num_updates: int, timeout: float) -> None:
 
     def is_forgotten() -> bool:
         figures.update(coordinator.status().servers[0].figures)
-        return figures["applied"] == num_updates and figures["once_entries"] <= 8
+        return figures["applied"] == num_updates and figures["applied_entries"] <= 8
 
     becomes(is_forgotten, "the server forgets settled closures")
     assert figures["duplicates"] >= num_updates // 20, figures

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import random
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,12 +23,12 @@ import replicax as rx
 from replicax.foundation import errors
 from replicax.protocol import messages
 from replicax.protocol.tasks import Task, new_incarnation
-from replicax.ps.process import mirror_log, mirroring
-from replicax.ps.process.mirror_copies import Replicas
+from replicax.ps.process import mirror_log, mirror_sender
+from replicax.ps.process.mirror_copies import MirrorCopies
 from replicax.ps.process.mirror_log import MirrorLog, State
 from replicax.ps.process.parameter_server import ParameterServerTask
 from replicax.ps.store import journal
-from replicax.ps.store.journal import Change
+from replicax.ps.store.journal import Entry
 from replicax.ps.store.service import ParameterStore
 from replicax.transport import addresses
 from replicax.transport.channel import Channel
@@ -37,7 +38,7 @@ ADD = messages.Update(0, "assign_add", 0)
 PUSH = messages.Exchange([messages.Push(1, [ADD])], [])
 READ = messages.Exchange([], [messages.Read(0)])
 ATTACH = messages.Attach(["inproc://a", "inproc://b"], {"mirror": True})
-FENCE = Change("coordinator", 1, 1, messages.Fence([5]))
+FENCE = Entry("coordinator", 1, 1, messages.Fence([5]))
 
 
 def enveloped(body: Any, request: int = 1, job: str = "job") -> messages.Envelope:
@@ -53,21 +54,21 @@ class Logged:
     def __init__(self) -> None:
         self.left: list[int] = []
         self.log = MirrorLog(0, lambda c, envelope, *_: self.left.append(envelope.request), bool)
-        self.log.attached("job", ATTACH, Change("coordinator", 1, 1, ATTACH))
-        assert self.log.needs_seed and self.log.state is State.AWAY
-        assert self.log.end_seed(self.log.begin_seed()) and self.log.state is State.IN_STEP
+        self.log.attached("job", ATTACH, Entry("coordinator", 1, 1, ATTACH))
+        assert self.log.needs_seed and self.log.state is State.UNREACHABLE
+        assert self.log.end_seed(self.log.begin_seed()) and self.log.state is State.IN_SYNC
 
     def note(self, count: int = 1, num_bytes: int = 1) -> None:
         for _ in range(count):
-            self.log.note(FENCE, [bytes(num_bytes)])
+            self.log.record(FENCE, [bytes(num_bytes)])
 
     def hold(self, session: Session, body: Any, request: int, **options: Any) -> bool:
-        return self.log.hold(session, enveloped(body, request), (messages.Done(), ()), **options)
+        return self.log.defer(session, enveloped(body, request), (messages.Done(), ()), **options)
 
     def places(self) -> list[int]:
         batch = self.log.take(100, 1 << 20)
         assert batch is not None
-        return list(range(batch.position, batch.position + len(batch.changes)))
+        return list(range(batch.position, batch.position + len(batch.entries)))
 
 
 A, B = Session(b"a", "worker", 0, 11), Session(b"b", "worker", 1, 12)
@@ -79,7 +80,7 @@ def test_bar22_answers_to_changes_wait_for_the_mirror_and_keep_their_order() -> 
     desk.note()
     assert desk.hold(A, PUSH, 2)
     assert desk.hold(A, READ, 3), "behind the one before"
-    assert desk.hold(A, PUSH, 4, is_refusal=True)
+    assert desk.hold(A, PUSH, 4, is_error=True)
     assert not desk.hold(B, READ, 1)
     assert not desk.hold(B, messages.Ping(0), 2), "signs of life never wait"
     desk.note()
@@ -92,7 +93,7 @@ def test_bar22_answers_to_changes_wait_for_the_mirror_and_keep_their_order() -> 
     desk.log.confirm(second + 1)
     assert desk.left == [2, 3, 4, 5]
     assert not desk.hold(A, READ, 6) and not desk.hold(B, PUSH, 7), "all is confirmed"
-    assert desk.log.num_held == 0
+    assert desk.log.num_deferred == 0
 
 
 def test_bar22_a_mirror_goes_on_where_it_is_or_gets_everything() -> None:
@@ -100,8 +101,8 @@ def test_bar22_a_mirror_goes_on_where_it_is_or_gets_everything() -> None:
     desk.note(3)
     first, *_ = desk.places()
     assert desk.log.take(100, 1 << 20) is None, "all is told"
-    desk.log.lose()
-    assert desk.log.state is State.AWAY
+    desk.log.mark_unreachable()
+    assert desk.log.state is State.UNREACHABLE
     desk.note()
     assert desk.log.resume(first + 1)
     assert desk.places() == [first + 1, first + 2, first + 3]
@@ -124,7 +125,7 @@ def test_bar22_what_cannot_be_repeated_exactly_is_given_as_a_whole() -> None:
     desk = Logged()
     position = desk.log.begin_seed()
     desk.note()
-    desk.log.doubt()
+    desk.log.mark_unrepeatable()
     assert desk.hold(A, PUSH, 1)
     assert not desk.log.end_seed(position), "it came while the cut was on its way"
     assert desk.left == []
@@ -134,13 +135,13 @@ def test_bar22_what_cannot_be_repeated_exactly_is_given_as_a_whole() -> None:
 
 def test_bar22_little_is_kept_for_a_mirror_that_is_away() -> None:
     desk = Logged()
-    desk.note(3, num_bytes=mirror_log._KEPT_BYTES // 2)
+    desk.note(3, num_bytes=mirror_log._MOST_KEPT_BYTES // 2)
     assert not desk.log.needs_seed, "one that follows is told everything"
-    desk.log.lose()
+    desk.log.mark_unreachable()
     assert desk.log.needs_seed
     assert desk.log.end_seed(desk.log.begin_seed())
-    desk.log.lose()
-    desk.note(mirror_log._KEPT_CHANGES)
+    desk.log.mark_unreachable()
+    desk.note(mirror_log._MOST_KEPT)
     assert not desk.log.needs_seed
     desk.note()
     assert desk.log.needs_seed
@@ -150,7 +151,7 @@ def test_the_end_of_a_job_lets_answers_go() -> None:
     desk = Logged()
     desk.note()
     assert desk.hold(A, PUSH, 1)
-    desk.log.ended()
+    desk.log.job_ended()
     assert desk.left == [1] and desk.log.state is State.OFF and desk.log.target is None
     desk.note()
     assert not desk.hold(A, PUSH, 2)
@@ -159,7 +160,7 @@ def test_the_end_of_a_job_lets_answers_go() -> None:
 
 
 def test_too_many_answers_that_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_log, "_MOST_HELD", 2)
+    monkeypatch.setattr(mirror_log, "_MOST_DEFERRED", 2)
     desk = Logged()
     desk.note()
     assert desk.hold(A, PUSH, 1) and desk.hold(B, PUSH, 2)
@@ -176,14 +177,14 @@ class Pair:
     def __init__(self) -> None:
         self.log = MirrorLog(0, lambda *_: None, bool)
         self.store = ParameterStore(0, journal=self.log)
-        self.replicas = Replicas(1)
+        self.copies = MirrorCopies(1)
         self.owner = Session(b"ps", "ps", 0, 77)
-        self.mirroring = mirroring.Mirroring(Task("ps", 0), self.store, None, 77, self.log)
+        self.sender = mirror_sender.MirrorSender(Task("ps", 0), self.store, None, 77, self.log)
         self.ask(ATTACH)
 
     def close(self) -> None:
-        self.mirroring.close()
-        self.replicas.clear()
+        self.sender.close()
+        self.copies.clear()
 
     def ask(
         self, body: Any, *buffers: Any, role: Any = "coordinator", life: int = 1, epoch: int = 1
@@ -196,11 +197,11 @@ class Pair:
         self, body: Any, *buffers: Any, session: Session | None = None, job: str = "job"
     ) -> Any:
         target = self.log.target
-        return self.replicas.handle(session or self.owner, enveloped(body, 1, job), buffers, target)
+        return self.copies.handle(session or self.owner, enveloped(body, 1, job), buffers, target)
 
     def seed(self, *, session: Session | None = None, is_first: bool = True) -> None:
-        with mirroring.tempfile.TemporaryFile() as file:
-            position, attach, total = self.mirroring._cut_into(file, "job")
+        with tempfile.TemporaryFile() as file:
+            position, attach, total = self.sender._cut_into(file, "job")
             file.seek(0)
             octets = file.read()
         half = total // 2
@@ -214,14 +215,14 @@ class Pair:
         """Tells the copy what is new; returns how far it is."""
         batch = self.log.take(most, 1 << 30)
         assert batch is not None
-        body = messages.Replicate(batch.position, len(batch.changes))
+        body = messages.Replicate(batch.position, len(batch.entries))
         for _ in range(times):
-            answer, _ = self.tell(body, journal.encode(batch.changes), *batch.buffers)
+            answer, _ = self.tell(body, journal.encode(batch.entries), *batch.buffers)
         self.log.confirm(answer.position)
         return answer.position
 
     def copy(self) -> ParameterStore:
-        return self.replicas._replicas[0].store
+        return self.copies._copies[0].store
 
     def is_equal(self) -> bool:
         return content(self.store) == content(self.copy())
@@ -305,7 +306,7 @@ def test_bar22_random_histories_lead_to_an_equal_copy(pair: Pair, seed: int) -> 
             with contextlib.suppress(AssertionError):  # There may be nothing new.
                 pair.pass_on(most=rng.randrange(1, 9), times=rng.randrange(1, 3))
         if rng.random() < 0.03:
-            pair.log.doubt()
+            pair.log.mark_unrepeatable()
             pair.seed()
             assert pair.is_equal()
     while pair.log.take(0, 0) is None and pair.log._next < pair.log._end:
@@ -345,7 +346,7 @@ def test_bar22_a_copy_that_differs_is_given_up(pair: Pair) -> None:
     pair.ask(PUSH, np.ones(3, np.float32), role="worker", life=20)
     with refused(errors.DataLossError, "/job:ps/task:0"):
         pair.pass_on()
-    with refused(errors.NotFoundError, "has none"):
+    with refused(errors.NotFoundError, "has no copy"):
         pair.tell(messages.Replicate(0, 0))
     pair.seed()
     assert pair.is_equal()
@@ -362,21 +363,21 @@ def test_bar22_a_gap_is_no_copy(pair: Pair) -> None:
             life=20,
         )
     assert pair.log.take(1, 1) is not None, "the first is lost on its way"
-    with refused(errors.DataLossError, "expected"):
+    with refused(errors.DataLossError, "instead of 1 from position 1"):
         pair.pass_on()
 
 
 def test_bar42_a_mirror_listens_to_one_server_of_its_job(pair: Pair) -> None:
     other = Session(b"x", "ps", 1, 78)
-    with refused(errors.PermissionDeniedError, "/job:ps/task:1 asked"):
+    with refused(errors.PermissionDeniedError, "the request is of"):
         pair.tell(messages.Replicate(0, 0), session=other)
-    with refused(errors.UnavailableError, "another one"):
+    with refused(errors.UnavailableError, "attached to job 'job'"):
         pair.tell(messages.Replicate(0, 0), job="other")
-    with refused(errors.NotFoundError, "has none"):
+    with refused(errors.NotFoundError, "has no copy"):
         pair.tell(messages.FetchReplica(0), job="other")
-    with refused(errors.NotFoundError, "has none"):
+    with refused(errors.NotFoundError, "has no copy"):
         pair.tell(messages.Replicate(0, 0))
-    with refused(errors.DataLossError, "beginning"):
+    with refused(errors.DataLossError, "starts at byte 5"):
         pair.tell(messages.Seed(0, 5, 10, True, ATTACH), b"x")
     pair.seed()
     for octets in (b"", b"\xff", b"\x91\x91\x00"):
@@ -387,8 +388,8 @@ def test_bar42_a_mirror_listens_to_one_server_of_its_job(pair: Pair) -> None:
 
 def test_bar22_a_damaged_snapshot_is_refused(pair: Pair) -> None:
     pair.ask(part(0), np.zeros(3, np.float32))
-    with mirroring.tempfile.TemporaryFile() as file:
-        position, attach, total = pair.mirroring._cut_into(file, "job")
+    with tempfile.TemporaryFile() as file:
+        position, attach, total = pair.sender._cut_into(file, "job")
         file.seek(0)
         octets = bytearray(file.read())
     octets[-1] ^= 1
@@ -406,20 +407,20 @@ def test_bar22_a_process_that_was_replaced_is_not_followed(pair: Pair) -> None:
     assert found.position == pair.log._end
     # The process from before wakes up, and goes on.
     pair.ask(PUSH, np.ones(3, np.float32), role="worker", life=20)
-    with refused(errors.NotFoundError, "this life"):
+    with refused(errors.NotFoundError, "no copy of incarnation"):
         pair.pass_on()
-    with refused(errors.FencedError, "taken its place"):
+    with refused(errors.FencedError, "was replaced by another process"):
         pair.seed(is_first=False)
-    with refused(errors.NotFoundError, "this life"):
+    with refused(errors.NotFoundError, "no copy of incarnation"):
         pair.tell(messages.FetchReplica(100))
 
 
 # Servers with sockets, in this process.
 
 
-def is_in_step(figures: Iterable[dict[str, Any]]) -> bool:
+def is_in_step(counters: Iterable[dict[str, Any]]) -> bool:
     """Whether every server has a mirror, and is one."""
-    return all(f.get("mirror_state") == State.IN_STEP and f["replicas"] == 1 for f in figures)
+    return all(f.get("mirror_state") == State.IN_SYNC and f["replicas"] == 1 for f in counters)
 
 
 class Servers:
@@ -504,7 +505,7 @@ class Servers:
         _, buffers = self.channels[server].request(READ, timeout=30)
         return int(np.frombuffer(buffers[0], np.int64)[0])
 
-    def figures(self, server: int) -> dict[str, Any]:
+    def counters(self, server: int) -> dict[str, Any]:
         return self.ask(server, messages.Ping(0)).figures
 
     def seen(self, server: int) -> dict[str, Any]:
@@ -518,7 +519,7 @@ class Servers:
         return dict(answer.figures)
 
     def in_step(self) -> None:
-        becomes(lambda: is_in_step(map(self.figures, range(len(self.tasks)))), "in step")
+        becomes(lambda: is_in_step(map(self.counters, range(len(self.tasks)))), "in step")
 
 
 @pytest.fixture
@@ -544,9 +545,9 @@ def test_bar22_a_server_that_comes_back_empty_has_all_that_was_acknowledged(
         assert servers.value(server) == before + 1
         # The other one's copy went with the process: it is made anew.
         servers.in_step()
-        figures = servers.figures(server)
-        assert figures["replicas"] == 1 and figures["replica_bytes"] == 8
-        assert figures["mirror_lag"] == 0
+        counters = servers.counters(server)
+        assert counters["replicas"] == 1 and counters["replica_bytes"] == 8
+        assert counters["mirror_lag"] == 0
 
 
 def test_bar22_changes_wait_for_a_mirror_that_is_away_and_reads_do_not(servers: Servers) -> None:
@@ -580,7 +581,7 @@ def test_bar22_a_silent_mirror_counts_as_away_however_much_is_changed() -> None:
     servers = Servers(settings={"mirror_answer": 0.5})
     try:
         servers.in_step()
-        mirror = servers.task(1)._replicas
+        mirror = servers.task(1)._copies
         handle, mirror.handle = mirror.handle, lambda *_: None  # type: ignore[method-assign]
         states = set()
 
@@ -588,15 +589,15 @@ def test_bar22_a_silent_mirror_counts_as_away_however_much_is_changed() -> None:
             # Something new to tell, more often than the mirror has time.
             servers.post(0)
             time.sleep(0.05)
-            figures = servers.seen(0)
-            states.add(State(int(figures["mirror_state"])))
-            return figures["mirror_alone_s"] > 1.5
+            counters = servers.seen(0)
+            states.add(State(int(counters["mirror_state"])))
+            return counters["mirror_unconfirmed_s"] > 1.5
 
         becomes(is_alone, "it is alone")
-        assert State.AWAY in states
-        assert servers.figures(1)["mirror_alone_s"] == 0, "the other direction is fine"
+        assert State.UNREACHABLE in states
+        assert servers.counters(1)["mirror_unconfirmed_s"] == 0, "the other direction is fine"
         mirror.handle = handle  # type: ignore[method-assign]
-        becomes(lambda: servers.seen(0)["mirror_alone_s"] == 0, "it is not alone")
+        becomes(lambda: servers.seen(0)["mirror_unconfirmed_s"] == 0, "it is not alone")
         servers.in_step()
     finally:
         servers.close()
@@ -605,7 +606,7 @@ def test_bar22_a_silent_mirror_counts_as_away_however_much_is_changed() -> None:
 def test_bar22_a_mirror_that_goes_silent_while_it_is_given_everything_is_away() -> None:
     servers = Servers(settings={"mirror_answer": 0.3})
     try:
-        mirror = servers.task(1)._replicas
+        mirror = servers.task(1)._copies
         handle = mirror.handle
 
         def no_seed(session: Any, envelope: Any, *rest: Any) -> Any:
@@ -614,10 +615,10 @@ def test_bar22_a_mirror_that_goes_silent_while_it_is_given_everything_is_away() 
 
         mirror.handle = no_seed  # type: ignore[method-assign]
         mirror.clear()
-        becomes(lambda: servers.seen(0)["mirror_alone_s"] > 1.0, "it is alone")
+        becomes(lambda: servers.seen(0)["mirror_unconfirmed_s"] > 1.0, "it is alone")
         mirror.handle = handle  # type: ignore[method-assign]
         servers.in_step()
-        assert servers.figures(0)["mirror_alone_s"] == 0
+        assert servers.counters(0)["mirror_unconfirmed_s"] == 0
     finally:
         servers.close()
 
@@ -663,7 +664,7 @@ def test_bar22_fences_optimizers_and_epochs_come_back_too(servers: Servers) -> N
     servers.ask(0, exchange, np.ones(2, np.float32))
     servers.stop(0)
     servers.start(0)
-    with refused(errors.PSIncarnationError, "came back without 1 parts: 9"):
+    with refused(errors.PSIncarnationError, "restarted without 1 parts: 9"):
         servers.rejoin(0, [0, 9])
     servers.rejoin(0, [0, 1])
     exchange = messages.Exchange([messages.Push(2, [apply])], [messages.Read(1)])
@@ -686,7 +687,7 @@ def test_bar22_both_at_once_are_lost_and_say_so(servers: Servers) -> None:
     for server in (0, 1):
         servers.start(server)
     for server in (0, 1):
-        with refused(errors.PSIncarnationError, "it holds nothing"):
+        with refused(errors.PSIncarnationError, "it holds no job"):
             servers.rejoin(server)
 
 
@@ -696,7 +697,7 @@ def test_bar21_bar22_the_mirror_is_newer_than_snapshots_which_are_there_if_it_is
     servers = Servers(snapshots=tmp_path)
     try:
         servers.in_step()
-        becomes(lambda: servers.figures(0)["snapshot_number"] >= 1, "a snapshot of the part")
+        becomes(lambda: servers.counters(0)["snapshot_number"] >= 1, "a snapshot of the part")
         saved = tmp_path / "ps-0"
         becomes(lambda: list(saved.glob("*.rxs")), "a snapshot")
         kept = {path.name: path.read_bytes() for path in saved.glob("*.rxs")}
@@ -755,21 +756,21 @@ def test_bar22_a_server_that_was_replaced_acknowledges_nothing_more(
 
 def test_the_end_of_a_job_ends_its_copies(servers: Servers) -> None:
     servers.in_step()
-    stores = [servers.task(i)._replicas for i in range(2)]
-    assert all(replicas.figures()["replicas"] == 1 for replicas in stores)
+    stores = [servers.task(i)._copies for i in range(2)]
+    assert all(copies.counters()["replicas"] == 1 for copies in stores)
     for server in (0, 1):
         servers.ask(server, messages.Detach())
-        assert stores[server].figures() == {"replicas": 0, "replica_bytes": 0}
+        assert stores[server].counters() == {"replicas": 0, "replica_bytes": 0}
     for server, channel in enumerate(servers.channels):
         channel.job = "next"
         assert not servers.ask(server, messages.Attach([], {})).is_saved
-        assert "mirror_state" not in servers.figures(server)
+        assert "mirror_state" not in servers.counters(server)
 
 
 def test_bar22_large_parts_are_given_in_pieces(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirroring, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(mirror_sender, "PIECE_BYTES", 1 << 16)
     monkeypatch.setattr("replicax.ps.process.mirror_copies.PIECE_BYTES", 1 << 16)
     servers.in_step()
     value = np.random.default_rng(0).normal(size=200_000)
@@ -815,7 +816,7 @@ def check_kills(desk: Desk, times: int) -> None:
         for counter in counters:
             counter.assign_add(1)
 
-    def figures(server: int) -> dict[str, Any]:
+    def server_counters(server: int) -> dict[str, Any]:
         return strategy.extended.cluster.ask(server, messages.Ping(0)).figures
 
     num_closures = 0
@@ -837,7 +838,7 @@ def check_kills(desk: Desk, times: int) -> None:
         return False
 
     for life in range(times):
-        becomes(lambda: is_in_step(map(figures, range(2))), "mirrors in step", 60)
+        becomes(lambda: is_in_step(map(server_counters, range(2))), "mirrors in step", 60)
         becomes(freezes_in_the_midst_of_work, "work under way")
         desk.cluster.kill("ps", life % 2)
         assert not coordinator.done(), "killed in the midst of work"

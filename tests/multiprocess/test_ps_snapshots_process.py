@@ -68,7 +68,7 @@ class Coordinator:
             try:
                 return self.ask(messages.Attach([], settings, parts))
             except errors.UnavailableError as error:
-                if "came back without" in str(error) or time.monotonic() > deadline:
+                if "restarted without" in str(error) or time.monotonic() > deadline:
                     raise
                 self.channel.reset()
                 time.sleep(0.02)
@@ -95,7 +95,7 @@ class Coordinator:
         assert len(found) == 1
         return int(found.pop())
 
-    def figures(self) -> dict[str, float]:
+    def counters(self) -> dict[str, float]:
         return self.ask(messages.Ping(0)).figures
 
     def saved(self) -> None:
@@ -106,7 +106,7 @@ class Coordinator:
             # Something is new, though one that holds all the rest may have begun just before.
             self.ask(messages.Fence([7]))
             seconds = time.monotonic() - since_s
-            return 0 <= self.figures()["snapshot_age_s"] < seconds
+            return 0 <= self.counters()["snapshot_age_s"] < seconds
 
         becomes(is_younger, "a snapshot")
 
@@ -157,10 +157,10 @@ def test_bar21_bar23_a_killed_server_comes_back_with_what_it_had(
         assert answer == messages.Attached(is_saved=True, is_restored=False)
         coordinator.create()
         # What was made is saved at once; what was added only after 600 s.
-        becomes(lambda: coordinator.figures()["snapshot_number"] >= 1, "a snapshot")
-        becomes(lambda: coordinator.figures()["snapshot_age_s"] > 1.0, "quiet")
-        figures = coordinator.figures()
-        assert figures["snapshot_bytes"] > 40 and figures["snapshot_failures"] == 0
+        becomes(lambda: coordinator.counters()["snapshot_number"] >= 1, "a snapshot")
+        becomes(lambda: coordinator.counters()["snapshot_age_s"] > 1.0, "quiet")
+        counters = coordinator.counters()
+        assert counters["snapshot_bytes"] > 40 and counters["snapshot_failures"] == 0
         coordinator.push(1)
         process.kill()
     with serving(tmp_path) as process:
@@ -169,7 +169,7 @@ def test_bar21_bar23_a_killed_server_comes_back_with_what_it_had(
         for body in (messages.Ping(0), messages.Exchange([], [messages.Read(0)])):
             with refused(errors.PSIncarnationError, "waiting for its coordinator"):
                 coordinator.ask(body)
-        with refused(errors.PSIncarnationError, "came back without 1 parts: 7"):
+        with refused(errors.PSIncarnationError, "restarted without 1 parts: 7"):
             coordinator.attach([0, 7])
         answer = coordinator.attach([0, 1])
         assert answer == messages.Attached(is_saved=True, is_restored=True)
@@ -210,14 +210,14 @@ def test_bar30_a_killed_server_still_obeys_the_coordinator_that_has_taken_it_ove
     with serving(tmp_path, "--snapshot-every", "600") as process:
         coordinator.attach()
         coordinator.create()
-        becomes(lambda: coordinator.figures()["snapshot_number"] >= 1, "a snapshot")
+        becomes(lambda: coordinator.counters()["snapshot_number"] >= 1, "a snapshot")
         newer = Coordinator()
         newer.channel.epoch = 2
         newer.attach([])
         process.kill()
     with serving(tmp_path):
         coordinator.channel.reset()
-        with pytest.raises(errors.FencedError, match="answers epoch 2 of job 'test'"):
+        with pytest.raises(errors.FencedError, match="accepts epoch 2 of job 'test'"):
             coordinator.attach([0, 1])
         assert newer.attach([0, 1]).is_restored
         newer.channel.close()
@@ -229,12 +229,12 @@ def test_another_job_does_not_mix_with_the_snapshots_of_the_last(
     with server(tmp_path):
         coordinator.attach()
         coordinator.create()
-        becomes(lambda: coordinator.figures()["snapshot_number"] >= 1, "a snapshot")
+        becomes(lambda: coordinator.counters()["snapshot_number"] >= 1, "a snapshot")
     with server(tmp_path):
         coordinator.channel.reset()
         coordinator.channel.job = "other"
         coordinator.attach()
-        becomes(lambda: coordinator.figures()["snapshot_number"] >= 2, "a snapshot")
+        becomes(lambda: coordinator.counters()["snapshot_number"] >= 2, "a snapshot")
     assert len(files_in(tmp_path)) <= 2
     with server(tmp_path):
         coordinator.channel.reset()
@@ -253,7 +253,7 @@ def test_bar30_a_server_whose_lease_ran_out_ends_and_keeps_its_snapshots(
         coordinator.attach(lease=0.3)
         assert process.wait(60) == 75
         assert process.stderr is not None
-        assert "the lease of job 'test' ran out" in process.stderr.read()
+        assert "the lease of job 'test' expired" in process.stderr.read()
     assert files_in(tmp_path)
     with server(tmp_path) as alone:
         assert alone.ending is None
@@ -263,7 +263,7 @@ def test_bar30_a_server_whose_lease_ran_out_ends_and_keeps_its_snapshots(
         joined.start()
         joined.join(60)
         assert not joined.is_alive()
-        assert alone.ending == "the lease of job 'test' ran out"
+        assert alone.ending == "the lease of job 'test' expired"
 
 
 def test_bar37_a_server_without_room_serves_on(tmp_path: Path, coordinator: Coordinator) -> None:
@@ -276,11 +276,11 @@ def test_bar37_a_server_without_room_serves_on(tmp_path: Path, coordinator: Coor
 
         def has_failed_twice() -> bool:
             coordinator.push(next(numbers))
-            return coordinator.figures()["snapshot_failures"] >= 2
+            return coordinator.counters()["snapshot_failures"] >= 2
 
         becomes(has_failed_twice, "two snapshots that failed")
         assert coordinator.read() == next(numbers) - 1
-        assert coordinator.figures()["snapshot_age_s"] == -1
+        assert coordinator.counters()["snapshot_age_s"] == -1
         # Another one may be under way; it leaves nothing either.
         becomes(lambda: files_in(tmp_path) == [], "nothing left of a snapshot that failed")
         process.terminate()

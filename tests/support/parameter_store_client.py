@@ -95,7 +95,7 @@ class Caller:
         answer, _ = self.ask(messages.Exchange([], [messages.Read(part)]))
         return answer.reads[0].version
 
-    def figures(self) -> dict[str, float]:
+    def counters(self) -> dict[str, float]:
         return self.ask(messages.Ping(0))[0].figures
 
 

@@ -346,7 +346,7 @@ def alone(desk: Desk, seconds: float, *alone: int, heard: tuple[int, ...] = (0, 
         desk.now += FAST.beat_s
         for index in heard:
             # Its clock has counted since 40.0.
-            figures = {"mirror_alone_s": desk.now - 40.0 if index in alone else 0.0}
+            figures = {"mirror_unconfirmed_s": desk.now - 40.0 if index in alone else 0.0}
             desk.policy.servers[index].figures = {**figures}
             done += desk.do(desk.policy.server_heard(index, desk.now))
         desk.policy.crew.workers[0].heard_s = desk.now

@@ -36,7 +36,7 @@ from replicax.ps.process.snapshots import Pace, Schedule
 from replicax.ps.store import frozen, memory
 from replicax.ps.store.parts import Part
 from replicax.ps.store.service import ParameterStore
-from replicax.ps.store.snapshot import Cut, Marks
+from replicax.ps.store.snapshot import ChangeCounts, Cut
 
 ADD = messages.Update(0, "assign_add", 0)
 ONE = np.ones((), np.float32)
@@ -185,7 +185,9 @@ def test_bar21_rows_that_change_while_they_are_copied_are_put_right(
         num_copies += 1
         return piece
 
-    monkeypatch.setattr(frozen.Frozen, "_copied", lambda _, *args: change_under_its_hands(*args))
+    monkeypatch.setattr(
+        frozen.FrozenView, "_copied", lambda _, *args: change_under_its_hands(*args)
+    )
     found = np.concatenate([view.read(start).copy() for start in view.pieces()])
     assert num_copies >= 40
     assert np.array_equal(found.view(np.float32).reshape(shape), before)
@@ -202,7 +204,7 @@ def test_a_piece_that_is_being_copied_does_not_count_as_lent(
     copyto, seen = np.copyto, []
 
     def look(target: np.ndarray, source: np.ndarray) -> None:
-        seen.append(part._block.is_lent())
+        seen.append(part._block.is_borrowed())
         copyto(target, source)
 
     monkeypatch.setattr(np, "copyto", look)
@@ -228,7 +230,7 @@ def test_bar37_without_memory_for_old_rows_the_snapshot_fails_and_training_goes_
         caller.update("scatter_add", 0, rows, np.ones((rows.size, 32), np.float32))
         return True
 
-    with refused(errors.ResourceExhaustedError, "must be kept until they are"):
+    with refused(errors.ResourceExhaustedError, "A snapshot preserved 0 bytes"):
         save(caller.store, directory, is_wanted=change)
     assert caller.read(0)[rows].min() >= 1, "no change has failed"
     monkeypatch.undo()
@@ -325,8 +327,16 @@ def test_bar21_all_that_a_server_keeps_comes_back(directory: SnapshotDirectory) 
         assert np.array_equal(back.read(number), value), number
     assert np.array_equal(back.read(7), caller.read(7))
     assert [back.read(n).tolist() for n in (10, 11, 12)] == [[[-1] * 2] * 3, [[1] * 2] * 3, 1]
-    sizes, expected = back.figures(), caller.figures()
-    for name in ("bytes", "slot_bytes", "parts", "optimizers", "once_entries", "settled", "clock"):
+    sizes, expected = back.counters(), caller.counters()
+    for name in (
+        "bytes",
+        "slot_bytes",
+        "parts",
+        "optimizers",
+        "applied_entries",
+        "settled",
+        "clock",
+    ):
         assert sizes[name] == expected[name], name
     with refused(errors.FencedError, "incarnation 55 was declared dead"):
         back.push(ADD, buffers=[ONE], incarnation=55)
@@ -376,7 +386,7 @@ def test_bar21_gradients_that_wait_for_others_are_part_of_a_cut(
     back.ask(messages.Attach([], {"aggregate": 2}, [10]))
     ones = np.ones((3, 2), np.float32)
     assert back.push(messages.Apply(0, 4, [of_rows]), buffers=rows, closure=1) == []
-    assert back.figures()["waiting_gradients"] == 1
+    assert back.counters()["waiting_gradients"] == 1
     assert back.push(messages.Apply(0, 4, [gradient]), buffers=[ones], closure=2) == []
     assert back.read(10).tolist() == [[-0.5] * 2, [-1] * 2, [-0.5] * 2]
 
@@ -436,13 +446,13 @@ def test_bar21_every_cut_is_consistent_under_concurrent_pushes(
             save(caller.store, directory)
             store = load(directory)
             assert store is not None
-            made = {closure for closure, _ in store._storage.once.made()}
+            made = {closure for closure, _ in store._storage.applied.entries()}
             values = [store._storage.part(n).value for n in range(3)]
             counts.append(len(made))
             assert (values[0] == len(made)).all() and values[1] == len(made)
             assert (values[2][rows] == len(made)).all()
             assert values[2].sum() == len(made) * rows.size * 2
-            assert len(store._storage.once) == 3 * len(made)
+            assert len(store._storage.applied) == 3 * len(made)
     finally:
         is_over.set()
         for thread in threads:
@@ -541,7 +551,7 @@ def test_bar23_attaching_as_if_for_the_first_time_is_refused(restored: Caller) -
 
 def test_bar23_a_server_that_lacks_a_part_is_refused(restored: Caller) -> None:
     for _ in range(2):
-        with refused(errors.PSIncarnationError, "came back without 1 parts: 9"):
+        with refused(errors.PSIncarnationError, "restarted without 1 parts: 9"):
             restored.ask(messages.Attach([], {}, [0, 9]))
         with refused(errors.PSIncarnationError, "waiting for its coordinator"):
             restored.ask(messages.Ping(0))
@@ -569,9 +579,9 @@ def test_bar23_a_part_that_was_half_written_does_not_count(directory: SnapshotDi
     assert store is not None
     back = Caller(store)
     assert back.ask(messages.QueryJob())[0].parts == [0]
-    with refused(errors.PSIncarnationError, "came back without 1 parts: 1"):
+    with refused(errors.PSIncarnationError, "restarted without 1 parts: 1"):
         back.ask(messages.Attach([], {}, [0, 1]))
-    # Another coordinator makes it anew.
+    # Another coordinator creates it again.
     back.epoch = 2
     back.attach()
     back.specs = caller.specs
@@ -588,13 +598,13 @@ def test_bar23_a_part_that_was_half_written_does_not_count(directory: SnapshotDi
 def test_bar23_a_server_that_came_back_empty_never_serves_zeros() -> None:
     caller = Caller()
     for parts in ([], [3]):
-        with refused(errors.PSIncarnationError, "it holds nothing since it came back"):
+        with refused(errors.PSIncarnationError, "it holds no job since its restart"):
             caller.ask(messages.Attach([], {}, parts))
     assert caller.store.job is None
     other = Caller(caller.store, job="other").attach()
     with refused(errors.PermissionDeniedError, "'other' holds it"):
         caller.ask(messages.Attach([], {}, [3]))
-    assert other.figures()["parts"] == 0
+    assert other.counters()["parts"] == 0
 
 
 def test_bar23_an_attached_server_may_be_attached_again(restored: Caller) -> None:
@@ -640,7 +650,7 @@ def test_a_job_that_nobody_came_for_gives_way(
     with caplog.at_level(logging.WARNING):
         other.attach()
     assert "drops job 'job'" in caplog.text and "'other'" in caplog.text
-    assert other.figures()["parts"] == 0
+    assert other.counters()["parts"] == 0
     with refused(errors.PermissionDeniedError, "'other' holds it"):
         restored.ask(messages.Attach([], {}, [0]))
 
@@ -650,9 +660,9 @@ def test_a_restored_job_may_be_let_go(restored: Caller) -> None:
     with refused(errors.FencedError, "epoch 1"):
         restored.ask(messages.Detach())
     restored.epoch = 1
-    before = restored.store.marks().endings
+    before = restored.store.change_counts().ended_jobs
     assert restored.ask(messages.Detach()) == (messages.Done(), ())
-    assert restored.store.job is None and restored.store.marks().endings == before + 1
+    assert restored.store.job is None and restored.store.change_counts().ended_jobs == before + 1
 
 
 def test_look_needs_no_job_and_changes_nothing() -> None:
@@ -664,7 +674,7 @@ def test_look_needs_no_job_and_changes_nothing() -> None:
     other = Caller(caller.store, job="other")
     other.now = 9.0
     assert other.ask(messages.QueryJob())[0] == messages.JobInfo("job", 1, -1, 7, [3])
-    with refused(errors.PermissionDeniedError, "worker asked"):
+    with refused(errors.PermissionDeniedError, "the sender is a worker"):
         other.ask(messages.QueryJob(), role="worker", incarnation=WORKER)
     assert caller.store.expire(10.0), "looking does not renew the lease"
 
@@ -926,43 +936,43 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 # When to save.
 
 
-def marks(changes: int, makes: int = 1, job: str | None = "job") -> Marks:
-    return Marks(job, changes, makes, 0)
+def counts(changes: int, creations: int = 1, job: str | None = "job") -> ChangeCounts:
+    return ChangeCounts(job, changes, creations, 0)
 
 
 def test_what_is_made_is_saved_as_soon_as_it_is_quiet() -> None:
     schedule = Schedule(every_s=30.0, now=0.0)
-    assert not schedule.is_due(marks(0, 0, None), is_busy=False, now=5.0)
-    assert not schedule.is_due(marks(1, 1), is_busy=True, now=10.0)
-    assert not schedule.is_due(marks(1, 1), is_busy=True, now=11.0)
-    assert not schedule.is_due(marks(2, 2), is_busy=False, now=11.1)
-    assert not schedule.is_due(marks(2, 2), is_busy=False, now=11.2)
-    assert schedule.is_due(marks(2, 2), is_busy=False, now=11.31)
-    schedule.saved(marks(2, 2), 11.31)
-    assert not schedule.is_due(marks(2, 2), is_busy=False, now=1e6), "nothing is new"
+    assert not schedule.is_due(counts(0, 0, None), is_busy=False, now=5.0)
+    assert not schedule.is_due(counts(1, 1), is_busy=True, now=10.0)
+    assert not schedule.is_due(counts(1, 1), is_busy=True, now=11.0)
+    assert not schedule.is_due(counts(2, 2), is_busy=False, now=11.1)
+    assert not schedule.is_due(counts(2, 2), is_busy=False, now=11.2)
+    assert schedule.is_due(counts(2, 2), is_busy=False, now=11.31)
+    schedule.saved(counts(2, 2), 11.31)
+    assert not schedule.is_due(counts(2, 2), is_busy=False, now=1e6), "nothing is new"
     # However busy it is, not for ever.
-    schedule.saved(marks(2, 2), 100.0)
-    assert not schedule.is_due(marks(3, 3), is_busy=True, now=129.0)
-    assert schedule.is_due(marks(4, 4), is_busy=True, now=130.0)
+    schedule.saved(counts(2, 2), 100.0)
+    assert not schedule.is_due(counts(3, 3), is_busy=True, now=129.0)
+    assert schedule.is_due(counts(4, 4), is_busy=True, now=130.0)
 
 
 def test_changes_are_saved_at_their_time_and_failures_wait_for_the_next() -> None:
     schedule = Schedule(every_s=30.0, now=0.0)
-    schedule.saved(marks(1), 10.0)
-    assert not schedule.is_due(marks(2), is_busy=False, now=39.9)
-    assert schedule.is_due(marks(2), is_busy=False, now=40.0)
+    schedule.saved(counts(1), 10.0)
+    assert not schedule.is_due(counts(2), is_busy=False, now=39.9)
+    assert schedule.is_due(counts(2), is_busy=False, now=40.0)
     schedule.failed(40.0)
-    assert not schedule.is_due(marks(3, 2), is_busy=False, now=40.1)
-    assert not schedule.is_due(marks(3, 2), is_busy=False, now=69.9)
-    assert schedule.is_due(marks(3, 2), is_busy=False, now=70.0)
+    assert not schedule.is_due(counts(3, 2), is_busy=False, now=40.1)
+    assert not schedule.is_due(counts(3, 2), is_busy=False, now=69.9)
+    assert schedule.is_due(counts(3, 2), is_busy=False, now=70.0)
 
 
 def test_saving_rests_longer_than_it_works_and_ends_in_time() -> None:
     pace = Pace(limit_s=15.0, now=100.0)
-    assert pace.rest(100.004, 0.01) == 0, "many small pieces rest together"
-    assert pace.rest(100.01, 0.02) == pytest.approx(0.19)
-    pace.rested(100.2)
-    assert pace.rest(100.21, 0.03) == pytest.approx(0.19)
+    assert pace.pause(100.004, 0.01) == 0, "many small pieces rest together"
+    assert pace.pause(100.01, 0.02) == pytest.approx(0.19)
+    pace.resumed(100.2)
+    assert pace.pause(100.21, 0.03) == pytest.approx(0.19)
 
 
 @pytest.mark.parametrize(
@@ -973,21 +983,21 @@ def test_a_snapshot_takes_what_it_may_but_never_all_of_the_processor(
 ) -> None:
     pace, now, num_pieces = Pace(limit_s=15.0, now=0.0), 0.0, 200
     for piece in range(num_pieces):
-        rest_s = pace.rest(now, piece / num_pieces)
+        rest_s = pace.pause(now, piece / num_pieces)
         if rest_s:
             now += rest_s
-            pace.rested(now)
+            pace.resumed(now)
         now += work_s / num_pieces
     assert now == pytest.approx(takes_s, rel=0.1)
 
 
 def test_marks_tell_what_is_new() -> None:
     caller = Caller()
-    seen = [caller.store.marks()]
+    seen = [caller.store.change_counts()]
 
     def has_grown() -> tuple[bool, bool]:
-        seen.append(caller.store.marks())
-        return seen[-1].changes > seen[-2].changes, seen[-1].makes > seen[-2].makes
+        seen.append(caller.store.change_counts())
+        return seen[-1].changes > seen[-2].changes, seen[-1].creations > seen[-2].creations
 
     caller.attach()
     assert has_grown() == (True, True) and seen[-1].job == "job"
@@ -1008,4 +1018,4 @@ def test_marks_tell_what_is_new() -> None:
     caller.ask(messages.DropParts([0]))
     assert has_grown() == (True, True)
     caller.ask(messages.Detach())
-    assert caller.store.marks().endings == 1 and caller.store.marks().job is None
+    assert caller.store.change_counts().ended_jobs == 1 and caller.store.change_counts().job is None

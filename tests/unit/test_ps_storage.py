@@ -18,7 +18,8 @@ from parameter_store_client import Caller, exported, octets
 import replicax as rx
 from replicax.foundation import jax_compat
 from replicax.protocol import messages
-from replicax.ps.store import memory, parts, rules
+from replicax.ps.store import memory, parts
+from replicax.ps.store import updates as store_updates
 from replicax.ps.store.service import ParameterStore
 from replicax.variables import updates
 
@@ -321,7 +322,7 @@ def test_T83_initial_values_are_computed_on_the_server(caller: Caller) -> None:
     missing = messages.FromProgram([77], 1)
     with pytest.raises(rx.errors.NotFoundError, match="part 77"):
         caller.ask(messages.CreatePart(2, "w", (5, 4), "bfloat16", missing), [program])
-    assert caller.figures()["parts"] == 2
+    assert caller.counters()["parts"] == 2
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -351,7 +352,7 @@ def test_impossible_parts_are_refused(
         (rx.errors.InvalidArgumentError, rx.errors.ProtocolError), match=r"part 0|Part 0"
     ):
         caller.ask(spec)
-    assert caller.figures()["parts"] == 0
+    assert caller.counters()["parts"] == 0
 
 
 @pytest.mark.parametrize("shape", [(1 << 40,), (1 << 62, 1 << 62), (3, 1 << 50)])
@@ -420,7 +421,7 @@ rows = np.ones((500, 64), np.float32)
 caller.update("scatter_add", 0, ids.astype(np.int32), rows)
 assert (caller.read(0, rows=ids) == 1).all()
 assert (caller.read(0, rows=[7_999_999 - (7_999_999 in ids)]) == 0).all()
-assert caller.figures()["bytes"] == 8_000_000 * 64 * 4
+assert caller.counters()["bytes"] == 8_000_000 * 64 * 4
 grown = memory.resident_bytes() - before
 assert grown < 32 << 20, grown
 """
@@ -441,7 +442,7 @@ def test_dropped_parts_give_their_memory_back(caller: Caller) -> None:
     assert caller.read(0).tolist() == [0, 0]
 
 
-def test_figures(caller: Caller) -> None:
+def test_counters(caller: Caller) -> None:
     caller.create(0, np.zeros((10, 2), np.float32))
     caller.update("scatter_add", 0, np.array([1, 2], np.int32), np.ones((2, 2), np.float32))
     update = messages.Update(0, "assign_add", 0)
@@ -450,10 +451,10 @@ def test_figures(caller: Caller) -> None:
     caller.push(messages.Update(0, "assign_add", 9), buffers=[np.ones(2)], closure=51)
     caller.read(0, rows=[1, 2, 3])
     caller.ask(messages.Exchange([], [messages.Read(0, caller.version(0))]))
-    found = caller.figures()
+    found = caller.counters()
     wanted = {"bytes": 80, "slot_bytes": 0, "parts": 1, "updates": 4, "applied": 2}
     wanted |= {"duplicates": 1, "failures": 1, "reads": 3, "known_reads": 1}
-    wanted |= {"rows_read": 3, "rows_written": 2, "once_entries": 2, "newest_closure": 50}
+    wanted |= {"rows_read": 3, "rows_written": 2, "applied_entries": 2, "newest_closure": 50}
     assert {name: found[name] for name in wanted} == wanted
     assert found["requests"] == 9 and found["rss"] > 1 << 20
     assert caller.ask(messages.Ping(0))[0].progress == 10
@@ -544,7 +545,7 @@ def test_bar27_a_read_waits_for_a_change_that_is_half_made(
         assert may_go_on.wait(30)
         np.add(old[half:], payload[half:], out=out[half:])
 
-    monkeypatch.setitem(rules._WHOLE, "assign_add", slowly)
+    monkeypatch.setitem(store_updates._WHOLE, "assign_add", slowly)
     found: list[np.ndarray] = []
     ones = np.ones(size, np.float32)
     writer = threading.Thread(target=lambda: caller.update("assign_add", 0, ones))
@@ -562,17 +563,17 @@ def test_bar27_a_read_waits_for_a_change_that_is_half_made(
 
 def test_lent_memory_is_seen_whatever_was_made_of_it() -> None:
     block = memory.Block.zeroed((1000, 16), np.dtype(np.float32), is_sparse=False)
-    assert not block.is_lent()
+    assert not block.is_borrowed()
     for made in (
         lambda lent: memoryview(lent),
         lambda lent: lent.view(np.float32).reshape(16, 1000)[3:5],
         lambda lent: memoryview(lent)[5:9],
         lambda lent: [np.frombuffer(memoryview(lent), np.uint8)],
     ):
-        view = made(block.lend())
-        assert block.is_lent()
+        view = made(block.borrow())
+        assert block.is_borrowed()
         del view
-        assert not block.is_lent()
+        assert not block.is_borrowed()
     with pytest.raises(ValueError, match="read-only"):
-        block.lend()[0] = 1
-    assert parts.LENT_FROM_BYTES <= 1 << 16
+        block.borrow()[0] = 1
+    assert parts.BORROWED_FROM_BYTES <= 1 << 16

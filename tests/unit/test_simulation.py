@@ -25,7 +25,7 @@ from replicax.coordinator.shipping import serialization
 from replicax.foundation import errors
 from replicax.protocol import messages
 from replicax.protocol.tasks import Task
-from replicax.ps.store.applied_updates import OnceTable
+from replicax.ps.store.applied_updates import AppliedUpdates
 from replicax.ps.store.jobs import Job
 from replicax.worker import error_reports, job
 from simulation import Faults, SimulationError, __main__, batches, simulate
@@ -200,11 +200,11 @@ def test_the_command_shows_one_history(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_saboteurs_leave_no_trace() -> None:
-    methods = [OnceTable.is_new, OnceTable.is_stale, Job.fence, os.fsync]
+    methods = [AppliedUpdates.is_new, AppliedUpdates.is_settled, Job.fence, os.fsync]
     for name in safeguards.NAMES:
         with safeguards.at_work(name):
             pass
-    assert [OnceTable.is_new, OnceTable.is_stale, Job.fence, os.fsync] == methods
+    assert [AppliedUpdates.is_new, AppliedUpdates.is_settled, Job.fence, os.fsync] == methods
     with pytest.raises(errors.InvalidArgumentError, match="dedup, fencing"):
         safeguards.apply("nobody")
 
@@ -212,12 +212,12 @@ def test_saboteurs_leave_no_trace() -> None:
 def test_the_sabotaged_command_runs_the_ordinary_one() -> None:
     code = (
         "from torture import sabotaged\n"
-        "from replicax.ps.store.applied_updates import OnceTable\n"
+        "from replicax.ps.store.applied_updates import AppliedUpdates\n"
         "try:\n"
         "    sabotaged.main(['dedup', 'serve', '--help'])\n"
         "except SystemExit as end:\n"
         "    assert end.code == 0\n"
-        "table = OnceTable()\n"
+        "table = AppliedUpdates()\n"
         "table.record(1, (0, 0))\n"
         "assert table.is_new(1, (0, 0))\n"
     )

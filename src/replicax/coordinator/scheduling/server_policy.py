@@ -215,7 +215,7 @@ class ServerPolicy:
         return self.servers[(server.index + 1) % len(self.servers)]
 
     def _alone(self, server: Server) -> str:
-        return error_messages.alone(self._mirror_of(server), server.figures["mirror_alone_s"])
+        return error_messages.alone(self._mirror_of(server), server.figures["mirror_unconfirmed_s"])
 
     def _release(self, worker: Worker, *, is_dead: bool = False) -> Action:
         """For a worker that was fenced and whose connection may still be good."""

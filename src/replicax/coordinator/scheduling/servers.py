@@ -85,7 +85,7 @@ class Server:
           is_there: Whether the mirror is; if the job waits for that one, nothing is counted.
         """
         # By its own clock, which stands still while it is at work for its mirror.
-        alone_s = self.figures.get("mirror_alone_s", 0)
+        alone_s = self.figures.get("mirror_unconfirmed_s", 0)
         if self.loss is not None or not is_there or not alone_s > 0:
             self.lonely_s = None
             return 0.0

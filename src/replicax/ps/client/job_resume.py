@@ -11,7 +11,7 @@ from replicax.protocol.tasks import Task
 
 
 @dataclasses.dataclass(frozen=True)
-class Takeover:
+class ResumedJob:
     """What the next coordinator of a job begins with.
 
     Attributes:
@@ -27,7 +27,7 @@ class Takeover:
     parts: tuple[frozenset[int], ...]
 
 
-def of_job(job: str, found: Sequence[messages.Body]) -> Takeover | None:
+def of_job(job: str, found: Sequence[messages.Body]) -> ResumedJob | None:
     """Returns how to take a job over; None if no server holds it.
 
     Args:
@@ -48,7 +48,7 @@ def of_job(job: str, found: Sequence[messages.Body]) -> Takeover | None:
             f"{Task('ps', empty)} does not, while others do",
             "Start a job of another name, and restore the variables from a checkpoint.",
         )
-    return Takeover(
+    return ResumedJob(
         epoch=max(f.epoch for f in held) + 1,
         first_closure=max(max(f.newest + 1, f.settled, 1) for f in held),
         is_resumed=is_resumed,

@@ -1,7 +1,7 @@
-"""The copies that a parameter server keeps of another: it is the mirror of that one.
+"""The copies of other parameter servers that a server keeps as their mirror.
 
-A copy is a store like that of its owner, and is told every change in the order in which the owner
-made it. It answers nobody; when its owner comes back empty, it gives everything back.
+A copy is a store that replays the mutations of its owner in order. It serves no requests; a
+restarted owner recovers its state from it.
 """
 
 from __future__ import annotations
@@ -10,40 +10,40 @@ import logging
 import tempfile
 import threading
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import IO
 
 from replicax.foundation import errors
 from replicax.protocol import messages
+from replicax.protocol.codec import Buffer
 from replicax.ps.process import snapshot_files
 from replicax.ps.process.mirror_log import Target
-from replicax.ps.process.mirroring import PIECE_BYTES
+from replicax.ps.process.mirror_sender import PIECE_BYTES
 from replicax.ps.store import journal
-from replicax.ps.store.service import ParameterStore
+from replicax.ps.store.service import ParameterStore, Reply
 from replicax.transport.sessions import Session
 
-Answer = tuple[messages.Body, Sequence[Any]]
-
-# For a copy no time passes: its lease is that of the server that keeps it.
+# Copies have no lease: they depend on that of the server that keeps them.
 _NO_TIME = 0.0
 
 _log = logging.getLogger(__name__)
 
 
-class _Replica:
-    """A copy of one server; its lock is taken for whatever is done with it."""
+class _Copy:
+    """A copy of one server; its lock protects all use of it."""
 
-    def __init__(self, store: ParameterStore, job: str, incarnation: int, position: int) -> None:
+    def __init__(self, store: ParameterStore, session: Session, job: str, position: int) -> None:
         self.store = store
+        self.label = f"The copy of {session}"
         self.job = job
-        # The process that is followed; a process before it is not listened to any more.
-        self.incarnation = incarnation
-        # The place of the next change, and of the first that was not in the snapshot.
+        # The incarnation that is mirrored; earlier ones are fenced.
+        self.incarnation = session.incarnation
+        # The position of the next entry, and of the first one that was not in the snapshot.
         self.position = self.seeded = position
         self.lock = threading.Lock()
 
 
 class _Transfer:
-    """A snapshot that is on its way, in a file that has no name."""
+    """A snapshot in transfer, in an unnamed file."""
 
     def __init__(self, job: str, incarnation: int, position: int) -> None:
         self.job = job
@@ -52,51 +52,51 @@ class _Transfer:
         self.file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self.num_bytes = 0
 
-    def close(self) -> None:
-        self.file.close()
+    def is_for(self, session: Session, position: int) -> bool:
+        return (self.incarnation, self.position) == (session.incarnation, position)
 
 
-class Replicas:
-    """All copies that a server keeps; used by the thread of its socket and by its slow lane.
+class MirrorCopies:
+    """All copies that a server keeps; used by its socket thread and its slow-request thread.
 
     Args:
       index: The index of the server.
     """
 
-    # What may take long.
+    # Requests that may take long.
     SLOW = (messages.Seed, messages.FetchReplica)
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._lock = threading.Lock()
-        self._replicas: dict[int, _Replica] = {}
-        # Snapshots that come, and snapshots that go, by owner; used in the slow lane, and dropped
+        self._copies: dict[int, _Copy] = {}
+        # Snapshots being received and sent, by owner; used by the slow-request thread, and dropped
         # by `clear`.
-        self._coming: dict[int, _Transfer] = {}
-        self._going: dict[int, _Transfer] = {}
+        self._incoming: dict[int, _Transfer] = {}
+        self._outgoing: dict[int, _Transfer] = {}
 
     def handle(
         self,
         session: Session,
         envelope: messages.Envelope,
-        buffers: Sequence[Any],
-        mine: Target | None,
-    ) -> Answer:
-        """Answers another server.
+        buffers: Sequence[Buffer],
+        own: Target | None,
+    ) -> Reply:
+        """Handles a request of another server.
 
         Args:
           session: The server.
-          envelope: What it asks.
-          buffers: What comes with it.
-          mine: The job that this server is in, if that wants mirrors.
+          envelope: Its request.
+          buffers: The buffers of the request.
+          own: The job that this server is attached to, if that has mirrors.
 
         Raises:
-          NotFoundError: There is no copy of it that could follow; it must send everything.
-          FencedError: Another process has taken its place.
-          UnavailableError: This server is not in its job.
-          DataLossError: The copy is not what it should be.
+          NotFoundError: There is no copy that could follow; the owner must send a snapshot.
+          FencedError: Another incarnation has replaced the owner.
+          UnavailableError: This server is not attached to its job.
+          DataLossError: The copy differs from its owner.
         """
-        self._check(session, envelope, mine)
+        self._check(session, envelope, own)
         body = envelope.body
         if isinstance(body, messages.Replicate):
             return self._replicate(session, envelope.job, body, buffers), ()
@@ -106,127 +106,140 @@ class Replicas:
         return self._fetch(session, envelope.job, body)
 
     def clear(self, *, but: str | None = None) -> None:
-        """Drops all copies whose job is over: all but those of one job."""
+        """Drops the copies of all jobs but one."""
         with self._lock:
-            self._replicas = {o: r for o, r in self._replicas.items() if r.job == but}
+            self._copies = {o: c for o, c in self._copies.items() if c.job == but}
             transfers: list[_Transfer] = []
-            for found in (self._coming, self._going):
+            for found in (self._incoming, self._outgoing):
                 over = [owner for owner, transfer in found.items() if transfer.job != but]
                 transfers += map(found.pop, over)
         for transfer in transfers:
-            transfer.close()
+            transfer.file.close()
 
-    def figures(self) -> dict[str, int | float]:
-        """Returns how much there is, by name."""
+    def counters(self) -> dict[str, int | float]:
+        """Returns the number and size of the copies by name."""
         with self._lock:
-            found = list(self._replicas.values())
+            found = list(self._copies.values())
         return {
             "replicas": len(found),
-            "replica_bytes": sum(int(r.store.figures()["bytes"]) for r in found),
+            "replica_bytes": sum(int(c.store.counters()["bytes"]) for c in found),
         }
 
-    def _check(self, session: Session, envelope: messages.Envelope, mine: Target | None) -> None:
-        if mine is None or mine.job != envelope.job:
+    def _check(self, session: Session, envelope: messages.Envelope, own: Target | None) -> None:
+        if own is None or own.job != envelope.job:
             if isinstance(envelope.body, messages.FetchReplica):
-                # Copies live as long as the job does here.
-                raise self._unknown(session)
+                # Copies are dropped with their job.
+                raise self._missing(session)
+            found = "no mirrored job" if own is None else f"job {own.job!r}"
             raise errors.UnavailableError(
-                f"/job:ps/task:{self._index} must be in job {envelope.job!r} to be a mirror",
-                "it is in another one" if mine is not None else "it is in none",
-                "Wait until its coordinator has attached it.",
+                f"/job:ps/task:{self._index} cannot mirror job {envelope.job!r}: it is attached to "
+                f"{found}. Wait until the coordinator attaches it."
             )
-        owner = (self._index - 1) % len(mine.attach.servers)
+        owner = (self._index - 1) % len(own.attach.servers)
         if session.task != owner:
             raise errors.PermissionDeniedError(
                 f"/job:ps/task:{self._index} is the mirror of /job:ps/task:{owner}",
-                f"{session} asked",
+                f"the request is of {session}",
                 "Check the order of the servers in the cluster of each task.",
             )
 
     def _replicate(
-        self, session: Session, job: str, body: messages.Replicate, buffers: Sequence[Any]
+        self, session: Session, job: str, body: messages.Replicate, buffers: Sequence[Buffer]
     ) -> messages.Replicated:
-        replica = self._replica(session, job)
-        with replica.lock:
-            self._require_followed(replica, session)
+        copy = self._copy(session, job)
+        with copy.lock:
+            self._require_followed(copy, session)
             if body.count:
-                self._drop_going(session.task)
+                if session.task in self._outgoing:
+                    self._replace(self._outgoing, session.task, None)
                 try:
-                    self._make(replica, body, buffers)
+                    self._replay(copy, body, buffers)
                 except Exception as error:
-                    # Some may be made: it must not be used again.
+                    # Some entries may be applied: the copy must not be used again.
                     with self._lock:
-                        self._replicas.pop(session.task, None)
-                    raise self._differs(session, error) from error
-            return messages.Replicated(replica.position)
+                        self._copies.pop(session.task, None)
+                    if not isinstance(error, errors.DistributeError):
+                        text = "/job:ps/task:%d could not replay changes of %s"
+                        _log.exception(text, self._index, session)
+                    if isinstance(error, errors.DataLossError):
+                        raise
+                    raise _differs(copy.label, error) from error
+            return messages.Replicated(copy.position)
 
-    def _make(self, replica: _Replica, body: messages.Replicate, buffers: Sequence[Any]) -> None:
-        """Makes the changes that are new."""
-        changes = journal.decode(buffers[0]) if buffers else []
-        if len(changes) != body.count or body.position > replica.position:
-            required = f"{body.count} changes from place {replica.position} on are expected"
-            raise _broken(required, f"{len(changes)} from {body.position} on")
+    def _replay(self, copy: _Copy, body: messages.Replicate, buffers: Sequence[Buffer]) -> None:
+        """Applies the entries that are new."""
+        entries = journal.decode(buffers[0]) if buffers else []
+        if len(entries) != body.count or body.position > copy.position:
+            found = f"{len(entries)} entries from position {body.position} on arrived"
+            expected = f"{body.count} from position {copy.position} on"
+            raise _differs(copy.label, f"{found} instead of {expected}")
         used = 1
-        for place, change in enumerate(changes, body.position):
-            own = buffers[used : used + change.num_buffers]
-            used += change.num_buffers
-            if place < replica.position:
+        for position, entry in enumerate(entries, body.position):
+            own = buffers[used : used + entry.num_buffers]
+            used += entry.num_buffers
+            if position < copy.position:
                 # The message was repeated.
                 continue
-            answer, _ = replica.store.handle(
-                change.role,
-                change.incarnation,
-                change.body,
+            reply, _ = copy.store.handle(
+                entry.role,
+                entry.incarnation,
+                entry.body,
                 own,
-                job=replica.job,
-                epoch=change.epoch,
+                job=copy.job,
+                epoch=entry.epoch,
                 now=_NO_TIME,
             )
-            replica.position += 1
-            num_failures = len(answer.failures) if isinstance(answer, messages.Exchanged) else 0
-            if num_failures != change.num_failures:
-                required = f"{change.num_failures} closures of an exchange fail at its owner"
-                raise _broken(required, num_failures)
+            copy.position += 1
+            num_failures = len(reply.failures) if isinstance(reply, messages.Exchanged) else 0
+            if num_failures != entry.num_failures:
+                found = (
+                    f"{num_failures} instead of {entry.num_failures} closures of an exchange failed"
+                )
+                raise _differs(copy.label, found)
 
     def _seed(
-        self, session: Session, job: str, body: messages.Seed, buffers: Sequence[Any]
+        self, session: Session, job: str, body: messages.Seed, buffers: Sequence[Buffer]
     ) -> messages.Done:
         owner = session.task
-        replica = self._replicas.get(owner)
-        if (
-            replica is not None
-            and replica.job == job
-            and replica.incarnation != session.incarnation
-        ):
+        copy = self._copies.get(owner)
+        if copy is not None and copy.job == job and copy.incarnation != session.incarnation:
             if not body.is_first:
-                raise self._replaced(session)
-        elif replica is not None and body.offset and replica.seeded == body.position:
+                raise errors.FencedError(
+                    f"Incarnation {session.incarnation:x} of {session} was replaced by another "
+                    f"process on its mirror /job:ps/task:{self._index}. Stop this process."
+                )
+        elif copy is not None and body.offset and copy.seeded == body.position:
             # The last piece was repeated.
             return messages.Done()
-        coming = self._coming.get(owner)
-        if body.offset == 0 and not _is_same(coming, session, body.position):
-            coming = _Transfer(job, session.incarnation, body.position)
-            self._replace(self._coming, owner, coming)
+        incoming = self._incoming.get(owner)
+        if incoming is not None and not incoming.is_for(session, body.position):
+            incoming = None
+        if body.offset == 0 and incoming is None:
+            incoming = _Transfer(job, session.incarnation, body.position)
+            self._replace(self._incoming, owner, incoming)
         piece = memoryview(buffers[0]) if buffers else memoryview(b"")
-        if coming is None or not _is_same(coming, session, body.position):
-            raise _broken(f"{session} must send a snapshot from its beginning", body.offset)
-        if body.offset + piece.nbytes <= coming.num_bytes and body.total > coming.num_bytes:
+        if incoming is None:
+            raise _differs(f"The snapshot of {session}", f"it starts at byte {body.offset}")
+        if body.offset + piece.nbytes <= incoming.num_bytes and body.total > incoming.num_bytes:
             return messages.Done()
-        if body.offset != coming.num_bytes or body.offset + piece.nbytes > body.total:
-            raise _broken(f"{session} must send the pieces of a snapshot in order", body.offset)
-        coming.file.seek(body.offset)
-        coming.file.write(piece)
-        coming.num_bytes += piece.nbytes
-        if coming.num_bytes == body.total:
-            self._load(session, job, body.attach, coming)
+        if body.offset != incoming.num_bytes or body.offset + piece.nbytes > body.total:
+            found = f"byte {body.offset} arrived instead of {incoming.num_bytes}"
+            raise _differs(f"The snapshot of {session}", found)
+        incoming.file.seek(body.offset)
+        incoming.file.write(piece)
+        incoming.num_bytes += piece.nbytes
+        if incoming.num_bytes == body.total:
+            self._load(session, job, body.attach, incoming)
         return messages.Done()
 
-    def _load(self, session: Session, job: str, attach: messages.Attach, coming: _Transfer) -> None:
-        """Makes a copy from a snapshot that is complete."""
+    def _load(
+        self, session: Session, job: str, attach: messages.Attach, incoming: _Transfer
+    ) -> None:
+        """Creates a copy from a complete snapshot."""
         store = ParameterStore(session.task)
         try:
-            coming.file.flush()
-            loaded, _ = snapshot_files.read(coming.file, f"The snapshot of {session}")
+            incoming.file.flush()
+            loaded, _ = snapshot_files.read(incoming.file, f"The snapshot of {session}")
             store.restore(loaded)
             state = loaded.state
             again = messages.Attach(attach.servers, attach.settings, [])
@@ -239,43 +252,46 @@ class Replicas:
                 now=_NO_TIME,
             )
         finally:
-            self._replace(self._coming, session.task, None)
+            self._replace(self._incoming, session.task, None)
         if state.job != job:
-            raise _broken(f"{session} must send a snapshot of job {job!r}", state.job)
-        replica = _Replica(store, job, session.incarnation, coming.position)
+            raise _differs(f"The snapshot of {session}", f"it is of job {state.job!r}, not {job!r}")
+        copy = _Copy(store, session, job, incoming.position)
         with self._lock:
-            self._replicas[session.task] = replica
+            self._copies[session.task] = copy
 
-    def _fetch(self, session: Session, job: str, body: messages.FetchReplica) -> Answer:
+    def _fetch(self, session: Session, job: str, body: messages.FetchReplica) -> Reply:
         owner = session.task
-        replica = self._replica(session, job)
-        going = self._going.get(owner)
-        with replica.lock:
+        copy = self._copy(session, job)
+        outgoing = self._outgoing.get(owner)
+        with copy.lock:
+            if outgoing is not None and not outgoing.is_for(session, copy.position):
+                outgoing = None
             if body.offset == 0:
-                replica.incarnation = session.incarnation
-                if not _is_same(going, session, replica.position):
-                    going = self._cut_of(replica)
-                    self._replace(self._going, owner, going)
-            self._require_followed(replica, session)
-            if going is None or not _is_same(going, session, replica.position):
-                raise _broken(f"{session} must fetch a snapshot from its beginning", body.offset)
-            going.file.seek(body.offset)
-            piece = going.file.read(PIECE_BYTES)
-            return messages.ReplicaPiece(going.position, going.num_bytes), [piece]
+                copy.incarnation = session.incarnation
+                if outgoing is None:
+                    outgoing = self._saved(copy)
+                    self._replace(self._outgoing, owner, outgoing)
+            self._require_followed(copy, session)
+            if outgoing is None:
+                raise _differs(copy.label, f"it is fetched from byte {body.offset}")
+            outgoing.file.seek(body.offset)
+            piece = outgoing.file.read(PIECE_BYTES)
+            return messages.ReplicaPiece(outgoing.position, outgoing.num_bytes), [piece]
 
-    def _cut_of(self, replica: _Replica) -> _Transfer:
-        going = _Transfer(replica.job, replica.incarnation, replica.position)
+    def _saved(self, copy: _Copy) -> _Transfer:
+        """Writes a snapshot of a copy."""
+        outgoing = _Transfer(copy.job, copy.incarnation, copy.position)
         try:
-            cut = replica.store.snapshot()
-            assert cut is not None, "a copy was attached when it was made"
+            cut = copy.store.snapshot()
+            assert cut is not None, "a copy was attached when it was created"
             try:
-                going.num_bytes = snapshot_files.write(going.file, cut)
+                outgoing.num_bytes = snapshot_files.write(outgoing.file, cut)
             finally:
                 cut.close()
         except BaseException:
-            going.close()
+            outgoing.file.close()
             raise
-        return going
+        return outgoing
 
     def _replace(self, transfers: dict[int, _Transfer], owner: int, new: _Transfer | None) -> None:
         with self._lock:
@@ -283,53 +299,29 @@ class Replicas:
             if new is not None:
                 transfers[owner] = new
         if old is not None:
-            old.close()
+            old.file.close()
 
-    def _drop_going(self, owner: int) -> None:
-        if owner in self._going:
-            self._replace(self._going, owner, None)
-
-    def _replica(self, session: Session, job: str) -> _Replica:
+    def _copy(self, session: Session, job: str) -> _Copy:
         with self._lock:
-            found = self._replicas.get(session.task)
+            found = self._copies.get(session.task)
         if found is None or found.job != job:
-            raise self._unknown(session)
+            raise self._missing(session)
         return found
 
-    def _require_followed(self, replica: _Replica, session: Session) -> None:
-        if replica.incarnation != session.incarnation:
-            # One that was replaced learns so when it sends everything.
-            raise self._unknown(session)
+    def _require_followed(self, copy: _Copy, session: Session) -> None:
+        if copy.incarnation != session.incarnation:
+            # An incarnation that was replaced is fenced when it sends a snapshot.
+            raise self._missing(session)
 
-    def _unknown(self, session: Session) -> errors.NotFoundError:
+    def _missing(self, session: Session) -> errors.NotFoundError:
         return errors.NotFoundError(
-            f"/job:ps/task:{self._index} must have a copy of this life of {session}",
-            "it has none",
-            "Send it everything.",
-        )
-
-    def _replaced(self, session: Session) -> errors.FencedError:
-        return errors.FencedError(
-            f"/job:ps/task:{self._index} follows one process of {session}",
-            "another one has taken its place",
-            "End this process.",
-        )
-
-    def _differs(self, session: Session, error: Exception) -> errors.DataLossError:
-        if not isinstance(error, errors.DistributeError):
-            _log.exception("/job:ps/task:%d could not follow %s", self._index, session)
-        return errors.DataLossError(
-            f"The copy of {session} must lead to the same as the original",
-            f"it does not: {error}",
-            "Nothing is to be done: it is made anew.",
+            f"/job:ps/task:{self._index} has no copy of incarnation {session.incarnation:x} of "
+            f"{session}. Send it a snapshot."
         )
 
 
-def _is_same(transfer: _Transfer | None, session: Session, position: int) -> bool:
-    found = None if transfer is None else (transfer.incarnation, transfer.position)
-    return found == (session.incarnation, position)
-
-
-def _broken(required: str, found: object) -> errors.DataLossError:
-    todo = "Nothing is to be done: it is tried again."
-    return errors.DataLossError(required, f"it is {found!r} here", todo)
+def _differs(what: str, found: object) -> errors.DataLossError:
+    return errors.DataLossError(
+        f"{what} does not match its owner: {found}. No action is needed: the server sends a new "
+        "snapshot to its mirror."
+    )

@@ -1,4 +1,4 @@
-"""What a parameter server process runs: a store behind a socket, with a lane for slow work."""
+"""The parameter server task: a store behind a socket, with a queue for slow requests."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from replicax.foundation import errors
 from replicax.protocol import error_replies, messages
+from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Task, new_incarnation
-from replicax.ps.process.mirror_copies import Replicas
+from replicax.ps.process.master_record import MasterRecordFile
+from replicax.ps.process.mirror_copies import MirrorCopies
 from replicax.ps.process.mirror_log import MirrorLog
-from replicax.ps.process.mirror_recovery import Returning
-from replicax.ps.process.mirroring import Mirroring
+from replicax.ps.process.mirror_recovery import MirrorRecovery
+from replicax.ps.process.mirror_sender import MirrorSender
 from replicax.ps.process.snapshots import DEFAULT_EVERY_S, Snapshots
-from replicax.ps.store.master_record import PromiseFile
-from replicax.ps.store.service import ParameterStore
+from replicax.ps.store.service import ParameterStore, Reply
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
 from replicax.transport.service import Service
@@ -28,33 +28,30 @@ from replicax.transport.sessions import Session
 
 _log = logging.getLogger(__name__)
 
-# What a session may say while slow work of its own is going on: it concerns no part.
+# Requests that do not depend on slow requests of the same session.
 _AT_ANY_TIME = (messages.Ping, messages.Fence)
-# Requests that wait in the slow lane; their buffers are in memory.
-_LONGEST_LANE = 1_000
+# Slow requests in the queue; their buffers are in memory.
+_MOST_SLOW_REQUESTS = 1_000
 _JOIN_SECONDS = 5.0
-# Beside the snapshots: whom the server obeys.
-_PROMISE = "promise.json"
 
 _Request = tuple[Session, messages.Envelope, Sequence[memoryview]]
-_Answer = tuple[messages.Body, Sequence[Any]]
 
 
 class ParameterServerTask:
     """One parameter server: it listens from `start` until it is closed.
 
-    Filling a part of 5 GB, or compiling an optimizer, takes seconds. A thread of its own does
-    such work, one request after the other, so that training and beats go on. Requests of one
+    Initializing a part of 5 GB, or compiling an optimizer, takes seconds. A separate thread handles
+    such requests one after the other, so that training and heartbeats continue. Requests of one
     session still take effect in the order in which they were sent.
 
-    When the lease of its job runs out, `run_forever` returns, and `ending` says why: a process
-    that nobody needs ends itself. Snapshots of the job stay for the process that follows.
+    When the lease of its job expires, `run_forever` returns, and `ending` is the reason. Snapshots
+    of the job remain for the next process.
 
     Args:
       index: Its index in the job.
-      location: Where to listen; the place is taken at once.
-      keys: What to prove with who listens.
-      snapshots: The directory where it keeps snapshots, and starts from them; None for none.
+      location: The address to listen on; bound at once.
+      keys: CURVE keys that authenticate this task.
+      snapshots: The directory for snapshots, from which the task also restores; None for none.
       snapshot_every: The seconds between two snapshots.
     """
 
@@ -68,44 +65,44 @@ class ParameterServerTask:
         snapshot_every: float = DEFAULT_EVERY_S,
     ) -> None:
         self._task = Task("ps", index)
-        self._log = MirrorLog(index, self._answer_late, self._wake)
-        self._promises = None if snapshots is None else PromiseFile(snapshots / _PROMISE)
+        self._log = MirrorLog(index, self._send_reply, self._wake_sender)
+        self._master_record = None if snapshots is None else MasterRecordFile(snapshots)
         self._store = ParameterStore(
             index,
             is_saved=snapshots is not None,
             journal=self._log,
-            promises=self._promises,
+            master_record=self._master_record,
             is_connected=lambda incarnation: self._service.has_session("coordinator", incarnation),
         )
-        self._replicas = Replicas(index)
+        self._copies = MirrorCopies(index)
         self._directory = snapshots
         self._snapshot_every_s = snapshot_every
         self._snapshots: Snapshots | None = None
         self._ending: str | None = None
         self._ended = threading.Event()
-        self._lane: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self._lane_thread = threading.Thread(
-            target=self._work, name=f"replicax-ps-{index}-slow", daemon=True
+        self._slow_requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._slow_thread = threading.Thread(
+            target=self._handle_slow_requests, name=f"replicax-ps-{index}-slow", daemon=True
         )
-        # Requests in the lane, by connection. `_lock` protects it, and is never held while a
+        # The number of slow requests by session. `_lock` protects it, and is never held while a
         # request is handled.
         self._lock = threading.Lock()
-        self._waiting: collections.Counter[bytes] = collections.Counter()
+        self._num_slow: collections.Counter[bytes] = collections.Counter()
         incarnation = new_incarnation()
-        self._mirroring = Mirroring(self._task, self._store, keys, incarnation, self._log)
-        self._returning = Returning(
+        self._mirror = MirrorSender(self._task, self._store, keys, incarnation, self._log)
+        self._recovery = MirrorRecovery(
             self._task,
             self._store,
             self._log,
             keys,
             incarnation,
             self._respond,
-            self._mirroring.reached,
+            self._mirror.set_reached,
         )
         self._service = Service(
             location,
             self._task,
-            self._handle,
+            self._receive,
             keys,
             incarnation,
             on_idle=self._expire,
@@ -114,93 +111,93 @@ class ParameterServerTask:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address it listens on."""
         return self._service.address
 
     @property
     def ending(self) -> str | None:
-        """Why it has ended itself; None if it has not."""
+        """Why the task has stopped itself; None if it has not."""
         return self._ending
 
     def start(self) -> None:
-        """Begins to answer, once it has restored what another process has left."""
+        """Restores the last snapshot, if there is one, and starts to serve."""
         try:
-            if self._directory is not None and self._promises is not None:
+            if self._directory is not None and self._master_record is not None:
                 self._snapshots = Snapshots(
                     self._store,
                     self._directory,
                     self._snapshot_every_s,
                     f"replicax-ps-{self._task.index}",
-                    self._is_making,
+                    self._is_creating,
                 )
-                # The directory is this process's own by now.
-                self._promises.read()
+                # `Snapshots` has locked the directory.
+                self._master_record.read()
                 self._snapshots.restore()
                 self._snapshots.start()
-            self._lane_thread.start()
+            self._slow_thread.start()
             self._service.start()
         except BaseException:
             self.close()
             raise
 
     def run_forever(self) -> None:
-        """Returns when the task was interrupted or closed; others do the work."""
+        """Blocks until the task is interrupted or closed."""
         while not self._ended.wait(timeout=60.0):
             pass
 
     def interrupt(self) -> None:
-        """Makes `run_forever` return; may be called from anywhere, any number of times."""
+        """Makes `run_forever` return. Idempotent; thread-safe."""
         self._ended.set()
 
     def close(self) -> None:
-        """Listens no more; again is harmless."""
+        """Stops serving. Idempotent."""
         self._ended.set()
-        self._lane.put(None)
-        self._returning.close()
-        self._mirroring.close()
+        self._slow_requests.put(None)
+        self._recovery.close()
+        self._mirror.close()
         self._service.close()
-        if self._lane_thread.ident is not None:
-            self._lane_thread.join(_JOIN_SECONDS)
-        self._replicas.clear()
+        if self._slow_thread.ident is not None:
+            self._slow_thread.join(_JOIN_SECONDS)
+        self._copies.clear()
         if self._snapshots is not None:
-            # Last: nothing can change any more.
+            # Last, when nothing changes any more.
             self._snapshots.close()
 
-    def _handle(
+    def _receive(
         self, session: Session, envelope: messages.Envelope, buffers: Sequence[memoryview]
-    ) -> _Answer | None:
-        """Answers in the thread of the socket, or leaves the request to others."""
-        if self._returning.takes((session, envelope, buffers)):
+    ) -> Reply | None:
+        """Handles a request in the socket thread, or leaves it to another thread."""
+        if self._recovery.defer((session, envelope, buffers)):
             return None
         key = _key(session)
         if self._is_quick(key, envelope.body):
-            return self._answer(session, envelope, buffers)
+            return self._handle(session, envelope, buffers)
         with self._lock:
-            if self._waiting.total() >= _LONGEST_LANE:
+            if self._num_slow.total() >= _MOST_SLOW_REQUESTS:
                 raise errors.ResourceExhaustedError(
-                    f"{self._task} keeps at most {_LONGEST_LANE} slow requests waiting",
+                    f"{self._task} queues at most {_MOST_SLOW_REQUESTS} slow requests",
                     f"{session} sent one more",
-                    "Wait for answers before sending more.",
+                    "Wait for replies before sending more.",
                 )
-            self._waiting[key] += 1
-        self._lane.put((session, envelope, buffers))
+            self._num_slow[key] += 1
+        self._slow_requests.put((session, envelope, buffers))
         return None
 
     def _is_quick(self, key: bytes, body: messages.Body) -> bool:
         if isinstance(body, _AT_ANY_TIME):
             return True
-        is_slow = isinstance(body, self._store.SLOW + self._replicas.SLOW) or (
+        is_slow = isinstance(body, self._store.SLOW + self._copies.SLOW) or (
             isinstance(body, messages.Replicate) and body.is_slow
         )
         with self._lock:
-            return not is_slow and not self._waiting[key]
+            return not is_slow and not self._num_slow[key]
 
-    def _answer(
+    def _handle(
         self, session: Session, envelope: messages.Envelope, buffers: Sequence[memoryview]
-    ) -> _Answer | None:
-        """Returns the answer; None if it waits for the mirror."""
+    ) -> Reply | None:
+        """Returns the reply to a request; None if it waits for the mirror."""
         if session.role == "ps":
-            return self._replicas.handle(session, envelope, buffers, self._log.target)
+            return self._copies.handle(session, envelope, buffers, self._log.target)
         try:
             body, found = self._store.handle(
                 session.role,
@@ -212,70 +209,69 @@ class ParameterServerTask:
                 now=time.monotonic(),
             )
         except errors.DistributeError as error:
-            refusal = error_replies.from_error(error), ()
-            if self._log.hold(session, envelope, refusal, is_refusal=True):
+            reply = error_replies.from_error(error), ()
+            if self._log.defer(session, envelope, reply, is_error=True):
                 return None
             raise
         if isinstance(body, messages.Pong):
-            body = messages.Pong(body.progress, body.figures | self._figures())
+            body = messages.Pong(body.progress, body.figures | self._counters())
         elif isinstance(body, messages.Attached):
-            self._replicas.clear(but=envelope.job)
+            self._copies.clear(but=envelope.job)
             if self._log.target is not None:
-                self._mirroring.start()
+                self._mirror.start()
         elif isinstance(envelope.body, messages.Detach):
-            self._replicas.clear(but=self._store.job)
-        return None if self._log.hold(session, envelope, (body, found)) else (body, found)
+            self._copies.clear(but=self._store.job)
+        return None if self._log.defer(session, envelope, (body, found)) else (body, found)
 
-    def _figures(self) -> dict[str, int | float]:
-        """Returns what the store does not know."""
+    def _counters(self) -> dict[str, int | float]:
+        """Returns the counters that are not those of the store."""
         found: dict[str, int | float] = {
             "bytes_received": self._service.num_bytes_received,
             "bytes_sent": self._service.num_bytes_sent,
         }
         if self._snapshots is not None:
-            found |= self._snapshots.figures()
+            found |= self._snapshots.counters()
         if self._log.target is not None:
-            found |= {"mirror_state": int(self._log.state), "mirror_lag": self._log.num_held}
-            found["mirror_alone_s"] = self._mirroring.alone_s
-            found |= self._replicas.figures()
+            found |= {"mirror_state": int(self._log.state), "mirror_lag": self._log.num_deferred}
+            found["mirror_unconfirmed_s"] = self._mirror.unconfirmed_s
+            found |= self._copies.counters()
         return found
 
-    def _work(self) -> None:
-        """The lane: one request after the other, in order of arrival."""
-        while (request := self._lane.get()) is not None:
+    def _handle_slow_requests(self) -> None:
+        while (request := self._slow_requests.get()) is not None:
             self._respond(request)
             with self._lock:
-                self._waiting -= collections.Counter([_key(request[0])])
+                self._num_slow -= collections.Counter([_key(request[0])])
 
     def _respond(self, request: _Request) -> None:
-        """Answers from another thread than that of the socket."""
+        """Handles a request in another thread than that of the socket."""
         session, envelope, _ = request
-        answer: _Answer | None
+        reply: Reply | None
         try:
-            answer = self._answer(*request)
+            reply = self._handle(*request)
         except Exception as error:
             if not isinstance(error, errors.DistributeError):
-                _log.exception("%s could not answer %s", self._task, session)
-            answer = error_replies.from_error(error), ()
-        # It goes before the way is free for quick requests of this session.
-        if answer is not None:
-            self._answer_late(session, envelope, *answer)
+                _log.exception("%s could not handle a request of %s", self._task, session)
+            reply = error_replies.from_error(error), ()
+        # Before quick requests of this session are handled.
+        if reply is not None:
+            self._send_reply(session, envelope, *reply)
 
-    def _answer_late(
+    def _send_reply(
         self,
         session: Session,
         envelope: messages.Envelope,
         body: messages.Body,
-        buffers: Sequence[Any],
+        buffers: Sequence[Buffer],
     ) -> None:
         self._service.reply(session, envelope, body, buffers)
 
-    def _wake(self) -> None:
-        self._mirroring.wake()
+    def _wake_sender(self) -> None:
+        self._mirror.wake()
 
-    def _is_making(self) -> bool:
+    def _is_creating(self) -> bool:
         with self._lock:
-            return self._waiting.total() > 0
+            return self._num_slow.total() > 0
 
     def _fail(self, why: str) -> None:
         self._ending = why
@@ -285,15 +281,15 @@ class ParameterServerTask:
         self._store.expire(now)
         expired = self._store.expired
         if self._ending is None and expired is not None and self._store.job is None:
-            self._ending = f"the lease of job {expired!r} ran out"
-            _log.warning("%s: %s; its variables are gone from memory", self._task, self._ending)
-            self._replicas.clear()
+            self._ending = f"the lease of job {expired!r} expired"
+            _log.warning("%s: %s; its variables were dropped from memory", self._task, self._ending)
+            self._copies.clear()
             self.interrupt()
 
 
 def _key(session: Session) -> bytes:
-    """What requests have in common that take effect in the order in which they came.
+    """Returns a key of the requests that must take effect in order of arrival.
 
-    Those of a server concern one copy, whichever process of that server sends them.
+    Those of a server concern one copy, whatever its incarnation.
     """
     return b"ps-%d" % session.task if session.role == "ps" else session.identity

@@ -1,15 +1,14 @@
-"""Training in sync: gradients wait on the server until enough of them make one step.
+"""Synchronous training: a server accumulates gradients until enough of them make one step.
 
-Nobody waits here: what a closure contributes is kept, and acknowledged at once. The one that
-makes the number full makes the step, with the mean of all. Until then values do not change.
+A gradient is acknowledged as soon as it is accumulated; no request blocks. The last gradient of a
+round applies the mean of all. Until then the values do not change.
 
-Everything is used under the lock `changing`.
+Everything is used under the write lock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import msgspec
@@ -17,18 +16,68 @@ import numpy as np
 
 from replicax.foundation import errors
 from replicax.protocol import messages
-from replicax.ps.store import rules
-from replicax.ps.store.applied_updates import OnceTable
-from replicax.ps.store.clock import Clock
+from replicax.protocol.codec import Buffer
+from replicax.ps.store import updates
+from replicax.ps.store.applied_updates import AppliedUpdates
 from replicax.ps.store.optimizers import Optimizer, PartGradient, Step
 from replicax.ps.store.parts import Part
 
 
+class StepClock:
+    """Counts steps of training, and the staleness of the gradients that arrive.
+
+    Used under the write lock; `steps` may be read without it.
+
+    >>> clock = StepClock()
+    >>> for _ in range(3):
+    ...     clock.tick()
+    >>> clock.measure(read_at=1)
+    >>> clock.counters()["staleness_max"]
+    2
+
+    Attributes:
+      steps: How many steps the values have seen.
+      num_dropped: How many gradients were dropped because they arrived too late.
+    """
+
+    __slots__ = ("_count", "_max", "_sum", "num_dropped", "steps")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.num_dropped = 0
+        self._sum = 0
+        self._count = 0
+        self._max = 0
+
+    def tick(self) -> None:
+        """Counts a step."""
+        self.steps += 1
+
+    def measure(self, read_at: int) -> None:
+        """Records the staleness of a gradient for values that were read at step `read_at`."""
+        # The clock of a restored server is as old as its values.
+        staleness = max(self.steps - read_at, 0)
+        self._sum += staleness
+        self._count += 1
+        if staleness > self._max:
+            self._max = staleness
+
+    def counters(self) -> dict[str, int]:
+        """Returns the counters by name."""
+        return {
+            "clock": self.steps,
+            "staleness_sum": self._sum,
+            "staleness_count": self._count,
+            "staleness_max": self._max,
+            "stale_dropped": self.num_dropped,
+        }
+
+
 def needed_of(attach: messages.Attach) -> int | None:
-    """Returns how many gradients the coordinator wants in a step; None to mix none.
+    """Returns how many gradients make a step; None if each gradient is a step.
 
     Raises:
-      InvalidArgumentError: It makes no sense.
+      InvalidArgumentError: The setting is invalid.
     """
     needed = attach.settings.get("aggregate")
     if needed is None or (isinstance(needed, int) and not isinstance(needed, bool) and needed > 0):
@@ -41,14 +90,14 @@ def needed_of(attach: messages.Attach) -> int | None:
 
 
 class SavedSum(msgspec.Struct, array_like=True, frozen=True):
-    """The gradients of one part, summed.
+    """The sum of the gradients of one part.
 
     Attributes:
       part: The number of the part.
-      dtype: The name of the type of the sum.
+      dtype: The name of its type.
       shape: Its shape.
       values: Its bytes.
-      numbers: If it is a sum of some rows, the bytes of their numbers.
+      numbers: The bytes of the row numbers, if it is a sum of some rows.
     """
 
     part: int
@@ -59,7 +108,7 @@ class SavedSum(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SavedMean(msgspec.Struct, array_like=True, frozen=True):
-    """What waits for one optimizer, as plain data; see `Accumulation.export`."""
+    """The accumulated gradients of one optimizer; see `Accumulation.export`."""
 
     optimizer: int
     count: int
@@ -68,22 +117,21 @@ class SavedMean(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Accumulation:
-    """What waits for the optimizers of a job on one server.
+    """The accumulated gradients of a job on one server.
 
     Attributes:
-      num_needed: How many gradients make a step; None if each is one by itself.
-      drops_stale: Whether gradients are dropped whose values have seen a step since they
-        were read.
+      num_needed: How many gradients make a step; None if each gradient is a step.
+      drops_stale: Whether to drop gradients whose values have seen a step since they were read.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: StepClock) -> None:
         self._clock = clock
         self._means: dict[int, _Mean] = {}
         self.num_needed: int | None = None
         self.drops_stale = False
 
     def configure(self, attach: messages.Attach) -> None:
-        """Takes over what the coordinator wants; `needed_of` has found it to be good."""
+        """Applies the settings of the coordinator, which `needed_of` has validated."""
         self.num_needed = needed_of(attach)
         self.drops_stale = bool(attach.settings.get("drops_stale"))
 
@@ -91,45 +139,45 @@ class Accumulation:
         self,
         optimizer: Optimizer,
         apply: messages.Apply,
-        buffers: Sequence[Any],
+        buffers: Sequence[Buffer],
         push: messages.Push,
-        once: OnceTable,
-    ) -> rules.Change:
-        """Returns what a gradient changes: it is kept, or makes a step, or is too late.
+        applied: AppliedUpdates,
+    ) -> updates.CheckedUpdate:
+        """Returns the effect of a gradient: it is accumulated, completes a step, or is dropped.
 
         Args:
-          optimizer: What it is for.
-          apply: What the closure said.
+          optimizer: The optimizer of the gradient.
+          apply: The request to apply it, which is new.
           buffers: The gradients.
-          push: All that the closure said; it said this for the first time.
-          once: What was said before.
+          push: All changes of the closure.
+          applied: The updates applied before.
 
         Raises:
           DistributeError: As `Optimizer.check`; or the closure makes a second step.
         """
         same = [c for c in push.changes if isinstance(c, messages.Apply)]
         num_steps = sum(other.optimizer == apply.optimizer for other in same)
-        if num_steps > 1 or once.has_step(push.closure, apply.optimizer):
+        if num_steps > 1 or applied.has_step(push.closure, apply.optimizer):
             raise _second_step(optimizer, push.closure)
         gradients = optimizer.gradients_of(apply, buffers)
         mean = self._means.setdefault(apply.optimizer, _Mean())
         if self.drops_stale and 0 <= push.clock < mean.applied_at:
             return _Dropped(self._clock)
-        assert self.num_needed is not None, "somebody asked for it"
+        assert self.num_needed is not None
         if mean.count + 1 < self.num_needed:
             return Contribution(mean, gradients)
         total = mean.plus(gradients)
         return Completion(optimizer.step_of(total.divided(optimizer)), mean, self._clock)
 
     def rest(self, find: Mapping[int, Optimizer]) -> list[Completion]:
-        """Returns the steps of all that waits, however little it is."""
+        """Returns the steps of all accumulated gradients, complete or not."""
         found: list[Completion] = []
         for number, mean in self._means.items():
             optimizer = find.get(number)
             if not mean.count:
                 continue
             if optimizer is None:
-                # Its variables are gone, and with them what it would change.
+                # Its variables were dropped.
                 mean.clear()
                 continue
             step = optimizer.step_of(mean.divided(optimizer))
@@ -137,9 +185,9 @@ class Accumulation:
         return found
 
     def export(self) -> list[SavedMean]:
-        """Returns all that waits.
+        """Returns all accumulated gradients.
 
-        A snapshot must hold it: the closures that contributed are known to have done so.
+        A snapshot must contain them: their closures are recorded as applied.
         """
         return [
             SavedMean(
@@ -149,7 +197,7 @@ class Accumulation:
         ]
 
     def restore(self, means: Sequence[SavedMean]) -> None:
-        """Takes over what `export` returned, in place of what waits now."""
+        """Replaces the accumulated gradients by a result of `export`."""
         self._means = {}
         for saved in means:
             mean = self._means[saved.optimizer] = _Mean()
@@ -161,7 +209,7 @@ class Accumulation:
 
 
 class _Sum:
-    """The gradients of one part, added up: as a whole, or by rows that are yet to be merged."""
+    """The sum of the gradients of one part: dense, or rows that are merged when needed."""
 
     __slots__ = ("_rows", "_whole")
 
@@ -170,7 +218,7 @@ class _Sum:
         self._rows: list[tuple[np.ndarray, np.ndarray]] = []
 
     def plus(self, gradient: PartGradient) -> _Sum:
-        """Returns what it would be with one more."""
+        """Returns the sum with one more gradient."""
         other = _Sum()
         other._rows = list(self._rows)
         if self._whole is not None and gradient.numbers is None:
@@ -181,8 +229,8 @@ class _Sum:
         return other
 
     def add(self, values: np.ndarray, numbers: np.ndarray | None) -> None:
-        """Adds a gradient; what is kept of it is a copy."""
-        # Many small numbers are added with more digits than they have.
+        """Adds a gradient, which is copied."""
+        # Narrow types are summed in float32.
         kept = np.float32 if values.dtype.itemsize < 4 else values.dtype
         if numbers is not None:
             self._rows.append((np.array(numbers, np.int64), np.array(values, kept)))
@@ -192,26 +240,26 @@ class _Sum:
             self._whole += values
         if self._whole is not None:
             for old, rows in self._rows:
-                # Row numbers of one gradient differ.
+                # The row numbers of one gradient are unique.
                 self._whole[old] += rows
             self._rows.clear()
 
     def divided(self, count: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the mean, and the row numbers if it is one of rows."""
+        """Returns the mean, and its row numbers if it is sparse."""
         if self._whole is not None:
             return (self._whole / count).astype(dtype, copy=False), None
         numbers, rows = self._merged()
         return (rows / count).astype(dtype, copy=False), numbers
 
     def export(self, part: int) -> SavedSum:
-        """Returns it as plain data."""
+        """Returns the sum as plain data."""
         numbers, values = (None, self._whole) if self._whole is not None else self._merged()
         octets = None if numbers is None else numbers.tobytes()
         return SavedSum(part, values.dtype.name, values.shape, values.tobytes(), octets)
 
     @classmethod
     def restored(cls, saved: SavedSum) -> _Sum:
-        """Returns what `export` made plain."""
+        """Returns the sum that `export` saved."""
         values = np.frombuffer(saved.values, jnp.dtype(saved.dtype)).reshape(saved.shape)
         numbers = None if saved.numbers is None else np.frombuffer(saved.numbers, np.int64)
         found = cls()
@@ -232,12 +280,12 @@ class _Sum:
 
 
 class _Mean:
-    """The gradients that wait for one optimizer.
+    """The accumulated gradients of one optimizer.
 
     Attributes:
       count: How many closures have contributed.
-      sums: What they brought, by part.
-      applied_at: What the clock said after the last step.
+      sums: The sum of their gradients, by part.
+      applied_at: The clock after the last step.
     """
 
     __slots__ = ("applied_at", "count", "sums")
@@ -248,7 +296,7 @@ class _Mean:
         self.applied_at = 0
 
     def add(self, gradients: Sequence[PartGradient]) -> None:
-        """Adds what one closure brought."""
+        """Adds the gradients of one closure."""
         for gradient in gradients:
             total = self.sums.get(gradient.part)
             if total is None:
@@ -257,7 +305,7 @@ class _Mean:
         self.count += 1
 
     def plus(self, gradients: Sequence[PartGradient]) -> _Mean:
-        """Returns what it would be with more; it stays as it is, in case a step fails."""
+        """Returns the mean with more gradients; `self` is unchanged, in case a step fails."""
         other = _Mean()
         other.count = self.count + 1
         other.sums = dict(self.sums)
@@ -266,23 +314,23 @@ class _Mean:
         return other
 
     def divided(self, optimizer: Optimizer) -> list[PartGradient]:
-        """Returns the mean; a closure without a gradient for some part counts as zero there."""
+        """Returns the mean; a missing gradient of a closure counts as zero."""
         found: list[PartGradient] = []
         for part, total in self.sums.items():
             dtype = optimizer.gradient_dtype(part)
-            # A part that was dropped meanwhile needs no gradient.
+            # None for a part that was dropped meanwhile.
             if dtype is not None:
                 found.append(PartGradient(part, *total.divided(self.count, dtype)))
         return found
 
     def clear(self) -> None:
-        """Starts anew."""
+        """Removes all gradients."""
         self.count = 0
         self.sums = {}
 
 
 class Contribution:
-    """A gradient that waits for others."""
+    """A gradient that is accumulated."""
 
     parts: Sequence[Part] = ()
     num_rows = 0
@@ -291,36 +339,36 @@ class Contribution:
         self._mean = mean
         self._gradients = gradients
 
-    def make(self) -> None:
-        """Keeps it."""
+    def apply(self) -> None:
+        """Adds it to the sum."""
         self._mean.add(self._gradients)
 
 
 class _Dropped:
-    """A gradient for values that are no more."""
+    """A stale gradient that is not used."""
 
     parts: Sequence[Part] = ()
     num_rows = 0
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: StepClock) -> None:
         self._clock = clock
 
-    def make(self) -> None:
+    def apply(self) -> None:
         """Counts it."""
         self._clock.num_dropped += 1
 
 
 class Completion:
-    """The gradient that makes a mean full, and with it a step."""
+    """The last gradient of a round, which makes a step."""
 
-    def __init__(self, step: Step, mean: _Mean, clock: Clock) -> None:
+    def __init__(self, step: Step, mean: _Mean, clock: StepClock) -> None:
         self._step, self._mean, self._clock = step, mean, clock
         self.parts = step.parts
         self.num_rows = step.num_rows
 
-    def make(self) -> None:
-        """Makes the step; the clock has been told."""
-        self._step.make()
+    def apply(self) -> None:
+        """Makes the step; the clock has ticked."""
+        self._step.apply()
         self._mean.clear()
         self._mean.applied_at = self._clock.steps
 
@@ -328,6 +376,6 @@ class Completion:
 def _second_step(optimizer: Optimizer, closure: int) -> errors.UnsupportedError:
     return errors.UnsupportedError(
         f'With consistency="sync" a closure makes one step of {optimizer.label}',
-        f"closure {closure} makes a second one, before the first can be seen",
-        "Schedule each step as a closure of its own.",
+        f"closure {closure} makes a second one before the first is applied",
+        "Schedule each step as a separate closure.",
     )

@@ -1,22 +1,22 @@
-"""What changes a parameter server, in order, so that another can follow.
+"""The mutations of a parameter server, in order, so that a mirror can replay them.
 
-The same changes, made in the same order, lead to the same values, tables and gradients that
-wait. So whoever is told every change at the moment when it is made, under the lock that all
-changes need, can keep a copy.
+Replaying the same requests in the same order gives the same values, tables and accumulated
+gradients. The store reports each mutation when it applies it, under the write lock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from replicax.foundation import errors
 from replicax.protocol import messages
+from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Role
 
-AnyChange = (
+Mutation = (
     messages.Attach
     | messages.Ping
     | messages.CreatePart
@@ -28,88 +28,84 @@ AnyChange = (
 )
 
 
-class Change(msgspec.Struct, array_like=True, frozen=True):
-    """A request that has changed something.
+class Entry(msgspec.Struct, array_like=True, frozen=True):
+    """A request that changed the store.
 
     Attributes:
-      role: Who asked.
-      incarnation: The life of the process that asked.
+      role: The role of the sender.
+      incarnation: The incarnation of the sender.
       epoch: The epoch of the job.
-      body: What it asked; of an exchange, without what was read.
-      num_buffers: How many buffers belong to it.
-      num_failures: How many closures of an exchange could not change what they wanted.
+      body: The request; an exchange without its reads.
+      num_buffers: The number of buffers of the request.
+      num_failures: The number of closures of an exchange whose changes were rejected.
     """
 
     role: Role
     incarnation: int
     epoch: int
-    body: AnyChange
+    body: Mutation
     num_buffers: int = 0
     num_failures: int = 0
 
 
 class Journal(Protocol):
-    """Is told what happens to a store, while the lock `changing` is held; must not wait."""
+    """Receives the mutations of a store. Called under the write lock; must not block."""
 
-    def attached(self, job: str, attach: messages.Attach, change: Change) -> None:
-        """A coordinator has taken the server into its job, for the first time or again."""
+    def attached(self, job: str, attach: messages.Attach, entry: Entry) -> None:
+        """Records that a coordinator attached the server, for the first time or again."""
         ...
 
-    def note(self, change: Change, buffers: Sequence[Any]) -> None:
-        """Something was changed; the buffers stay as they are for as long as they are held."""
+    def record(self, entry: Entry, buffers: Sequence[Buffer]) -> None:
+        """Records a mutation; the buffers are immutable while they are referenced."""
         ...
 
-    def doubt(self) -> None:
-        """Something was changed that cannot be repeated exactly."""
+    def mark_unrepeatable(self) -> None:
+        """Records a mutation that cannot be replayed exactly."""
         ...
 
-    def ended(self) -> None:
-        """The job is over; all that it had here is gone."""
+    def job_ended(self) -> None:
+        """Records that the job ended and its state was dropped."""
         ...
 
 
-class Unwatched:
-    """The journal of a store that nobody follows."""
+class NullJournal:
+    """The journal of a store without a mirror."""
 
-    def attached(self, job: str, attach: messages.Attach, change: Change) -> None:
-        """Does nothing."""
+    def attached(self, job: str, attach: messages.Attach, entry: Entry) -> None: ...
 
-    def note(self, change: Change, buffers: Sequence[Any]) -> None:
-        """Does nothing."""
+    def record(self, entry: Entry, buffers: Sequence[Buffer]) -> None: ...
 
-    def doubt(self) -> None:
-        """Does nothing."""
+    def mark_unrepeatable(self) -> None: ...
 
-    def ended(self) -> None:
-        """Does nothing."""
+    def job_ended(self) -> None: ...
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[Change])
+_decoder = msgspec.msgpack.Decoder(list[Entry])
 
 
-def encode(changes: Sequence[Change]) -> bytes:
-    """Returns changes as bytes, without their buffers.
+def encode(entries: Sequence[Entry]) -> bytes:
+    """Encodes entries without their buffers.
 
     Example:
-      >>> change = Change("coordinator", 7, 1, messages.Fence([3]))
-      >>> decode(encode([change])) == [change]
+      >>> entry = Entry("coordinator", 7, 1, messages.Fence([3]))
+      >>> decode(encode([entry])) == [entry]
       True
     """
-    return _encoder.encode(changes)
+    return _encoder.encode(entries)
 
 
-def decode(octets: Any) -> list[Change]:
-    """Returns what `encode` was given.
+def decode(data: Buffer) -> list[Entry]:
+    """Decodes the result of `encode`.
 
     Raises:
-      ProtocolError: It is something else.
+      ProtocolError: `data` is not a list of journal entries.
     """
     try:
-        return _decoder.decode(octets)
+        return _decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise errors.ProtocolError(
-            "Changes that one parameter server tells another must be such",
-            f"they are not: {error}",
+            "A replication message must contain journal entries",
+            f"decoding failed: {error}",
             "Check that all tasks have the same version of replicax.",
         ) from error

@@ -1,7 +1,7 @@
-"""What memory there is, and how a parameter server takes some of it for an array.
+"""Memory of parameter servers: allocation of arrays, and the amount available.
 
-Arrays are aligned for vector instructions, and JAX can use them without a copy.
-Large zeroed memory is mapped, not filled: a page costs nothing until somebody writes to it.
+Arrays are aligned for vector instructions, so JAX uses them without a copy. Large zeroed memory is
+mapped, not filled: a page takes no memory until it is written.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Self
 import numpy as np
 
 ALIGNMENT = 64
-# From here on a page is only taken when it is written. Below, the C library is quicker.
+# From this size on memory is mapped. Below, the C library is faster.
 _MAPPED_FROM_BYTES = 4 << 20
-# Left to the process for everything that is not a part.
+# Reserved for everything that is not a part.
 _MARGIN_BYTES = 64 << 20
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def zeroed(num_bytes: int, *, is_sparse: bool) -> np.ndarray:
-    """Returns bytes that are all zero, and some more to align them; views have them as `base`.
+    """Returns zeroed bytes with room for alignment; views have the array as `base`.
 
     Args:
-      num_bytes: How many.
-      is_sparse: Whether many of them may never be written. Then pages are small, and one row
-        that is written does not make 2 MiB around it resident; else they are large, and quick.
+      num_bytes: The number of bytes.
+      is_sparse: Whether many of them may never be written. Then pages are small, so that writing
+        one row does not make 2 MiB around it resident; otherwise they are large and faster.
 
     Raises:
-      MemoryError: There is no room for them.
+      MemoryError: The system has not enough memory.
     """
     if num_bytes < _MAPPED_FROM_BYTES:
         return np.zeros(num_bytes + ALIGNMENT, np.uint8)
@@ -42,10 +42,10 @@ def zeroed(num_bytes: int, *, is_sparse: bool) -> np.ndarray:
 
 
 def mapped(num_bytes: int, *, is_sparse: bool) -> mmap.mmap:
-    """Returns memory that is all zero, and of which a page is only taken when it is written.
+    """Returns zeroed mapped memory; a page takes no memory until it is written.
 
     Raises:
-      MemoryError: There is no room for it.
+      MemoryError: The system has not enough memory.
     """
     try:
         found = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -56,30 +56,30 @@ def mapped(num_bytes: int, *, is_sparse: bool) -> mmap.mmap:
 
 
 def release(area: mmap.mmap, start: int) -> None:
-    """Gives the pages of mapped memory back, from a byte on; what was in them is lost."""
+    """Releases the pages of mapped memory from a byte on; their content is lost."""
     start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     if start < len(area):
         _advise(area, "MADV_DONTNEED", start, len(area) - start)
 
 
 def _advise(area: mmap.mmap, advice: str, *where: int) -> None:
-    # Advice only: a kernel without large pages refuses it.
+    # Advice only: a kernel without large pages rejects it.
     with contextlib.suppress(OSError, AttributeError):
         area.madvise(getattr(mmap, advice), *where)
 
 
 class Block:
-    """The memory of one array, which knows whether somebody else still looks at it.
+    """The memory of one array, with a check whether views of it are still referenced.
 
-    Note [Lent memory]: every view of NumPy refers to the object that owns the memory, here
-    `_owner`, whatever was made from the view in between. So the number of references to the
-    owner tells whether anything that was handed out is still alive, for example in a message
-    that is being sent. The count can be too high for a moment, never too low.
+    Note [Borrowed memory]: every NumPy view refers to the object that owns the memory, here
+    `_owner`, also through views of views. So the reference count of the owner tells whether a view
+    is still alive, for example in a message that is being sent. The count can be too high for a
+    moment, never too low.
 
     Attributes:
       array: The array.
       octets: Its bytes, in one dimension.
-      rows: Its rows, each as one element; None if rows have no bytes or it has no dimensions.
+      rows: Its rows, each as one element; None for a scalar or an empty array.
     """
 
     __slots__ = ("_baseline", "_owner", "array", "octets", "rows")
@@ -93,7 +93,7 @@ class Block:
 
     @classmethod
     def zeroed(cls, shape: tuple[int, ...], dtype: np.dtype, *, is_sparse: bool) -> Self:
-        """Takes new memory, all zero; see the function `zeroed`."""
+        """Allocates zeroed memory; see the function `zeroed`."""
         num_bytes = math.prod(shape) * dtype.itemsize
         owner = zeroed(num_bytes, is_sparse=is_sparse)
         start = -owner.ctypes.data % ALIGNMENT
@@ -105,14 +105,14 @@ class Block:
 
     @classmethod
     def adopted(cls, array: np.ndarray) -> Self:
-        """Takes an array of somebody else, as it is: it counts as lent and is never written."""
+        """Wraps an existing array: it counts as borrowed and is never written."""
         return cls(array.reshape(-1).view(np.uint8), array, array)
 
     def _row_view(self) -> np.ndarray | None:
         if self.array.ndim == 0 or self.octets.size == 0:
             return None
         row_bytes = self.octets.size // self.array.shape[0]
-        # One element of many bytes is copied at once: twice as quick as an array of numbers.
+        # One element of many bytes is copied at once: twice as fast as an array of numbers.
         return self.octets.view(np.dtype((np.void, row_bytes)))
 
     def _num_references(self) -> int:
@@ -120,22 +120,22 @@ class Block:
 
     @property
     def is_own(self) -> bool:
-        """Whether the memory may be written when it is not lent."""
+        """Whether the memory may be written when it is not borrowed."""
         return self._baseline >= 0
 
-    def is_lent(self) -> bool:
-        """Tells whether something that `lend` returned is still in use."""
+    def is_borrowed(self) -> bool:
+        """Returns whether a result of `borrow` is still referenced."""
         return self._num_references() > self._baseline
 
-    def lend(self) -> np.ndarray:
-        """Returns the bytes themselves, read-only; they are lent until nobody refers to them."""
-        lent = self.octets[:]
-        lent.flags.writeable = False
-        return lent
+    def borrow(self) -> np.ndarray:
+        """Returns a read-only view of the bytes, borrowed until it is no longer referenced."""
+        view = self.octets[:]
+        view.flags.writeable = False
+        return view
 
 
 def resident_bytes() -> int:
-    """Returns how much memory this process has in use; 0 where the system does not say."""
+    """Returns the resident memory of this process; 0 where it is unknown."""
     try:
         pages = int((_PROC / "self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -144,7 +144,7 @@ def resident_bytes() -> int:
 
 
 def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
-    """Returns how much memory may still be taken; None where the system does not say."""
+    """Returns how much memory is available; None where it is unknown."""
     found = [
         size for size in (_machine_bytes(proc), _group_bytes(proc, cgroups)) if size is not None
     ]
@@ -162,7 +162,7 @@ def _machine_bytes(proc: Path) -> int | None:
 
 
 def _group_bytes(proc: Path, cgroups: Path) -> int | None:
-    """Returns what the control groups of this process leave, in either version of them."""
+    """Returns the memory left in the control groups (v1 or v2) of this process."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -179,7 +179,7 @@ def _group_bytes(proc: Path, cgroups: Path) -> int | None:
 
 
 def _left_in(root: Path, path: str, names: tuple[str, str, str]) -> list[int]:
-    """Returns what a group and those around it leave; a container may see its own as root."""
+    """Returns the memory left in a group and its parents; a container may see its own as root."""
     limit, usage, cache = names
     group = root / path.strip("/")
     left: list[int] = []
@@ -190,7 +190,7 @@ def _left_in(root: Path, path: str, names: tuple[str, str, str]) -> list[int]:
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             left.append(most - used + int(stat.get(cache, 0)))
         except (OSError, ValueError):
-            pass  # No such group from here, or "max": it sets no limit.
+            pass  # The group is not visible, or has no limit ("max").
         if group == root:
             return left
         group = group.parent

@@ -1,7 +1,7 @@
-"""Programs that arrive by `jax.export`: read, checked and compiled for the CPU of a server.
+"""Programs from `jax.export`: deserialized, validated and compiled for the CPU of a server.
 
-They hold no Python code: an exported program is StableHLO, and operations that could call out
-of it are refused by JAX when it is read or run.
+They contain no Python code: an exported program is StableHLO, and JAX rejects custom calls that are
+not on its allow-list.
 """
 
 from __future__ import annotations
@@ -9,27 +9,39 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol, TypeVar
 
 import jax
 import jax.export
 import numpy as np
 
 from replicax.foundation import errors, jax_compat
+from replicax.protocol.codec import Buffer
 
 Shape = tuple[int, ...]
+_T = TypeVar("_T")
+
+
+class AbstractArray(Protocol):
+    """The shape, which may contain symbolic dimensions, and the type of an array."""
+
+    @property
+    def shape(self) -> Sequence[object]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
 
 
 class Program:
-    """A program that may leave sizes open.
+    """A program that may have symbolic dimensions.
 
     Attributes:
-      key: Tells programs apart: the SHA-256 of their bytes.
-      arguments: The shapes and types of the arguments; open sizes are symbols.
+      key: The SHA-256 of its bytes.
+      arguments: The shapes and types of the arguments.
       results: The shapes and types of the results.
     """
 
-    def __init__(self, serialized: Any, label: str) -> None:
+    def __init__(self, serialized: Buffer, label: str) -> None:
         data = bytearray(serialized)
         self.key = key_of(data)
         try:
@@ -43,17 +55,16 @@ class Program:
         self.results = exported.out_avals
         self._exported = exported
 
-    def trace(self, arguments: Sequence[Any]) -> list[Any]:
+    def trace(self, arguments: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the results for traced arguments."""
         return jax.tree.leaves(self._exported.call(*arguments))
 
 
 class Compiled:
-    """Programs with fixed shapes, compiled into one: a call of it costs little.
+    """Programs with fixed shapes, compiled into one, which is cheap to call.
 
-    It takes the arguments of all programs but the shared ones, one after the other, then the
-    shared ones. It returns the results of all in the same order; of the shared ones, those that
-    the last program returns.
+    Its arguments are those of all programs in order, without the shared ones, then the shared ones.
+    Its results have the same order; the shared ones are those of the last program.
 
     Attributes:
       shapes: The shapes of the results.
@@ -77,10 +88,10 @@ class Compiled:
             specs += map(_spec, program.arguments, shapes)
         specs += map(_spec, programs[-1][0].arguments[len(programs[-1][1]) :], shared)
 
-        def together(*arguments: Any) -> list[Any]:
+        def together(*arguments: jax.Array) -> list[jax.Array]:
             own, common = _split(arguments, len(shared))
-            results: list[Any] = []
-            last: Sequence[Any] = ()
+            results: list[jax.Array] = []
+            last: Sequence[jax.Array] = ()
             for program, shapes in programs:
                 mine, own = own[: len(shapes)], own[len(shapes) :]
                 returned, last = _split(program.trace([*mine, *common]), len(shared))
@@ -102,16 +113,16 @@ class Compiled:
         """Runs the program and waits for its results, which are read-only arrays.
 
         Args:
-          arguments: What it takes.
-          label: What errors call the one that needs it, if not the one it was compiled for.
+          arguments: The arguments.
+          label: The name in errors, if not that of the part it was compiled for.
 
         Raises:
-          ResourceExhaustedError: There is not enough memory to run it.
-          InvalidArgumentError: It cannot be run.
+          ResourceExhaustedError: The program ran out of memory.
+          InvalidArgumentError: The program failed.
         """
         try:
             with self._any_dtype():
-                # Waiting here means that the arguments may be overwritten afterwards.
+                # Waits, so that the caller may overwrite the arguments afterwards.
                 return [np.asarray(result) for result in self._executable(*arguments)]
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             raise _failed(label or self._label, error) from error
@@ -119,17 +130,17 @@ class Compiled:
             required = "arguments of the types that its program takes"
             raise _invalid(label or self._label, required, str(error)) from error
 
-    def _any_dtype(self) -> contextlib.AbstractContextManager[Any]:
+    def _any_dtype(self) -> contextlib.AbstractContextManager[object]:
         return jax_compat.any_dtype(self._widest)
 
 
-def key_of(serialized: Any) -> bytes:
-    """Returns what tells a program apart from others."""
+def key_of(serialized: Buffer) -> bytes:
+    """Returns the key of a serialized program."""
     return hashlib.sha256(serialized).digest()
 
 
-def accepts(argument: Any, shape: Shape, dtype: np.dtype) -> bool:
-    """Tells whether an argument of a program, or a result, may have a shape and a type."""
+def accepts(argument: AbstractArray, shape: Shape, dtype: np.dtype) -> bool:
+    """Returns whether an argument or result of a program may have a shape and a type."""
     return (
         argument.dtype == dtype
         and len(argument.shape) == len(shape)
@@ -140,11 +151,11 @@ def accepts(argument: Any, shape: Shape, dtype: np.dtype) -> bool:
     )
 
 
-def _spec(argument: Any, shape: Shape) -> jax.ShapeDtypeStruct:
+def _spec(argument: AbstractArray, shape: Shape) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, argument.dtype)
 
 
-def _split(arrays: Sequence[Any], num_last: int) -> tuple[Sequence[Any], Sequence[Any]]:
+def _split(arrays: Sequence[_T], num_last: int) -> tuple[Sequence[_T], Sequence[_T]]:
     first = len(arrays) - num_last
     return arrays[:first], arrays[first:]
 
@@ -156,8 +167,7 @@ def _invalid(label: str, required: str, found: str) -> errors.InvalidArgumentErr
 def _failed(label: str, error: Exception) -> errors.DistributeError:
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return errors.ResourceExhaustedError(
-            f"{label} needs memory to run its program",
-            f"there is not enough: {error}",
-            "Use smaller parts, or more servers.",
+            f"The program of {label} ran out of memory: {error}. Use smaller parts, or more "
+            "servers."
         )
     return _invalid(label, "a program that runs", str(error))

@@ -1,61 +1,60 @@
-"""What a parameter server answers: one method, from a request to its answer, without sockets."""
+"""The request handler of a parameter server, without sockets."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from replicax.protocol import messages
+from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Role
-from replicax.ps.store import accumulation, exchange, jobs, memory, snapshot
-from replicax.ps.store.counters import Figures
-from replicax.ps.store.journal import AnyChange, Change, Journal, Unwatched
-from replicax.ps.store.master_record import Promise, Promises
-from replicax.ps.store.storage import Storage
+from replicax.ps.store import accumulation, jobs, memory, snapshot
+from replicax.ps.store.journal import Entry, Journal, Mutation, NullJournal
+from replicax.ps.store.storage import Counters, OnCreated, Storage
 
-Answer = tuple[messages.Body, Sequence[Any]]
+Reply = tuple[messages.Body, Sequence[Buffer]]
 
 _log = logging.getLogger(__name__)
 
 
 class ParameterStore:
-    """All that a parameter server keeps and does.
+    """The state of a parameter server, and the requests on it.
 
-    `handle` may be called by several threads. Requests that may take long, `CreatePart` and
-    `RegisterOptimizer`, then do not hold up the exchanges of training; see `SLOW`.
+    `handle` is thread-safe. Slow requests, see `SLOW`, do not block the exchanges of training when
+    they are handled in a thread of their own.
 
     Example:
       >>> import numpy as np
       >>> store = ParameterStore(task=0)
-      >>> def ask(body, *buffers):
+      >>> def request(body, *buffers):
       ...     return store.handle(
       ...         "coordinator", 1, body, buffers, job="demo", epoch=0, now=0.0
       ...     )
-      >>> _ = ask(messages.Attach([], {}))
-      >>> _ = ask(messages.CreatePart(0, "v", (2,), "float32", messages.Fill(bytes(4))))
+      >>> _ = request(messages.Attach([], {}))
+      >>> _ = request(messages.CreatePart(0, "v", (2,), "float32", messages.Fill(bytes(4))))
       >>> update = messages.Update(call=0, kind="assign_add", part=0)
       >>> push = messages.Push(closure=0, changes=[update])
       >>> exchange = messages.Exchange([push], [messages.Read(0)])
-      >>> answer, values = ask(exchange, np.ones(2, np.float32))
+      >>> reply, values = request(exchange, np.ones(2, np.float32))
       >>> np.frombuffer(values[0], np.float32).tolist()
       [1.0, 1.0]
 
     Args:
       task: The index of the server.
-      is_saved: Whether somebody takes snapshots of it.
-      journal: Is told what is changed; see `journal.Journal`.
-      promises: What remembers whom it obeys; see Note [A promise outlives its process].
-      is_connected: Tells whether a coordinator process, by its incarnation, has a connection to
-        this server; by default it is taken to have one.
+      is_saved: Whether snapshots of it are taken.
+      journal: Receives the mutations of the store.
+      master_record: Stores the newest coordinator; see Note [The master record] in jobs.py.
+      is_connected: Returns whether a coordinator incarnation has a connection to this server. By
+        default, every one has.
 
     Attributes:
-      expired: The job whose lease ran out last; None if there is none.
-      cutting: To be held by whoever takes a cut, until it is closed.
+      expired: The last job whose lease expired; None if there is none.
+      snapshot_lock: To be held from taking a cut until it is closed.
     """
 
-    # Bodies that a transport may hand to a thread of their own.
+    # Requests that a transport may handle in a thread of their own.
     SLOW: tuple[type[messages.Body], ...] = (messages.CreatePart, messages.RegisterOptimizer)
 
     def __init__(
@@ -64,26 +63,26 @@ class ParameterStore:
         *,
         is_saved: bool = False,
         journal: Journal | None = None,
-        promises: Promises | None = None,
+        master_record: jobs.MasterRecord | None = None,
         is_connected: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._task = f"/job:ps/task:{task}"
         self._is_connected = is_connected
         self._is_saved = is_saved
-        self._promises = promises
-        self._journal = journal or Unwatched()
+        self._master_record = master_record
+        self._journal = journal or NullJournal()
         self.expired: str | None = None
-        self.cutting = threading.Lock()
-        # See storage.py for the order of locks. It also protects the two that follow.
-        self._changing = threading.Lock()
+        self.snapshot_lock = threading.Lock()
+        # See storage.py for the order of locks. It also protects `_job` and `_storage`.
+        self._write_lock = threading.Lock()
         self._job: jobs.Job | None = None
-        self._storage = Storage(self._task, self._changing)
-        self._figures = Figures()
-        # See `snapshot.Marks`. Each grows after what it counts has been done.
+        self._storage = Storage(self._task, self._write_lock)
+        self._counters = Counters()
+        # See `snapshot.ChangeCounts`. Each grows after the change that it counts.
         self._num_changes = 0
-        self._num_makes = 0
-        self._num_endings = 0
-        self._answers: dict[type[messages.Body], Callable[..., Answer]] = {
+        self._num_creations = 0
+        self._num_ended_jobs = 0
+        self._handlers: dict[type[messages.Body], Callable[..., Reply]] = {
             messages.Detach: self._detach,
             messages.Ping: self._ping,
             messages.CreatePart: self._create,
@@ -104,214 +103,221 @@ class ParameterStore:
         role: Role,
         incarnation: int,
         body: messages.Body,
-        buffers: Sequence[Any] = (),
+        buffers: Sequence[Buffer] = (),
         *,
         job: str,
         epoch: int,
         now: float,
-    ) -> Answer:
-        """Answers a request; every request may be repeated.
+    ) -> Reply:
+        """Handles a request; every request may be repeated.
 
-        Buffers of the answer must not be written to. Those that are lent stay as they are for as
-        long as somebody refers to them.
+        The buffers of the reply are read-only. Borrowed ones stay unchanged while they are
+        referenced.
 
         Args:
-          role: Who asks; the transport has seen to it that it is true.
-          incarnation: The life of the process that asks.
-          body: What it asks.
-          buffers: What comes with it: bytes, or flat views of them.
+          role: The authenticated role of the sender.
+          incarnation: The incarnation of the sender.
+          body: The request.
+          buffers: Its buffers: bytes, or flat views of them.
           job: The job of the envelope.
           epoch: The epoch of the envelope.
-          now: The time, of a clock that never jumps.
+          now: The time of a monotonic clock.
 
         Raises:
-          DistributeError: It is refused; the kind of error says why.
+          DistributeError: The request is rejected.
         """
         self.expire(now)
         try:
             if isinstance(body, messages.Exchange):
                 return self._exchange(role, incarnation, body, buffers, job, epoch, now)
             if role != "coordinator":
-                raise jobs.not_for(role, body, self._task)
+                raise jobs.coordinator_only(role, body, self._task)
             if isinstance(body, messages.QueryJob):
                 return self._look()
             if isinstance(body, messages.Attach):
                 return self._attach(incarnation, body, job, epoch, now)
-            answer = self._answers.get(type(body))
-            if answer is None:
-                raise jobs.unknown(body, self._task)
+            handler = self._handlers.get(type(body))
+            if handler is None:
+                raise jobs.unknown_request(body, self._task)
             if isinstance(body, messages.Detach) and not self._is_held_by(job, epoch, incarnation):
                 return messages.Done(), ()
             self._member(job, epoch, incarnation).renew(now)
-            answered = answer(body, buffers)
+            reply = handler(body, buffers)
             self._num_changes += not isinstance(body, messages.Ping)
-            return answered
+            return reply
         finally:
-            self._figures.requests += 1
+            self._counters.requests += 1
 
     def expire(self, now: float) -> bool:
-        """Drops a job whose lease has run out, and tells whether there was one.
+        """Drops the job if its lease has expired; returns whether it had.
 
-        Its snapshots stay: a coordinator may come back, and a server that is started again
-        restores them.
+        Its snapshots remain, so that a restarted server can restore them.
         """
         held = self._job
         if held is None or not held.is_expired(now):
             return False
-        with self._changing:
+        with self._write_lock:
             if self._job is not held or not held.is_expired(now):
                 return False
             self._clear()
             self.expired = held.name
         return True
 
-    def figures(self) -> dict[str, int | float]:
+    def counters(self) -> dict[str, int | float]:
         """Returns counters and sizes by name."""
-        rss = memory.resident_bytes()
-        return {**self._figures.as_dict(), **self._storage.sizes(), "rss": rss}
+        counted = dataclasses.asdict(self._counters)
+        return {**counted, **self._storage.sizes(), "rss": memory.resident_bytes()}
 
-    def marks(self) -> snapshot.Marks:
-        """Returns what tells whether there is something to save; cheap."""
+    def change_counts(self) -> snapshot.ChangeCounts:
+        """Returns counts that tell whether there is something to save; cheap."""
         held = self._job
-        name = None if held is None or held.is_waiting else held.name
-        return snapshot.Marks(name, self._num_changes, self._num_makes, self._num_endings)
+        name = None if held is None or held.awaits_coordinator else held.name
+        return snapshot.ChangeCounts(
+            name, self._num_changes, self._num_creations, self._num_ended_jobs
+        )
 
     def snapshot(self, on_cut: Callable[[], None] | None = None) -> snapshot.Cut | None:
-        """Takes a cut of the job; None if there is none, or nobody has come for it.
+        """Takes a consistent cut of the job; None if no coordinator has attached one.
 
-        One at a time: the one before must have been closed.
+        Only one cut may be open at a time.
 
         Args:
-          on_cut: Called at that moment: all changes so far are in the cut, and no others.
+          on_cut: Called while changes are blocked: the cut contains exactly the changes so far.
         """
-        with self._changing:
+        with self._write_lock:
             held = self._job
-            if held is None or held.is_waiting:
+            if held is None or held.awaits_coordinator:
                 return None
-            cut = snapshot.take(held, self._storage, self.marks())
+            cut = snapshot.take(held, self._storage, self.change_counts())
             if on_cut is not None:
                 on_cut()
             return cut
 
     def restore(self, loaded: snapshot.Loaded) -> None:
-        """Starts from what another process has saved, before anything is asked.
+        """Restores the state saved by another process.
 
-        Until a coordinator attaches the job again, whatever it asks is refused.
+        Until a coordinator attaches the job again, its requests are rejected.
 
         Raises:
-          DistributeError: It cannot be used, or a coordinator has taken the server meanwhile;
-            then nothing was changed.
+          DistributeError: The snapshot cannot be used, or a coordinator has attached the server
+            meanwhile; the store is unchanged.
         """
-        job, storage = snapshot.restored(loaded, self._task, self._changing)
-        with self._changing:
-            if self._job is not None and not self._job.is_waiting:
-                raise jobs.taken(self._job, job.name, self._task, self._job.heard_s)
-            kept = None if self._promises is None else self._promises.kept
-            if kept is not None and kept.job == job.name:
-                job.promise = kept
+        job, storage = snapshot.restored(loaded, self._task, self._write_lock)
+        with self._write_lock:
+            if self._job is not None and not self._job.awaits_coordinator:
+                raise jobs.held_by_other(self._job, job.name, self._task, self._job.last_request_s)
+            recorded = None if self._master_record is None else self._master_record.master
+            if recorded is not None and recorded.job == job.name:
+                job.recorded_master = recorded
             self._job, self._storage = job, storage
 
-    def _look(self) -> Answer:
-        with self._changing:
+    def _look(self) -> Reply:
+        with self._write_lock:
             held, storage = self._job, self._storage
             name, epoch = ("", -1) if held is None else (held.name, held.master[0])
-            once = storage.once
-            whole = sorted(storage.whole_parts)
-            return messages.JobInfo(name, epoch, once.newest, once.settled, whole), ()
+            applied = storage.applied
+            complete = sorted(storage.complete_parts)
+            return messages.JobInfo(name, epoch, applied.newest, applied.settled, complete), ()
 
     def _attach(
         self, incarnation: int, body: messages.Attach, job: str, epoch: int, now: float
-    ) -> Answer:
+    ) -> Reply:
         lease_s = jobs.lease_of(body)
         is_mirrored = jobs.is_mirrored(body)
         jobs.mirror_answer_of(body)
         accumulation.needed_of(body)
-        with self._changing:
-            held = self._job
-            jobs.require_free(held, job, now, self._task, self._is_connected)
-            if body.parts is not None:
-                # Nothing more will come to one that was restored.
-                is_back = held is not None and held.is_waiting
-                kept = self._storage.whole_parts if is_back else self._storage.parts
-                jobs.require_kept(held, job, body.parts, kept, self._task)
-            if held is None or held.name != job:
-                if held is not None and held.is_waiting:
-                    text = "%s drops job %r, which it had restored: job %r takes the server"
-                    _log.warning(text, self._task, held.name, job)
-                elif held is not None:
-                    text = "%s drops job %r of %s, which is gone: job %r takes the server"
-                    _log.warning(text, self._task, held.name, held.owner, job)
-                self._clear()
-                held = self._job = jobs.Job(job)
-            else:
-                jobs.require_newer(held, epoch, incarnation, self._task)
-                if held.is_waiting and body.parts is None and epoch == held.epoch:
-                    # It thinks that it begins: what it knows of this server is wrong.
-                    jobs.require_member(held, job, epoch, incarnation, self._task)
-                if epoch > held.epoch:
-                    self._storage.begin_epoch()
-                    # Rounds begin anew, too; what waits came from closures that were finished.
-                    exchange.apply_rest(self._storage)
-            if self._promises is not None and epoch > held.epoch:
-                self._promises.keep(Promise(job, epoch, incarnation))
-            self._num_makes += epoch > held.epoch
-            self._num_changes += epoch > held.epoch
-            # Before it answers anybody: a life that was given up may be the first to ask.
+        with self._write_lock:
+            held = self._attachable(incarnation, body, job, epoch, now)
+            if epoch > held.epoch:
+                if self._master_record is not None:
+                    self._master_record.write(jobs.Master(job, epoch, incarnation))
+                self._num_creations += 1
+                self._num_changes += 1
+            # Before the first reply: a fenced incarnation may send the first request.
             held.fence(body.fenced)
             held.owner, held.is_kept = jobs.owner_of(body), jobs.is_kept(body)
-            held.take(epoch, incarnation, lease_s, now)
+            held.attach(epoch, incarnation, lease_s, now)
             self._storage.accumulation.configure(body)
-            self._journal.attached(job, body, Change("coordinator", incarnation, epoch, body))
+            self._journal.attached(job, body, Entry("coordinator", incarnation, epoch, body))
             return messages.Attached(self._is_saved or is_mirrored, held.is_restored), ()
 
-    def _detach(self, _: messages.Detach, __: Sequence[Any]) -> Answer:
-        with self._changing:
-            self._let_go()
+    def _attachable(
+        self, incarnation: int, body: messages.Attach, job: str, epoch: int, now: float
+    ) -> jobs.Job:
+        """Returns the job that a coordinator attaches, or raises; the write lock is held."""
+        held = self._job
+        jobs.require_free(held, job, now, self._task, self._is_connected)
+        if body.parts is not None:
+            # Incomplete parts of a restored job will never be completed.
+            is_restored = held is not None and held.awaits_coordinator
+            kept = self._storage.complete_parts if is_restored else self._storage.parts
+            jobs.require_parts(held, job, body.parts, kept, self._task)
+        if held is None or held.name != job:
+            if held is not None:
+                state = "restored" if held.awaits_coordinator else f"abandoned by {held.owner}"
+                text = "%s drops job %r (%s) and attaches job %r"
+                _log.warning(text, self._task, held.name, state, job)
+            self._clear()
+            self._job = jobs.Job(job)
+            return self._job
+        jobs.require_newer(held, epoch, incarnation, self._task)
+        if held.awaits_coordinator and body.parts is None and epoch == held.epoch:
+            # The coordinator starts a new job: it expects an empty server.
+            jobs.require_member(held, job, epoch, incarnation, self._task)
+        if epoch > held.epoch:
+            self._storage.begin_epoch()
+            # A new epoch starts a new round; the gradients that wait are of finished closures.
+            self._storage.apply_rest()
+        return held
+
+    def _detach(self, _: messages.Detach, __: Sequence[Buffer]) -> Reply:
+        with self._write_lock:
+            self._end_job()
         return messages.Done(), ()
 
-    def _ping(self, body: messages.Ping, _: Sequence[Any]) -> Answer:
-        with self._changing:
-            once = self._storage.once
-            if body.settled > once.settled:
-                once.settle(body.settled)
-                self._note(body)
-        return messages.Pong(self._figures.requests, self.figures()), ()
+    def _ping(self, body: messages.Ping, _: Sequence[Buffer]) -> Reply:
+        with self._write_lock:
+            applied = self._storage.applied
+            if body.settled > applied.settled:
+                applied.settle(body.settled)
+                self._record(body)
+        return messages.Pong(self._counters.requests, self.counters()), ()
 
-    def _create(self, body: messages.CreatePart, buffers: Sequence[Any]) -> Answer:
+    def _create(self, body: messages.CreatePart, buffers: Sequence[Buffer]) -> Reply:
         storage = self._storage
-        storage.create(body, buffers, self._noter(storage, body, buffers))
+        storage.create(body, buffers, self._recorder(storage, body, buffers))
         self._require_current(storage)
-        self._num_makes += 1
+        self._num_creations += 1
         return messages.Done(), ()
 
-    def _drop(self, body: messages.DropParts, _: Sequence[Any]) -> Answer:
+    def _drop(self, body: messages.DropParts, _: Sequence[Buffer]) -> Reply:
         storage = self._storage
-        storage.drop(body.parts, self._noter(storage, body))
-        self._num_makes += 1
+        storage.drop(body.parts, self._recorder(storage, body))
+        self._num_creations += 1
         return messages.Done(), ()
 
-    def _register(self, body: messages.RegisterOptimizer, buffers: Sequence[Any]) -> Answer:
+    def _register(self, body: messages.RegisterOptimizer, buffers: Sequence[Buffer]) -> Reply:
         storage = self._storage
-        storage.register(body, buffers, self._noter(storage, body, buffers))
+        storage.register(body, buffers, self._recorder(storage, body, buffers))
         self._require_current(storage)
-        self._num_makes += 1
+        self._num_creations += 1
         return messages.Done(), ()
 
-    def _fence(self, body: messages.Fence, _: Sequence[Any]) -> Answer:
-        with self._changing:
+    def _fence(self, body: messages.Fence, _: Sequence[Buffer]) -> Reply:
+        with self._write_lock:
             if self._job is not None:
                 self._job.fence(body.incarnations)
-                self._note(body)
+                self._record(body)
         return messages.Done(), ()
 
-    def _apply_rest(self, body: messages.FlushGradients, _: Sequence[Any]) -> Answer:
-        with self._changing:
+    def _apply_rest(self, body: messages.FlushGradients, _: Sequence[Buffer]) -> Reply:
+        with self._write_lock:
             try:
-                exchange.apply_rest(self._storage)
+                self._storage.apply_rest()
             except BaseException:
-                self._journal.doubt()
+                self._journal.mark_unrepeatable()
                 raise
-            self._note(body)
+            self._record(body)
         return messages.Done(), ()
 
     def _exchange(
@@ -319,86 +325,85 @@ class ParameterStore:
         role: Role,
         incarnation: int,
         body: messages.Exchange,
-        buffers: Sequence[Any],
+        buffers: Sequence[Buffer],
         job: str,
         epoch: int,
         now: float,
-    ) -> Answer:
-        exchange.require_buffers(body, buffers, self._task)
+    ) -> Reply:
+        self._storage.require_buffers(body, buffers)
         failures: list[messages.PushFailure] = []
         # The first buffer of the reads.
         first = len(buffers) - sum(read.is_rows for read in body.reads)
         if body.pushes:
-            with self._changing:
-                # Asked under the lock: once a fence is answered, no change follows it.
+            with self._write_lock:
+                # Checked under the lock: no change follows an acknowledged fence.
                 held = self._member(job, epoch, incarnation)
                 storage = self._storage
-                is_alone = role == "coordinator"
-                failures = exchange.push_all(
-                    storage, body.pushes, buffers, self._figures, is_alone=is_alone
+                failures = storage.push(
+                    body.pushes, buffers, self._counters, is_alone=role == "coordinator"
                 )
                 self._num_changes += 1
                 only = messages.Exchange(body.pushes, [])
-                change = Change(role, incarnation, epoch, only, first, len(failures))
-                self._journal.note(change, buffers[:first])
+                entry = Entry(role, incarnation, epoch, only, first, len(failures))
+                self._journal.record(entry, buffers[:first])
         else:
             held = self._member(job, epoch, incarnation)
             storage = self._storage
         if role == "coordinator":
             held.renew(now)
-        # Before reading: values may be newer than the clock says, never older.
+        # Before reading: values may be newer than the clock, never older.
         clock = storage.clock.steps
-        results, values = exchange.read_all(storage, body.reads, buffers[first:], self._figures)
+        results, values = storage.read(body.reads, buffers[first:], self._counters)
         return messages.Exchanged(results, failures, clock), values
 
     def _member(self, job: str, epoch: int, incarnation: int) -> jobs.Job:
         return jobs.require_member(self._job, job, epoch, incarnation, self._task)
 
     def _is_held_by(self, job: str, epoch: int, incarnation: int) -> bool:
-        """Tells whether a job is here to be let go; one that was restored is let go at once."""
-        with self._changing:
+        """Returns whether there is a job to detach; a restored one is ended at once."""
+        with self._write_lock:
             held = self._job
             if held is None or held.name != job:
                 return False
-            if held.is_waiting:
+            if held.awaits_coordinator:
                 jobs.require_newer(held, epoch, incarnation, self._task)
-                self._let_go()
+                self._end_job()
                 return False
             return True
 
-    def _let_go(self) -> None:
-        """Ends the job; `changing` is held. One that ran out may still come back."""
+    def _end_job(self) -> None:
+        """Ends the job for good, unlike an expired lease; the write lock is held."""
         self._clear()
-        self._num_endings += 1
-        if self._promises is not None:
-            self._promises.forget()
+        self._num_ended_jobs += 1
+        if self._master_record is not None:
+            self._master_record.clear()
 
     def _clear(self) -> None:
-        # A request that still makes a part for the old job puts it where nobody looks.
+        # A request that is creating a part for the old job puts it into the old storage.
         self._job = None
-        self._storage = Storage(self._task, self._changing)
-        self._journal.ended()
+        self._storage = Storage(self._task, self._write_lock)
+        self._journal.job_ended()
 
-    def _note(self, body: AnyChange, buffers: Sequence[Any] = ()) -> None:
-        """Tells the journal what the coordinator has changed; `changing` is held."""
+    def _record(self, body: Mutation, buffers: Sequence[Buffer] = ()) -> None:
+        """Records a mutation by the coordinator; the write lock is held."""
         held = self._job
         if held is not None:
-            change = Change("coordinator", held.coordinator, held.epoch, body, len(buffers))
-            self._journal.note(change, buffers)
+            entry = Entry("coordinator", held.coordinator, held.epoch, body, len(buffers))
+            self._journal.record(entry, buffers)
 
-    def _noter(
-        self, storage: Storage, body: AnyChange, buffers: Sequence[Any] = ()
-    ) -> Callable[[bool], None]:
-        """Returns what tells the journal when something is made, unless its job is over then."""
+    def _recorder(
+        self, storage: Storage, body: Mutation, buffers: Sequence[Buffer] = ()
+    ) -> OnCreated:
+        """Returns a callback that records a creation, unless its job has ended by then."""
 
-        def on_made(is_exact: bool) -> None:
+        def on_created(is_exact: bool) -> None:
             if storage is self._storage:
-                self._note(body, buffers)
+                self._record(body, buffers)
                 if not is_exact:
-                    self._journal.doubt()
+                    self._journal.mark_unrepeatable()
 
-        return on_made
+        return on_created
 
     def _require_current(self, storage: Storage) -> None:
         if storage is not self._storage:
-            raise jobs.ended_meanwhile(self._task)
+            raise jobs.job_ended(self._task)

@@ -1,8 +1,8 @@
-"""A consistent cut of all that a server keeps for its job, and how a server starts from one.
+"""Consistent cuts of the state of a job on a server, and restoring a store from one.
 
-Pure: no threads, no files. A cut is taken under the lock that every change needs, in
-milliseconds: small parts are copied, large ones frozen. So values, versions and the table of
-changes in it belong together, although training goes on while it is written; see frozen.py.
+Pure: no threads, no files. A cut is taken under the write lock within milliseconds: small parts are
+copied, large ones frozen. So its values, versions and table of applied updates are consistent,
+although training continues while it is written; see frozen.py.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ import numpy as np
 from replicax.foundation import errors
 from replicax.protocol import messages
 from replicax.ps.store.accumulation import SavedMean, SavedSum
-from replicax.ps.store.applied_updates import Key, OnceTable
-from replicax.ps.store.frozen import PIECE_BYTES, Frozen, piece_bytes
+from replicax.ps.store.applied_updates import AppliedUpdates, Key
+from replicax.ps.store.frozen import PIECE_BYTES, FrozenView, piece_bytes
 from replicax.ps.store.jobs import Job
-from replicax.ps.store.parts import LENT_FROM_BYTES, Part
+from replicax.ps.store.parts import BORROWED_FROM_BYTES, Part
 from replicax.ps.store.storage import Storage
 
-# Versions of restored parts lie apart from those that were given out and then lost.
+# Versions of restored parts differ from those that were assigned and then lost.
 _VERSION_SHIFT = 20
 _VERSION_BITS = 31
 _VERSIONS = 1 << 61
 
-# Where bytes of a value begin, and the bytes.
+# An offset into a value, and the bytes from there on.
 Piece = tuple[int, np.ndarray]
 
 
-class Marks(NamedTuple):
-    """What a store counts, to tell whether there is something to save.
+class ChangeCounts(NamedTuple):
+    """Counts of a store that tell whether there is something to save.
 
     Attributes:
-      job: The job that it would save; None if there is none, or nobody has come for it.
-      changes: Grows with every change of what a snapshot holds.
-      makes: Grows when something is made or dropped, or another coordinator takes over: without
-        that, a snapshot is of little use.
-      endings: Grows when a coordinator lets its job go: its snapshots are to go too.
+      job: The job to save; None if no coordinator has attached one.
+      changes: Grows with every change of the state.
+      creations: Grows when parts or optimizers are created or dropped, or another coordinator
+        resumes the job: a snapshot from before is of little use.
+      ended_jobs: Grows when a coordinator ends its job: its snapshots are to be deleted.
     """
 
     job: str | None
     changes: int
-    makes: int
-    endings: int
+    creations: int
+    ended_jobs: int
 
 
 class SavedPart(msgspec.Struct, frozen=True):
-    """A part, but for its value."""
+    """A part without its value."""
 
     spec: messages.CreatePart
     version: int
@@ -61,37 +61,36 @@ class SavedPart(msgspec.Struct, frozen=True):
 
     @property
     def num_rows(self) -> int:
-        """How many rows it has; 0 without dimensions."""
+        """The number of rows; 0 for a scalar."""
         return self.spec.shape[0] if self.spec.shape else 0
 
 
 class SavedOptimizer(msgspec.Struct, frozen=True):
-    """An optimizer, but for its programs; `trained` are the parts that it still changes."""
+    """An optimizer without its programs; `trained` are the parts that it still trains."""
 
     spec: messages.RegisterOptimizer
     trained: list[int]
 
 
 class State(msgspec.Struct, frozen=True):
-    """All that a server keeps for a job, but for what is long.
+    """The state of a job on a server, without long byte strings.
 
-    Values of parts, programs and sums of gradients follow it as sections of plain bytes: first
-    one for each part, then those whose sizes are in `blobs`.
+    Values of parts, programs and sums of gradients are separate sections of bytes: first one for
+    each part, then those whose sizes are in `blobs`.
 
     Attributes:
       job: The name of the job.
       epoch: Its epoch.
       coordinator: The incarnation of its coordinator.
       fenced: The processes that were declared dead.
-      settled: See `OnceTable`, as for the next two.
+      settled: See `AppliedUpdates`.
       newest: The newest closure.
-      made: The changes of closures that are not settled.
+      made: The applied updates of closures that are not settled.
       parts: The parts.
       optimizers: The optimizers.
       clock: How many steps the values have seen.
-      waiting: Gradients that wait for others, without their numbers; `made` knows the closures
-        they came from.
-      blobs: The sizes of the programs of all optimizers, then of what is taken out of `waiting`.
+      waiting: The accumulated gradients, without their values.
+      blobs: The sizes of the programs of all optimizers, then of the sums in `waiting`.
     """
 
     job: str
@@ -114,24 +113,24 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Cut:
-    """A job at one moment; it is to be closed, whether it was written or not.
+    """The state of a job at one moment; must be closed.
 
     Attributes:
-      state: All but the sections.
-      marks: What the store had counted at that moment.
+      state: The state without the sections.
+      counts: The change counts at that moment.
     """
 
     def __init__(
-        self, state: State, marks: Marks, parts: Iterable[Part], blobs: Iterable[bytes]
+        self, state: State, counts: ChangeCounts, parts: Iterable[Part], blobs: Iterable[bytes]
     ) -> None:
         self.state = state
-        self.marks = marks
+        self.counts = counts
         self._parts = list(parts)
-        self._values: list[np.ndarray | Frozen] = []
+        self._values: list[np.ndarray | FrozenView] = []
         try:
             for part in self._parts:
                 with part.lock:
-                    is_small = part.num_bytes < LENT_FROM_BYTES
+                    is_small = part.num_bytes < BORROWED_FROM_BYTES
                     self._values.append(part.read() if is_small else part.freeze())
         except BaseException:
             self.close()
@@ -139,30 +138,30 @@ class Cut:
         self._values += [np.frombuffer(blob, np.uint8) for blob in blobs]
 
     def pieces(self, section: int) -> Iterator[Piece]:
-        """Yields a section, once; a piece is good until the next is asked for."""
+        """Yields the pieces of a section, once; a piece is valid until the next one."""
         value = self._values[section]
-        if isinstance(value, Frozen):
+        if isinstance(value, FrozenView):
             for start in value.pieces():
                 yield start, value.read(start)
-            # Changes of this part cost nothing extra from here on.
+            # Ends the cost of copy-on-write for this part.
             self._parts[section].thaw(value)
         else:
             for start in range(0, value.size, PIECE_BYTES):
                 yield start, value[start : start + PIECE_BYTES]
 
     def close(self) -> None:
-        """Lets all parts go; again is harmless."""
+        """Releases all parts. Idempotent."""
         for part, value in zip(self._parts, self._values, strict=False):
-            if isinstance(value, Frozen):
+            if isinstance(value, FrozenView):
                 part.thaw(value)
         self._parts, self._values = [], []
 
 
-def take(job: Job, storage: Storage, marks: Marks) -> Cut:
-    """Takes a cut of a job; whoever calls this holds `changing`."""
+def take(job: Job, storage: Storage, counts: ChangeCounts) -> Cut:
+    """Takes a cut of a job; the caller holds the write lock."""
     parts = list(storage.parts.values())
     optimizers = list(storage.optimizers.values())
-    once = storage.once
+    applied = storage.applied
     waiting, sums = _without_sums(storage.accumulation.export())
     blobs = [program for optimizer in optimizers for program in optimizer.programs] + sums
     state = State(
@@ -170,9 +169,9 @@ def take(job: Job, storage: Storage, marks: Marks) -> Cut:
         epoch=job.epoch,
         coordinator=job.coordinator,
         fenced=sorted(job.fenced),
-        settled=once.settled,
-        newest=once.newest,
-        made=once.made(),
+        settled=applied.settled,
+        newest=applied.newest,
+        made=applied.entries(),
         parts=[
             SavedPart(part.spec, part.version, part.num_missing, part.num_bytes) for part in parts
         ],
@@ -181,11 +180,11 @@ def take(job: Job, storage: Storage, marks: Marks) -> Cut:
         waiting=waiting,
         blobs=[len(blob) for blob in blobs],
     )
-    return Cut(state, marks, parts, blobs)
+    return Cut(state, counts, parts, blobs)
 
 
 def _without_sums(means: Iterable[SavedMean]) -> tuple[list[SavedMean], list[bytes]]:
-    """Takes the long byte strings out of means."""
+    """Separates the long byte strings from the means."""
     short: list[SavedMean] = []
     blobs: list[bytes] = []
     for mean in means:
@@ -201,7 +200,7 @@ def _without_sums(means: Iterable[SavedMean]) -> tuple[list[SavedMean], list[byt
 
 
 def _with_sums(means: Iterable[SavedMean], blobs: Iterator[bytes]) -> list[SavedMean]:
-    """Puts back what `_without_sums` took out."""
+    """Reverses `_without_sums`."""
     full: list[SavedMean] = []
     for mean in means:
         sums: list[SavedSum] = []
@@ -215,31 +214,31 @@ def _with_sums(means: Iterable[SavedMean], blobs: Iterator[bytes]) -> list[Saved
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was saved, to start from.
+    """A saved cut.
 
     Attributes:
-      state: All but the sections.
-      pieces: Returns a section by its place; raises if it cannot be read as it was saved.
+      state: The state without the sections.
+      pieces: Returns the pieces of a section by its index; raises if they are corrupt.
     """
 
     state: State
     pieces: Callable[[int], Iterator[Piece]]
 
 
-def restored(loaded: Loaded, task: str, changing: threading.Lock) -> tuple[Job, Storage]:
-    """Makes a job and its storage from what was saved.
+def restored(loaded: Loaded, task: str, write_lock: threading.Lock) -> tuple[Job, Storage]:
+    """Restores a job and its storage.
 
     Raises:
-      DataLossError: It is not as it was saved.
-      DistributeError: It cannot be used; the kind of error says why.
+      DataLossError: The snapshot is corrupt.
+      DistributeError: The snapshot cannot be used.
     """
     state = loaded.state
     job = Job.restored(state.job, state.epoch, state.coordinator, state.fenced)
     ahead = secrets.randbits(_VERSION_BITS) + 1 << _VERSION_SHIFT
-    storage = Storage(task, changing, first_version=ahead)
-    for place, part in enumerate(state.parts):
+    storage = Storage(task, write_lock, first_version=ahead)
+    for index, part in enumerate(state.parts):
         version = part.version % _VERSIONS + ahead
-        pieces = loaded.pieces(place)
+        pieces = loaded.pieces(index)
         storage.put_part(part.spec, version, part.num_missing, part.num_bytes, pieces)
     first = len(state.parts)
     blobs = iter([_joined(loaded.pieces(first + i)) for i in range(len(state.blobs))])
@@ -250,12 +249,11 @@ def restored(loaded: Loaded, task: str, changing: threading.Lock) -> tuple[Job, 
         storage.accumulation.restore(_with_sums(state.waiting, blobs))
     except (StopIteration, ValueError, TypeError) as error:
         raise errors.DataLossError(
-            f"What {task} starts from must describe itself",
-            f"its sections do not fit ({error!r})",
-            "Start from an older snapshot.",
+            f"A snapshot of {task} is corrupt: its sections do not match its state ({error!r}). "
+            "Start from an older snapshot."
         ) from error
     storage.clock.steps = state.clock
-    storage.once = OnceTable(state.settled, state.newest, state.made)
+    storage.applied = AppliedUpdates(state.settled, state.newest, state.made)
     return job, storage
 
 

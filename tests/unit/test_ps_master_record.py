@@ -1,4 +1,4 @@
-"""Whom a parameter server obeys outlives its process (RELIABILITY bar 30)."""
+"""The master record outlives its server process (RELIABILITY bar 30)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from vocabulary import refused
 
 from replicax.foundation import errors
 from replicax.protocol import messages
+from replicax.ps.process.master_record import FILE_NAME, MasterRecordFile
 from replicax.ps.process.snapshot_files import SnapshotDirectory
-from replicax.ps.store.master_record import Promise, PromiseFile
+from replicax.ps.store.jobs import Master
 from replicax.ps.store.service import ParameterStore
 
-OLD, NEW, STRANGER = 11, 22, 33
+OLD, NEW, OTHER = 11, 22, 33
 
 
 class Host:
@@ -24,14 +25,14 @@ class Host:
 
     def __init__(self, path: Path) -> None:
         self.directory = SnapshotDirectory(path)
-        self.path = path / "promise.json"
+        self.path = path / FILE_NAME
         self.start()
 
     def start(self) -> None:
         """Begins a process, as after SIGKILL."""
-        promises = PromiseFile(self.path)
-        promises.read()
-        self.store = ParameterStore(0, is_saved=True, promises=promises)
+        record = MasterRecordFile(self.path.parent)
+        record.read()
+        self.store = ParameterStore(0, is_saved=True, master_record=record)
         self.directory.load(self.store.restore)
 
     def save(self) -> None:
@@ -64,10 +65,10 @@ def test_bar30_a_replaced_coordinator_does_not_get_a_server_back(host: Host) -> 
     found = host.ask(NEW, 3, messages.QueryJob())
     assert (found.job, found.epoch, found.parts) == ("job", 2, [0])
     for body in (messages.Attach([], {}, [0]), messages.Attach([], {})):
-        with refused(errors.FencedError, "answers epoch 2 of job 'job'"):
+        with refused(errors.FencedError, "accepts epoch 2 of job 'job'"):
             host.ask(OLD, 1, body)
     with refused(errors.PermissionDeniedError, "another process holds it in epoch 2"):
-        host.attach(STRANGER, 2, [0])
+        host.attach(OTHER, 2, [0])
     assert host.attach(NEW, 2, [0]) == messages.Attached(is_saved=True, is_restored=True)
     assert host.ask(NEW, 2, messages.Ping(0)).figures["parts"] == 1
 
@@ -75,13 +76,13 @@ def test_bar30_a_replaced_coordinator_does_not_get_a_server_back(host: Host) -> 
 def test_bar30_the_next_one_takes_it_over_from_whoever_was_last(host: Host) -> None:
     host.attach(NEW, 2, [])
     host.start()
-    assert host.attach(STRANGER, 3, []).is_restored
+    assert host.attach(OTHER, 3, []).is_restored
     host.start()
-    with refused(errors.FencedError, "answers epoch 3"):
+    with refused(errors.FencedError, "accepts epoch 3"):
         host.attach(NEW, 2, [0])
 
 
-def test_a_job_that_begins_anew_is_not_bound_by_the_promise_of_the_last(host: Host) -> None:
+def test_a_job_that_begins_anew_is_not_bound_by_the_master_of_the_last(host: Host) -> None:
     host.attach(NEW, 2, [])
     host.ask(NEW, 2, messages.Detach())
     assert not host.path.exists()
@@ -92,14 +93,14 @@ def test_a_job_that_begins_anew_is_not_bound_by_the_promise_of_the_last(host: Ho
     assert host.attach(OLD, 1, []).is_restored
 
 
-def test_a_promise_to_another_job_binds_nobody(host: Host) -> None:
-    PromiseFile(host.path).keep(Promise("other", 7, NEW))
+def test_a_master_record_of_another_job_is_ignored(host: Host) -> None:
+    MasterRecordFile(host.path.parent).write(Master("other", 7, NEW))
     host.start()
     assert host.attach(OLD, 1, [0]).is_restored
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"job": 1}', b"[" * 100_000, b"\xff"])
-def test_bar38_a_damaged_promise_is_ignored(
+def test_bar38_a_damaged_master_record_is_ignored(
     host: Host, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     host.path.write_bytes(content)
@@ -109,7 +110,7 @@ def test_bar38_a_damaged_promise_is_ignored(
     assert host.attach(OLD, 1, [0]).is_restored
 
 
-def test_bar37_without_room_for_a_promise_the_job_goes_on(
+def test_bar37_without_disk_space_for_the_master_record_the_job_continues(
     host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:
@@ -120,15 +121,15 @@ def test_bar37_without_room_for_a_promise_the_job_goes_on(
         host.attach(NEW, 2, [])
     monkeypatch.undo()
     assert "No space left on device" in caplog.text
-    with refused(errors.FencedError, "answers epoch 2"):
+    with refused(errors.FencedError, "accepts epoch 2"):
         host.ask(OLD, 1, messages.Ping(0))
     # There is the older one, and nothing in the way of the next.
-    host.attach(STRANGER, 3, [])
+    host.attach(OTHER, 3, [])
     host.start()
     assert host.ask(NEW, 4, messages.QueryJob()).epoch == 3
 
 
-def test_bar36_a_promise_is_on_the_disk_before_it_is_given(
+def test_bar36_the_master_record_is_durable_before_the_reply(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
@@ -145,6 +146,6 @@ def test_bar36_a_promise_is_on_the_disk_before_it_is_given(
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", rename)
     host.attach(NEW, 2, [])
-    assert events == [".promise.json.new", "→ promise.json", "ps-0"]
+    assert events == [".master.json.new", "→ master.json", "ps-0"]
     host.attach(NEW, 2, [0])
-    assert len(events) == 3, "it has promised that already"
+    assert len(events) == 3, "it is recorded already"

@@ -1,24 +1,29 @@
-"""The changes of a part, checked before anything is changed, then made in place.
+"""Updates of a part: validated before anything changes, then applied in place.
 
-The meaning is that of `replicax.variables.updates`; here it is NumPy on the memory of a part.
+The semantics are those of `replicax.variables.updates`, implemented with NumPy.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
 from replicax.foundation import errors
 from replicax.protocol import messages
+from replicax.protocol.codec import Buffer
 from replicax.ps.store.parts import Part
 
-# None stands for the payload itself.
-_WHOLE: dict[str, Any] = {"assign": None, "assign_add": np.add, "assign_sub": np.subtract}
-_ROWS: dict[str, Any] = {
+# None replaces the value by the payload.
+_WHOLE: dict[str, np.ufunc | None] = {
+    "assign": None,
+    "assign_add": np.add,
+    "assign_sub": np.subtract,
+}
+_ROWS: dict[str, np.ufunc | None] = {
     "scatter_add": np.add,
     "scatter_sub": np.subtract,
     "scatter_mul": np.multiply,
@@ -33,12 +38,12 @@ _NOT_FOR_BOOL = frozenset(
 )
 
 
-class Change(Protocol):
-    """A change that was checked: making it cannot fail for a reason that the sender gave.
+class CheckedUpdate(Protocol):
+    """A validated update: applying it cannot fail because of its arguments.
 
     Attributes:
-      parts: The parts whose locks `make` needs.
-      num_rows: How many rows it writes, where it does not write whole parts.
+      parts: The parts whose locks `apply` needs.
+      num_rows: How many rows it writes by number.
     """
 
     @property
@@ -47,32 +52,32 @@ class Change(Protocol):
     @property
     def num_rows(self) -> int: ...
 
-    def make(self) -> None:
-        """Makes the change; its parts are locked."""
+    def apply(self) -> None:
+        """Applies the update; its parts are locked."""
         ...
 
 
 def num_buffers(kind: str) -> int:
-    """Returns how many buffers an update brings.
+    """Returns how many buffers an update has.
 
     Raises:
-      ProtocolError: There is no such update.
+      ProtocolError: The kind of update is unknown.
     """
     count = _NUM_BUFFERS.get(kind)
     if count is None:
         known = ", ".join(_NUM_BUFFERS)
         raise errors.ProtocolError(
-            f"An update must be one of {known}", f"{kind!r} came", "Update both sides."
+            f"An update must be one of {known}", f"it is {kind!r}", "Update both sides."
         )
     return count
 
 
-def check(update: messages.Update, part: Part, buffers: Sequence[Any]) -> Change:
-    """Returns the change that an update asks for.
+def check(update: messages.Update, part: Part, buffers: Sequence[Buffer]) -> CheckedUpdate:
+    """Validates an update.
 
     Raises:
       ProtocolError: The payload has the wrong size.
-      InvalidArgumentError: The rows or the type do not go with the update.
+      InvalidArgumentError: The rows or the type do not fit the update.
     """
     kind = update.kind
     if kind in _NOT_FOR_BOOL and part.dtype == np.bool_:
@@ -90,7 +95,7 @@ def check(update: messages.Update, part: Part, buffers: Sequence[Any]) -> Change
         if update.start < 0 or update.start + rows.shape[0] > part.num_rows:
             raise errors.InvalidArgumentError(
                 f"Rows written to {part.label} must lie in [0, {part.num_rows})",
-                f"they reach from {update.start} to {update.start + rows.shape[0]}",
+                f"they range from {update.start} to {update.start + rows.shape[0]}",
                 "Correct the first row.",
             )
         return _Block(part, update.start, rows)
@@ -99,7 +104,7 @@ def check(update: messages.Update, part: Part, buffers: Sequence[Any]) -> Change
     return _Rows(part, _ROWS[kind], numbers, as_array(buffers[1], part.dtype, shape, part.label))
 
 
-def as_array(buffer: Any, dtype: np.dtype, shape: tuple[int, ...], label: str) -> np.ndarray:
+def as_array(buffer: Buffer, dtype: np.dtype, shape: tuple[int, ...], label: str) -> np.ndarray:
     """Returns a payload as an array, or raises if its size is wrong."""
     expected = math.prod(shape) * dtype.itemsize
     num_bytes = memoryview(buffer).nbytes
@@ -107,55 +112,55 @@ def as_array(buffer: Any, dtype: np.dtype, shape: tuple[int, ...], label: str) -
         raise errors.ProtocolError(
             f"A payload for {label} of shape {shape} and type {dtype} must have {expected} bytes",
             f"it has {num_bytes}",
-            "Send what the part holds.",
+            "Send an array of that shape and type.",
         )
     if num_bytes == 0:
         return np.empty(shape, dtype)
     return np.frombuffer(buffer, dtype).reshape(shape)
 
 
-def as_rows(buffer: Any, dtype: np.dtype, part: Part) -> np.ndarray:
-    """Returns a payload as rows of a part, however many they are."""
+def as_rows(buffer: Buffer, dtype: np.dtype, part: Part) -> np.ndarray:
+    """Returns a payload as any number of rows of a part."""
     width = math.prod(part.shape[1:]) * dtype.itemsize
     num_bytes = memoryview(buffer).nbytes
     count = num_bytes // width if width else 0
     return as_array(buffer, dtype, (count, *part.shape[1:]), part.label)
 
 
-def as_row_numbers(buffer: Any, part: Part) -> np.ndarray:
-    """Returns the numbers of rows to change: in range, sorted, each once."""
+def as_row_numbers(buffer: Buffer, part: Part) -> np.ndarray:
+    """Returns the numbers of rows to change: in range, sorted, without duplicates."""
     dtype = np.dtype(np.int64 if part.num_rows >= 1 << 31 else np.int32)
     numbers = _numbers(buffer, dtype, part)
     if numbers.size and (
         numbers[0] < 0 or numbers[-1] >= part.num_rows or not (numbers[1:] > numbers[:-1]).all()
     ):
         raise errors.InvalidArgumentError(
-            f"Row numbers for {part.label} must be sorted, each once, in [0, {part.num_rows})",
+            f"Row numbers for {part.label} must be sorted, unique, and in [0, {part.num_rows})",
             f"they are {numbers.size} from {numbers.min()} to {numbers.max()}, "
-            f"of which {np.unique(numbers).size} differ",
-            "Correct them, and add up what belongs to one row.",
+            f"{np.unique(numbers).size} of them unique",
+            "Correct them, and sum the values of duplicates.",
         )
     return numbers.astype(np.intp)
 
 
-def as_rows_to_read(buffer: Any, part: Part) -> np.ndarray:
+def as_rows_to_read(buffer: Buffer, part: Part) -> np.ndarray:
     """Returns the numbers of rows to read: in range, in any order."""
     if not part.shape:
         raise errors.InvalidArgumentError(
             "Reading rows needs rows", f"{part.label} has none", "Read all of it."
         )
     numbers = _numbers(buffer, np.dtype(np.int64), part)
-    # Seen as unsigned, a negative number is a huge one.
+    # As unsigned, a negative number is a huge one.
     if numbers.size and numbers.view(np.uint64).max() >= part.num_rows:
         raise errors.InvalidArgumentError(
             f"Row numbers for {part.label} must lie in [0, {part.num_rows})",
-            f"they reach from {numbers.min()} to {numbers.max()}",
+            f"they range from {numbers.min()} to {numbers.max()}",
             "Correct them.",
         )
     return numbers
 
 
-def _numbers(buffer: Any, dtype: np.dtype, part: Part) -> np.ndarray:
+def _numbers(buffer: Buffer, dtype: np.dtype, part: Part) -> np.ndarray:
     num_bytes = memoryview(buffer).nbytes
     return as_array(
         buffer, dtype, (num_bytes // dtype.itemsize,), f"the row numbers of {part.label}"
@@ -163,7 +168,7 @@ def _numbers(buffer: Any, dtype: np.dtype, part: Part) -> np.ndarray:
 
 
 class _Whole:
-    """Changes every element of a part."""
+    """Updates every element of a part."""
 
     __slots__ = ("_function", "_payload", "parts")
     num_rows = 0
@@ -173,7 +178,7 @@ class _Whole:
         self._function = function
         self._payload = payload
 
-    def make(self) -> None:
+    def apply(self) -> None:
         if self._function is None:
             self.parts[0].replace(self._payload)
         else:
@@ -181,7 +186,7 @@ class _Whole:
 
 
 class _Block:
-    """Replaces rows that lie side by side."""
+    """Replaces consecutive rows."""
 
     __slots__ = ("_rows", "_start", "num_rows", "parts")
 
@@ -191,12 +196,12 @@ class _Block:
         self._rows = rows
         self.num_rows = rows.shape[0]
 
-    def make(self) -> None:
+    def apply(self) -> None:
         self.parts[0].write_rows(self._start, self._rows)
 
 
 class _Rows:
-    """Changes some rows of a part."""
+    """Updates some rows of a part."""
 
     __slots__ = ("_function", "_numbers", "_rows", "num_rows", "parts")
 
@@ -209,7 +214,7 @@ class _Rows:
         self._rows = rows
         self.num_rows = numbers.size
 
-    def make(self) -> None:
+    def apply(self) -> None:
         part = self.parts[0]
         if self._function is None:
             part.put_rows(self._numbers, self._rows)
@@ -224,7 +229,7 @@ class _Rows:
 
 def _divided(rows: np.ndarray, divisors: np.ndarray) -> np.ndarray:
     """Returns integer quotients, rounded towards zero; -1 by zero, as XLA gives."""
-    # NumPy cannot compute with the types that it does not know itself; they are narrow.
+    # NumPy does not divide extension types such as int4; they are narrower than int64.
     dtype = rows.dtype if rows.dtype.kind in "iu" else np.dtype(np.int64)
     rows_, divisors_ = rows.astype(dtype), divisors.astype(dtype)
     with np.errstate(divide="ignore", over="ignore"):

@@ -13,7 +13,7 @@ from parameter_store_client import COORDINATOR, WORKER, Caller, exported, octets
 
 import replicax as rx
 from replicax.protocol import admission, messages
-from replicax.ps.store.applied_updates import OnceTable
+from replicax.ps.store.applied_updates import AppliedUpdates
 from replicax.ps.store.service import ParameterStore
 
 ADD = messages.Update(0, "assign_add", 0)
@@ -97,12 +97,12 @@ def test_bar16_random_histories_equal_a_model(seed: int) -> None:
         assert {failure.error.code for failure in answer.failures} <= {"CancelledError"}
         assert [int(np.frombuffer(f, np.int64)[0]) for f in found] == list(values.values())
         alive = sum(closure >= settled for closure, _ in made)
-        assert caller.figures()["once_entries"] == alive
+        assert caller.counters()["applied_entries"] == alive
     assert num_duplicates > 20 and num_stale > 20
 
 
 def test_watermark_bounds_the_table() -> None:
-    table = OnceTable()
+    table = AppliedUpdates()
     for closure in range(10_000):
         table.record(closure, (0, 1))
         table.record(closure, (1, 1))
@@ -111,7 +111,7 @@ def test_watermark_bounds_the_table() -> None:
         assert len(table) <= 2 * 101
     table.settle(5)
     assert table.settled == 9_899, "the watermark never falls"
-    assert table.is_stale(9_898) and not table.is_stale(9_899)
+    assert table.is_settled(9_898) and not table.is_settled(9_899)
     assert table.newest == 9_999
 
 
@@ -120,7 +120,7 @@ def test_a_stale_push_is_refused_and_others_are_not(caller: Caller) -> None:
     caller.ask(messages.Ping(5))
     (failure,) = caller.push(ADD, buffers=[ONE], closure=4)
     assert (failure.closure, failure.error.code) == (4, "CancelledError")
-    assert "settled" in failure.error.text and "closure 4" in failure.error.text
+    assert "settled" in failure.error.text and "Closure 4" in failure.error.text
     assert caller.push(ADD, buffers=[ONE], closure=5) == []
     assert caller.read(0) == 2
 
@@ -159,10 +159,10 @@ def test_bar5_a_fence_is_final_when_it_is_answered() -> None:
     assert has_begun.wait(30)
     caller = Caller(store)
     caller.ask(messages.Fence([WORKER]))
-    after = caller.figures()["applied"]
+    after = caller.counters()["applied"]
     thread.join(30)
     assert not thread.is_alive()
-    assert caller.figures()["applied"] == after == len(made)
+    assert caller.counters()["applied"] == after == len(made)
 
 
 def test_bar30_a_higher_epoch_takes_over_and_keeps_the_variables(caller: Caller) -> None:
@@ -174,7 +174,7 @@ def test_bar30_a_higher_epoch_takes_over_and_keeps_the_variables(caller: Caller)
     assert next_life.read(0) == 1
     # The old one is told, and what it sends has no effect.
     for body in (messages.Ping(0), messages.Detach(), messages.DropParts([0]), messages.Fence([5])):
-        with pytest.raises(rx.errors.FencedError, match="taken the job over"):
+        with pytest.raises(rx.errors.FencedError, match="resumed the job"):
             caller.ask(body)
     with pytest.raises(rx.errors.FencedError, match="epoch 2"):
         caller.push(ADD, buffers=[ONE])
@@ -213,7 +213,7 @@ def test_another_job_waits_for_the_lease(caller: Caller) -> None:
         other.attach()
     other.now = 19.0
     other.attach()
-    assert other.figures()["parts"] == 0
+    assert other.counters()["parts"] == 0
     caller.now = 19.5
     with pytest.raises(rx.errors.FencedError, match="'other' only"):
         caller.ask(messages.Ping(0))
@@ -227,7 +227,7 @@ def test_an_expired_job_is_dropped_and_workers_do_not_keep_it_alive(caller: Call
     assert not store.expire(9.9) and store.job == "job"
     assert store.expire(10.0) and store.job is None
     assert not store.expire(11.0)
-    assert store.figures()["bytes"] == 0
+    assert store.counters()["bytes"] == 0
     caller.now = 11.0
     for body in (messages.Ping(0), messages.Exchange([], [])):
         with pytest.raises(rx.errors.PSIncarnationError, match="attached to a job first"):
@@ -244,7 +244,7 @@ def test_a_bad_lease_is_refused(lease: Any) -> None:
 
 def test_detach_drops_everything_and_frees_the_server(caller: Caller) -> None:
     caller.ask(messages.Detach())
-    assert caller.store.job is None and caller.store.figures()["parts"] == 0
+    assert caller.store.job is None and caller.store.counters()["parts"] == 0
     caller.ask(messages.Detach())
     other = Caller(caller.store, job="other").attach()
     other.create(0, np.float32(7))
@@ -326,9 +326,10 @@ def make_everything() -> dict[str, tuple[messages.Body, list[Any]]]:
 
 
 def state(store: ParameterStore) -> dict[str, Any]:
-    sizes = store.figures()
+    sizes = store.counters()
     return {
-        n: sizes[n] for n in ("bytes", "parts", "optimizers", "once_entries", "settled", "applied")
+        n: sizes[n]
+        for n in ("bytes", "parts", "optimizers", "applied_entries", "settled", "applied")
     }
 
 
@@ -366,7 +367,7 @@ def test_bar17_every_request_may_be_repeated(is_overlapping: bool) -> None:
             second = strip(caller.ask(body, buffers))
             assert state(caller.store) == after
         assert first == second
-    assert caller.store.figures()["applied"] == 2
+    assert caller.store.counters()["applied"] == 2
     assert caller.store.job is None
 
 
@@ -391,6 +392,6 @@ def test_a_part_made_for_a_job_that_ended_meanwhile_is_not_kept(
         Caller(caller.store, job="other").attach()
 
     monkeypatch.setattr(storage, "create", interrupted)
-    with pytest.raises(rx.errors.FencedError, match="ended meanwhile"):
+    with pytest.raises(rx.errors.FencedError, match="ended while a request"):
         caller.create(5, np.zeros(3))
-    assert caller.store.figures()["parts"] == 0 and caller.store.job == "other"
+    assert caller.store.counters()["parts"] == 0 and caller.store.job == "other"
