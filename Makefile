@@ -11,8 +11,8 @@ demo: .venv/.ready  ## train one program under every strategy, then on parameter
 test: .venv/.ready  ## the default suite, doctests included
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-test-all: .venv/.ready  ## the default suite and the slow tests
-	$(BIN)/python -m pytest -n 2
+test-all: .venv/.ready  ## the default suite and the slow tests, compiled as users compile
+	XLA_FLAGS= $(BIN)/python -m pytest -n 2
 
 lint: .venv/.ready  ## style, types, layers, spelling
 	$(BIN)/ruff check .

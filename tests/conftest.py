@@ -1,34 +1,57 @@
-"""What every test gets: eight CPU devices, the strategies, the executors, and the police."""
+"""Fixtures of all tests: eight CPU devices, strategies, executors, and checks for leaks."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Tests compile the same small programs over and over; JAX keeps them on disk, for all processes
-# of a run, and for the next one.
+import ignored_exceptions
+
+# Tests compile the same small programs again and again: JAX caches them on disk, for all processes
+# of a run and for the next run.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / "out" / "jax-cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-# It writes them in place: a process that reads what another one is writing, or did not finish
-# because it was killed, finds that the sum over the bytes is wrong, warns, and compiles. Programs
-# that tests start must not say so, as tests look at what those say. See also `filterwarnings`.
+# JAX writes cache entries in place. A process that reads an incomplete entry (another process is
+# writing it, or was killed) detects the wrong checksum, warns, and compiles. Tests that check the
+# output of programs must not see that warning. See also `filterwarnings`.
 os.environ["PYTHONWARNINGS"] = ",".join(
     f"ignore:Error {doing} persistent compilation cache entry:UserWarning"
     for doing in ("reading", "writing")
 )
+# Programs of tests are small and run once: XLA spends two thirds of the compile time on code that
+# is never needed to be fast. `make test-all` sets XLA_FLAGS to nothing, and compiles as users do.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+)
+
+# Every Python process of the run appends ignored exceptions to one file, see `leaks`. xdist workers
+# inherit it from the controller.
+_IS_CONTROLLER = ignored_exceptions.VARIABLE not in os.environ
+if _IS_CONTROLLER:
+    _descriptor, _path = tempfile.mkstemp(prefix="replicax-ignored-exceptions-")
+    os.close(_descriptor)
+    os.environ[ignored_exceptions.VARIABLE] = _path
+    _startup = str(Path(ignored_exceptions.__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [_startup, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    ignored_exceptions.install(_path, exit_code=1)
+_IGNORED = Path(os.environ[ignored_exceptions.VARIABLE])
 
 # A shell that runs the suite in the background has it ignore interrupts; some tests interrupt
 # themselves.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import replicax as rx
+import replicax as rx  # noqa: E402
 
 rx.set_virtual_cpu_devices(8)
 
@@ -41,9 +64,9 @@ from hostile_partners import watched_worker as watched_worker  # noqa: E402
 from parameter_servers import desk as desk  # noqa: E402
 from parameter_servers import kept_processes  # noqa: E402
 from parameter_servers import shared_cluster as shared_cluster  # noqa: E402
-from strategies_under_test import RELATIVES, STRATEGIES  # noqa: E402
+from strategies_under_test import STRATEGIES, default_strategies  # noqa: E402
 
-# What was told to end may take a moment, or many on a machine that has much else to do.
+# How long threads, processes and sockets that were told to end may take, on a busy machine.
 _MOST_SECONDS = 20.0
 
 # Threads of JAX and of the pool that keeps replica threads for a second.
@@ -51,25 +74,55 @@ _ALLOWED_THREADS = ("replicax-replica", "jax", "pytest_timeout", "ThreadPoolExec
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    definition = metafunc.definition
     if "strategy" in metafunc.fixturenames:
-        names = list(STRATEGIES)
-        marker = metafunc.definition.get_closest_marker("strategies")
-        if marker is not None:
-            names = [n for n in names if n in marker.args]
-        is_on_top = metafunc.definition.get_closest_marker("on_top") is not None
-        late = RELATIVES if is_on_top and not set(names) <= set(RELATIVES) else ()
-        params = [pytest.param(n, marks=pytest.mark.slow) if n in late else n for n in names]
+        marker = definition.get_closest_marker("strategies")
+        names = [n for n in STRATEGIES if marker is None or n in marker.args]
+        fast = names
+        if definition.get_closest_marker("every_strategy") is None:
+            fast = default_strategies(names)
+        params = [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
         metafunc.parametrize("strategy", params, indirect=True)
     if "run" in metafunc.fixturenames:
         metafunc.parametrize("run", ["threaded", "compiled", "inside"], indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves to the slow suite what relatives do inside a function: they are compiled alike."""
+    """Leaves `run` inside a function to the slow suite, except with one strategy per test.
+
+    It compiles what the compiled executor compiles, by the same code for all strategies.
+    """
+    by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
-        if params.get("run") == "inside" and params.get("strategy") in RELATIVES:
-            item.add_marker(pytest.mark.slow)
+        if params.get("run") == "inside" and "strategy" in params:
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for inside in by_test.values():
+        names = [item.callspec.params["strategy"] for item in inside]  # type: ignore[attr-defined]
+        kept = default_strategies(names)[0]
+        for item, name in zip(inside, names, strict=True):
+            if name != kept:
+                item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Moves all objects made so far out of the garbage collector's way.
+
+    Modules, JAX and the tests themselves are some million objects, which are never freed.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Fails the run if a process of it, such as an xdist worker, ignored an exception at exit."""
+    yield
+    if _IS_CONTROLLER:
+        if ignored := _IGNORED.read_text():
+            print(f"\nExceptions were ignored:\n{ignored}", file=sys.stderr)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        _IGNORED.unlink()
 
 
 @pytest.fixture
@@ -107,15 +160,15 @@ def _new_threads(known: set[threading.Thread]) -> list[threading.Thread]:
 
 def _children(process: psutil.Process) -> set[int]:
     try:
-        # Looks whether there is any, without waiting for it: the list takes milliseconds.
+        # Detects the existence of children without waiting for them: the list takes milliseconds.
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return set()
     return {c.pid for c in process.children(recursive=True)}
 
 
-def _what_is_left(look: Callable[[], Any]) -> Any:
-    """Looks until nothing is left, but not for ever."""
+def _remaining(look: Callable[[], Any]) -> Any:
+    """Returns what is left when nothing is left any more, or when the time is over."""
     deadline = time.monotonic() + _MOST_SECONDS
     while (left := look()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -123,36 +176,44 @@ def _what_is_left(look: Callable[[], Any]) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def police() -> Iterator[None]:
-    """Fails a test that leaves an environment variable, thread, process, file or scope."""
+def leaks() -> Iterator[None]:
+    """Fails a test that leaks an environment variable, thread, process, file or scope.
+
+    Also fails a test during which the interpreter of any process of the run ignores an exception.
+    """
     env = dict(os.environ)
     threads = set(threading.enumerate())
     process = psutil.Process()
     children = _children(process)
     num_fds = process.num_fds()
+    num_ignored = _IGNORED.stat().st_size
     yield
     env.pop("PYTEST_CURRENT_TEST", None)
     now = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
     assert now == env, "environment variables leaked"
-    left = _what_is_left(lambda: _new_threads(threads))
+    left = _remaining(lambda: _new_threads(threads))
     assert not left, f"threads leaked: {left}"
-    # A supervisor may start a task again between the two looks.
-    left = _what_is_left(lambda: _children(process) - children - kept_processes())
+    # A supervisor may restart a task between the two calls.
+    left = _remaining(lambda: _children(process) - children - kept_processes())
     assert not left, f"processes leaked: {left}"
     if process.num_fds() > num_fds + 2:
         gc.collect()
         # ZeroMQ closes sockets in a thread of its own.
-        left = _what_is_left(lambda: max(0, process.num_fds() - num_fds - 2))
+        left = _remaining(lambda: max(0, process.num_fds() - num_fds - 2))
         assert not left, f"file descriptors leaked: {left}"
     assert not rx.has_strategy(), "a strategy is still in scope"
     assert not rx.in_cross_replica_context(), "a cross-replica context is still open"
+    if _IGNORED.stat().st_size > num_ignored:
+        ignored = _IGNORED.read_text()[num_ignored:]
+        # The run fails at its end as well: another xdist worker may have caused this.
+        pytest.fail(f"exceptions were ignored:\n{ignored}", pytrace=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def replica_threads_retire() -> Iterator[None]:
     """Fails the session if idle replica threads outlive their second."""
     yield
-    left = _what_is_left(lambda: [t for t in threading.enumerate() if t.name == "replicax-replica"])
+    left = _remaining(lambda: [t for t in threading.enumerate() if t.name == "replicax-replica"])
     assert not left, "replica threads do not retire"
 
 

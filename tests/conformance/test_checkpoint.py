@@ -20,8 +20,6 @@ from vocabulary import copies, number, refused
 
 import replicax as rx
 
-pytestmark = pytest.mark.on_top
-
 PROGRAMS = Path(__file__).parent.parent / "support" / "programs"
 
 

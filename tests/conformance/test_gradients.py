@@ -11,8 +11,6 @@ import pytest
 
 import replicax as rx
 
-pytestmark = pytest.mark.on_top
-
 SUM, MEAN = rx.VariableAggregation.SUM, rx.VariableAggregation.MEAN
 ON_READ = rx.VariableSynchronization.ON_READ
 SOME = ("one_device", "mirrored_2", "virtual_2", "central_2")

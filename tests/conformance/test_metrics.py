@@ -14,8 +14,6 @@ from vocabulary import in_compiled_merge, in_merge, local_values, number, refuse
 
 import replicax as rx
 
-pytestmark = pytest.mark.on_top
-
 M = rx.metrics
 MANY = tuple(name for name in STRATEGIES if name not in ("default", "one_device", "mirrored_1"))
 RNG = np.random.default_rng(7)

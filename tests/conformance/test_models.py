@@ -13,8 +13,6 @@ from flax import linen, nnx
 
 import replicax as rx
 
-pytestmark = pytest.mark.on_top
-
 FOUR = ("mirrored_2", "mirrored_4", "virtual_2", "central_2")
 MEAN = rx.VariableAggregation.MEAN
 ON_READ = rx.VariableSynchronization.ON_READ

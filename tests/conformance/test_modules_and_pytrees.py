@@ -12,8 +12,6 @@ import pytest
 
 import replicax as rx
 
-pytestmark = pytest.mark.on_top
-
 MEAN = rx.VariableAggregation.MEAN
 FIRST = rx.VariableAggregation.ONLY_FIRST_REPLICA
 FEW = pytest.mark.strategies("default", "mirrored_2", "virtual_2")

@@ -25,8 +25,6 @@ from vocabulary import (
 
 import replicax as rx
 
-pytestmark = pytest.mark.on_top
-
 ADAM = optax.adam(0.1)
 
 

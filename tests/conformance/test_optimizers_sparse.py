@@ -15,8 +15,6 @@ from vocabulary import copies, refused, values
 
 import replicax as rx
 
-pytestmark = pytest.mark.on_top
-
 ROWS = 7
 IDS = [[1, 4, 1, 6], [4, 4, 0, 2]]
 

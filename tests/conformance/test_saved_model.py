@@ -19,8 +19,6 @@ from vocabulary import copies, local_values, number, refused, values
 
 import replicax as rx
 
-pytestmark = pytest.mark.on_top
-
 SUM = rx.VariableAggregation.SUM
 MEAN = rx.VariableAggregation.MEAN
 FIRST = rx.VariableAggregation.ONLY_FIRST_REPLICA

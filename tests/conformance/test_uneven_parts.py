@@ -13,8 +13,6 @@ from vocabulary import copies, local_values, refused, values
 
 import replicax as rx
 
-pytestmark = pytest.mark.on_top
-
 ON_READ = rx.VariableSynchronization.ON_READ
 SUM, MEAN = rx.VariableAggregation.SUM, rx.VariableAggregation.MEAN
 

@@ -11,8 +11,6 @@ import pytest
 
 import replicax as rx
 
-pytestmark = pytest.mark.on_top
-
 CPU = "/job:localhost/replica:0/task:0/device:CPU:"
 
 

@@ -41,6 +41,17 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 TWO_REPLICAS = ("mirrored_2", "virtual_2", "central_2", "tpu_2", "minimal_2")
 DISTRIBUTED = ("mirrored_1", "mirrored_2", "mirrored_4", "virtual_2", "tpu_2", "minimal_2")
-# They share nearly all of their code with others. What is built on top of strategies is tested on
-# them in the slow suite only.
-RELATIVES = ("mirrored_1", "mirrored_4", "tpu_2", "minimal_2")
+# Strategies of the default run: one with a device per replica, one with several replicas on a
+# device, and the first of these with a single replica.
+_SEVERAL_REPLICAS = ("mirrored_2", "virtual_2")
+_ONE_REPLICA = ("one_device", "default", "mirrored_1")
+
+
+def default_strategies(names: list[str]) -> list[str]:
+    """Returns the strategies among `names` that a test runs over by default.
+
+    The slow suite runs it over the others, which share nearly all of their code with these. Tests
+    of what differs between strategies are marked `every_strategy`.
+    """
+    single = [n for n in _ONE_REPLICA if n in names][:1]
+    return [n for n in _SEVERAL_REPLICAS if n in names] + single or names
