@@ -32,6 +32,9 @@ os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 )
 
+# Processes that tests start import compiled modules instead of compiling them each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Every Python process of the run appends ignored exceptions to one file, see `leaks`. xdist workers
 # inherit it from the controller.
 _IS_CONTROLLER = ignored_exceptions.VARIABLE not in os.environ

@@ -35,6 +35,7 @@ def each(strategy: Any, result: Any) -> Any:
 # all_reduce.
 
 
+@pytest.mark.every_strategy
 def test_s33_s34_sum_of_replica_ids(strategy: Any, run: Any) -> None:
     n = strategy.num_replicas_in_sync
     result = run(
@@ -45,6 +46,7 @@ def test_s33_s34_sum_of_replica_ids(strategy: Any, run: Any) -> None:
         assert int(part) == n * (n - 1) // 2
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_2", "mirrored_4", "virtual_2", "tpu_2")
 def test_s58_s65_results_are_equal_and_on_the_replicas(strategy: Any, run: Any) -> None:
     x = values(strategy, lambda i: jnp.arange(3.0) * (i + 1))
@@ -125,6 +127,7 @@ def test_all_reduce_of_one_shared_integer(strategy: Any, run: Any) -> None:
         np.testing.assert_array_equal(parts[3], [1, 0])
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_2", "mirrored_4", "tpu_2")
 def test_s58_shared_value_of_one_device_is_reduced_onto_each_replica(
     strategy: Any, run: Any
@@ -138,6 +141,7 @@ def test_s58_shared_value_of_one_device_is_reduced_onto_each_replica(
     assert [float(p) for p in each(strategy, result)] == [2.0 * n + i for i in range(n)]
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("default", "mirrored_1", "mirrored_4", "virtual_2", "central_2")
 def test_t40_all_reduce_of_a_variable(strategy: Any, run: Any) -> None:
     n = strategy.num_replicas_in_sync
@@ -340,6 +344,7 @@ def test_t41_all_gather_of_different_sizes(strategy: Any, run: Any) -> None:
         run(strategy, lambda v: all_gather(v, 1), (x,))
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_2", "mirrored_4", "virtual_2")
 def test_t41_results_are_on_the_replicas(strategy: Any, run: Any) -> None:
     x = values(strategy, lambda i: jnp.ones((2,)) * i)

@@ -20,6 +20,8 @@ from vocabulary import copies, number, refused
 
 import replicax as rx
 
+pytestmark = pytest.mark.every_strategy
+
 PROGRAMS = Path(__file__).parent.parent / "support" / "programs"
 
 

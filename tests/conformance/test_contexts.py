@@ -18,6 +18,8 @@ from strategies_under_test import STRATEGIES, TWO_REPLICAS
 
 import replicax as rx
 
+pytestmark = pytest.mark.every_strategy
+
 
 def test_s1_s2_no_scope_is_a_replica_context() -> None:
     assert not rx.in_cross_replica_context()

@@ -23,6 +23,7 @@ def _sums(strategy: Any, value: Any) -> float:
     return float(strategy.reduce("SUM", value, axis=None))
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*MOST)
 def test_a_loop_writes_variables_of_every_kind(strategy: Any, run: Any) -> None:
     with strategy.scope():

@@ -116,6 +116,7 @@ def test_per_replica_arguments_do_not_retrace(strategy: Any) -> None:
     assert len(traces) == 1
 
 
+@pytest.mark.every_strategy
 def test_t19_no_further_traces(strategy: Any) -> None:
     calls = []
 
@@ -473,6 +474,7 @@ def test_closure_over_a_per_replica_value(strategy: Any) -> None:
 # State.
 
 
+@pytest.mark.every_strategy
 def test_s16_state_changes_as_in_eager_code(strategy: Any) -> None:
     with strategy.scope():
         v = rx.Variable([1.0, 2.0])
@@ -548,6 +550,7 @@ def test_t30_variables_created_on_the_first_call(kind: str) -> None:
     assert count.experimental_get_tracing_count() == 1
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("default", "one_device", "mirrored_2", "virtual_2", "central_2")
 @pytest.mark.parametrize(
     ("kind", "synchronization"),

@@ -17,6 +17,7 @@ everywhere = pytest.mark.parametrize("cross", [in_eager, in_function, in_merge, 
 outside = pytest.mark.parametrize("cross", [in_eager, in_function])
 
 
+@pytest.mark.every_strategy
 def test_s69_sample(strategy: Any, run: Any) -> None:
     n = strategy.num_replicas_in_sync
     result = run(strategy, lambda: jnp.array([[1], [2]]))
@@ -54,6 +55,7 @@ def test_s70_sample_of_four_replicas(strategy: Any, run: Any) -> None:
     )
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*TWO_REPLICAS)
 def test_s73_components_of_different_shape(strategy: Any) -> None:
     x = values(strategy, lambda i: jnp.ones((1, 2 + i, 3)) * i)
@@ -66,6 +68,7 @@ def test_s73_components_of_different_shape(strategy: Any) -> None:
                 cross(strategy, lambda s, x, a=axis: s.gather(x, axis=a), x)
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*TWO_REPLICAS)
 @outside
 def test_s73_an_empty_component(strategy: Any, cross: Any) -> None:
@@ -138,6 +141,7 @@ def test_s78_plain_array_comes_back(strategy: Any, cross: Any) -> None:
     assert strategy.gather(x, axis=0) is x
 
 
+@pytest.mark.every_strategy
 def test_s79_result_is_on_the_current_device(strategy: Any, devices: Any) -> None:
     if strategy is rx.get_strategy():
         x: Any = jnp.ones(2)
@@ -185,6 +189,7 @@ def test_gather_of_a_mirrored_value_has_a_part_per_replica(strategy: Any, cross:
     np.testing.assert_array_equal(gathered, [n * (n - 1) / 2, n] * n)
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_4", "virtual_2", "central_2")
 @outside
 def test_gather_of_a_sync_on_read_variable(strategy: Any, cross: Any) -> None:

@@ -42,6 +42,7 @@ W = jnp.linspace(-0.5, 0.7, 12).reshape(3, 4)
 B = jnp.linspace(0.1, 0.4, 4)
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("default", "mirrored_4", "virtual_2", "central_2")
 def test_gradients_equal_jax_grad(strategy: Any, run: Any) -> None:
     with strategy.scope():
@@ -205,6 +206,7 @@ def test_batch_norm_statistics_inside_the_loss(strategy: Any, run: Any) -> None:
         np.testing.assert_allclose(float(mean), np.mean(kept), rtol=1e-5)
 
 
+@pytest.mark.every_strategy
 @pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
 @pytest.mark.strategies(*FEW, "central_2")
 def test_aggregated_writes_inside_the_loss(strategy: Any, run: Any, aggregation: str) -> None:

@@ -53,6 +53,7 @@ def total(strategy: Any, fn: Any, *args: Any) -> Any:
 # Cutting.
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*TWO_REPLICAS)
 def test_S139_T66_the_sample_of_the_reference(strategy: Any) -> None:
     dataset = grain.MapDataset.range(4).batch(2).map(lambda x: x * 2)
@@ -153,6 +154,7 @@ def test_T68_dropped_remainders(strategy: Any) -> None:
     assert elements(strategy, distributed) == [[[0, 1], [2, 3]]]
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*ALL_BUT_DEFAULT)
 def test_S140_S141_every_row_reaches_one_replica(strategy: Any) -> None:
     count = strategy.num_replicas_in_sync
@@ -207,6 +209,7 @@ def test_S142_default_strategy_hands_datasets_back(strategy: Any) -> None:
 # From a function.
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*TWO_REPLICAS)
 def test_S149_S150_S151_S161_one_call_one_batch_per_replica(strategy: Any) -> None:
     contexts: list[Any] = []
@@ -238,6 +241,7 @@ def test_S151_uneven_end_of_a_function_s_dataset(strategy: Any) -> None:
         next(iterator)
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*TWO_REPLICAS)
 def test_T80_a_dataset_per_replica(strategy: Any) -> None:
     ids = []

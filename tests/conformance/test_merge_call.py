@@ -49,6 +49,7 @@ def me() -> int:
 # The meeting.
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("default", "one_device", "mirrored_4", *TWO_REPLICAS)
 def test_s41_merge_fn_waits_for_all_replicas(strategy: Any) -> None:
     order: list[str] = []
@@ -63,6 +64,7 @@ def test_s41_merge_fn_waits_for_all_replicas(strategy: Any) -> None:
     assert order == [f"a{i}" for i in range(n)] + ["merge"] + [f"b{i}" for i in range(n)]
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*KINDS)
 def test_s42_merge_fn_is_called_once_with_the_strategy_and_merged_arguments(
     strategy: Any, run: Any
@@ -94,6 +96,7 @@ def test_s42_merged_arguments_are_what_run_would_return(strategy: Any) -> None:
     assert (text, number) == ("t", 3)
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_4", *SEVERAL)
 def test_s43_each_replica_gets_its_part_of_the_result(strategy: Any, run: Any) -> None:
     def merge_fn(s: Any, own: Any) -> Any:
@@ -184,6 +187,7 @@ def test_s45_sample(strategy: Any, run: Any) -> None:
         assert [int(v) for v in strategy.unwrap(result)] == [10, 11]
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("one_device", *SEVERAL)
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_s46_update_recipe_equals_assign(strategy: Any, run: Any, op: str) -> None:
@@ -214,6 +218,7 @@ def test_s46_update_recipe_equals_assign(strategy: Any, run: Any, op: str) -> No
     assert on_each(strategy, result) == [(expected, expected)] * n
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*KINDS)
 def test_s47_s48_a_layer_may_reduce_and_update(strategy: Any, run: Any) -> None:
     class Norm(rx.Module):

@@ -182,6 +182,7 @@ def test_S217_result_of_nothing_is_zero(strategy: Any) -> None:
         assert float(make(strategy, cls).result()) == 0.0
 
 
+@pytest.mark.every_strategy
 def test_S217_result_in_replica_context_is_the_total_everywhere(strategy: Any, run: Any) -> None:
     metric = make(strategy, M.Mean)
 
@@ -205,6 +206,7 @@ def test_S217_calling_a_metric_updates_and_returns_the_result(strategy: Any, run
     assert local_values(strategy, got) == [1.5] * strategy.num_replicas_in_sync
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*TWO_REPLICAS)
 @pytest.mark.parametrize("where", [in_merge, in_compiled_merge])
 def test_S110_result_in_merge_call(strategy: Any, where: Any) -> None:

@@ -73,6 +73,7 @@ def model(kind: str, aggregation: Any, num_writers: int) -> list[float]:
 # Creation.
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_2", "virtual_2", "tpu_2", "minimal_2")
 def test_s90_a_variable_made_in_scope_is_mirrored_and_prints_so(strategy: Any) -> None:
     with strategy.scope():
@@ -87,6 +88,7 @@ def test_s90_a_variable_made_in_scope_is_mirrored_and_prints_so(strategy: Any) -
     assert str(v) == repr(v)
 
 
+@pytest.mark.every_strategy
 def test_s91_s106_a_variable_made_outside_of_scope_is_ordinary(strategy: Any) -> None:
     v = rx.Variable(1.0)
     assert repr(v) == "<rx.Variable 'Variable:0' shape=() dtype=float32, numpy=1.0>"
@@ -96,6 +98,7 @@ def test_s91_s106_a_variable_made_outside_of_scope_is_ordinary(strategy: Any) ->
         assert not strategy.extended.variable_created_in_scope(v)
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*DISTRIBUTED)
 @pytest.mark.parametrize(
     "synchronization", [rx.VariableSynchronization.AUTO, rx.VariableSynchronization.ON_WRITE]
@@ -117,6 +120,7 @@ def test_s92_one_copy_per_device(strategy: Any, synchronization: Any) -> None:
     assert v.trainable
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("one_device", "central_2")
 def test_s92_single_copy_strategies_keep_one_copy_on_their_device(strategy: Any) -> None:
     with strategy.scope():
@@ -128,6 +132,7 @@ def test_s92_single_copy_strategies_keep_one_copy_on_their_device(strategy: Any)
     assert strategy.extended.variable_created_in_scope(v)
 
 
+@pytest.mark.every_strategy
 def test_s100_variable_created_in_scope_knows_its_own_only(strategy: Any) -> None:
     if strategy is rx.get_strategy():
         assert not rx.OneDeviceStrategy("CPU:0").extended.variable_created_in_scope(
@@ -144,6 +149,7 @@ def test_s100_variable_created_in_scope_knows_its_own_only(strategy: Any) -> Non
     assert (owned(inside), owned(outside), owned(foreign)) == (True, False, False)
 
 
+@pytest.mark.every_strategy
 def test_s104_creators_inside_scope_run_once_per_variable(strategy: Any) -> None:
     seen: list[Any] = []
 
@@ -158,6 +164,7 @@ def test_s104_creators_inside_scope_run_once_per_variable(strategy: Any) -> None
     assert copies(strategy, v) == [1.0] * len(v.components)
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(
     "one_device", "mirrored_1", "mirrored_2", "mirrored_4", "virtual_2", "tpu_2"
 )
@@ -183,6 +190,7 @@ def test_s104_creators_outside_scope_run_once_per_copy(strategy: Any) -> None:
     assert strategy.extended.variable_created_in_scope(v)
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_2", "virtual_2", "tpu_2")
 def test_s104_a_creator_outside_scope_keeps_working_when_created_in_run(
     strategy: Any, run: Any
@@ -223,6 +231,7 @@ def test_s104_several_creators_are_asked_innermost_first() -> None:
     assert v.name == "vba"
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_2", "virtual_2", "tpu_2", "minimal_2")
 def test_t21_creators_opened_by_a_replica_see_that_replica_only(strategy: Any) -> None:
     def main_creator(next_creator: Any, **kwargs: Any) -> Any:
@@ -245,6 +254,7 @@ def test_t21_creators_opened_by_a_replica_see_that_replica_only(strategy: Any) -
     assert strategy.experimental_local_results(result) == ("main:0", "main:1")
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("one_device", "mirrored_2", "mirrored_4", "virtual_2", "central_2")
 def test_t25_t29_a_variable_made_in_run_is_one_variable_initialised_once(
     strategy: Any, run: Any
@@ -275,6 +285,7 @@ def test_t25_t29_a_variable_made_in_run_is_one_variable_initialised_once(
     assert np.asarray(made[0]).tolist() == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.every_strategy
 def test_t25_a_variable_made_in_run_is_returned_as_the_variable(strategy: Any, run: Any) -> None:
     made: list[Any] = []
 
@@ -315,6 +326,7 @@ def test_t26_names_are_compared_without_numbers_at_the_end() -> None:
     assert strategy.run(fn, args=(("foo", "foo"),)).name == "foo"
 
 
+@pytest.mark.every_strategy
 def test_t27_variables_of_one_name_are_matched_in_order(strategy: Any, run: Any) -> None:
     made: list[Any] = []
 
@@ -368,6 +380,7 @@ def test_1_7_an_error_in_the_initialiser_reaches_the_caller(strategy: Any, run: 
 # Reading.
 
 
+@pytest.mark.every_strategy
 def test_s94_s95_s99_reads_work_in_every_context(strategy: Any, run: Any) -> None:
     with strategy.scope():
         v = rx.Variable([1.0, 2.0])
@@ -391,6 +404,7 @@ def test_s94_s95_s99_reads_work_in_every_context(strategy: Any, run: Any) -> Non
     assert np.asarray(v.read_value()).tolist() == [1.0, 2.0]
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_2", "mirrored_4", "central_2", "tpu_2", "minimal_2")
 def test_s95_replica_reads_are_on_the_replica_device(strategy: Any) -> None:
     with strategy.scope():
@@ -400,6 +414,7 @@ def test_s95_replica_reads_are_on_the_replica_device(strategy: Any) -> None:
     assert found == [{d} for d in strategy.extended.layout.devices]
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_2", "mirrored_4", "tpu_2", "minimal_2")
 def test_t51_a_read_under_a_device_takes_the_copy_there(strategy: Any) -> None:
     with strategy.scope():
@@ -470,6 +485,7 @@ def refusal_of(strategy: Any, kind: str, aggregation: Any) -> Any:
     return None
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*MATRIX)
 def test_s96_s97_t44_t49_x4_replica_writes(strategy: Any, run: Any) -> None:
     """Every kind of write by every replica; refusals leave the value and the run alone."""
@@ -511,6 +527,7 @@ def test_s96_s97_t44_t49_x4_replica_writes(strategy: Any, run: Any) -> None:
             assert got == [model(key[0], FIRST, 1)] * len(got), key
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*MATRIX)
 @pytest.mark.parametrize("place", ["scope", "outside", "compiled", "merge_call"])
 def test_s98_t44_t49_cross_replica_writes_reach_every_copy_once(strategy: Any, place: str) -> None:
@@ -540,6 +557,7 @@ def test_s98_t44_t49_cross_replica_writes_reach_every_copy_once(strategy: Any, p
         assert copies(strategy, v) == [model(key[0], FIRST, 1)] * len(v.components), key
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*TWO_REPLICAS)
 def test_s97_x0_sum_mean_and_first_of_one_and_two(strategy: Any, run: Any) -> None:
     with strategy.scope():
@@ -554,6 +572,7 @@ def test_s97_x0_sum_mean_and_first_of_one_and_two(strategy: Any, run: Any) -> No
     assert all(len(set(copies(strategy, v))) == 1 for v in variables.values())
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("one_device", "mirrored_2", "mirrored_4", "virtual_2", "central_2")
 def test_x0_t44_one_shared_object_is_summed_by_plain_arithmetic(strategy: Any, run: Any) -> None:
     shared = jnp.asarray(2.0)
@@ -583,6 +602,7 @@ def test_x0_t44_one_shared_object_is_summed_by_plain_arithmetic(strategy: Any, r
     }
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("one_device", "mirrored_2", "mirrored_4", "virtual_2", "central_2")
 def test_s93_copies_stay_equal_over_many_writes(strategy: Any, run: Any) -> None:
     with strategy.scope():
@@ -616,6 +636,7 @@ def test_s99_reads_and_writes_outlive_the_strategy_object() -> None:
     assert float(v) == 3.0
 
 
+@pytest.mark.every_strategy
 def test_s106_a_variable_made_outside_is_read_by_replicas_and_refuses_their_writes(
     strategy: Any, run: Any
 ) -> None:
@@ -639,6 +660,7 @@ def test_s106_a_variable_made_outside_is_read_by_replicas_and_refuses_their_writ
     assert np.asarray(v).tolist() == [5.0, 6.0]
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*DISTRIBUTED)
 def test_x4_a_refused_write_that_escapes_leaves_the_strategy_usable(
     strategy: Any, run: Any
@@ -656,6 +678,7 @@ def test_x4_a_refused_write_that_escapes_leaves_the_strategy_usable(
     assert copies(strategy, v) == [7.0] * count
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*TWO_REPLICAS)
 def test_t49_scatter_in_cross_replica_context_adds_once(strategy: Any) -> None:
     with strategy.scope():
@@ -747,6 +770,7 @@ def test_1_7_scalar_and_empty_variables(strategy: Any, run: Any) -> None:
 # Compiled steps and the arrays that users hold.
 
 
+@pytest.mark.every_strategy
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_donation_values_held_across_compiled_calls_stay_valid(strategy: Any, shape: Any) -> None:
     with strategy.scope():
@@ -865,6 +889,7 @@ def test_donation_a_step_that_stores_one_value_in_two_variables_or_swaps_them(
     assert copies(strategy, w)[0] == [8.0, 9.0]
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("one_device", "mirrored_2", "mirrored_4", "virtual_2", "central_2")
 def test_capture_a_compiled_step_sees_writes_made_between_calls(strategy: Any, run: Any) -> None:
     with strategy.scope():

@@ -56,6 +56,7 @@ def require_equal(strategy: Any, variables: Any, expected: Any) -> None:
 # Where it is called.
 
 
+@pytest.mark.every_strategy
 def test_S214_gradients_are_summed_and_variables_change_in_sync(strategy: Any, run: Any) -> None:
     momentum = optax.sgd(0.1, momentum=0.9)
     w, b, optimizer = make(strategy, momentum)
@@ -92,6 +93,7 @@ def test_S214_equal_gradients_count_once_per_replica(strategy: Any, run: Any) ->
 PLACES = [in_eager, in_function, in_merge, in_compiled_merge]
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("one_device", "mirrored_2", "central_2")
 @pytest.mark.parametrize("place", PLACES)
 def test_S218_cross_replica_code_takes_plain_gradients_as_they_are(
@@ -106,6 +108,7 @@ def test_S218_cross_replica_code_takes_plain_gradients_as_they_are(
     require_equal(strategy, [w, b], [[0.0, -4.0], -2.5])
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_2", "virtual_2", "central_2")
 @pytest.mark.parametrize("place", PLACES)
 def test_S218_cross_replica_code_sums_per_replica_gradients(strategy: Any, place: Any) -> None:
@@ -422,6 +425,7 @@ def test_importing_replicax_does_not_import_optax() -> None:
 # The state.
 
 
+@pytest.mark.every_strategy
 def test_S215_slots_share_the_devices_of_their_variable(strategy: Any) -> None:
     w, b, optimizer = make(strategy)
     for variable in (w, b):
@@ -446,6 +450,7 @@ def test_S215_slots_of_a_variable_on_a_named_device_are_there() -> None:
     assert w.device.endswith("CPU:3")
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("central_2")
 def test_S215_on_central_storage_all_state_is_central(strategy: Any) -> None:
     _, _, optimizer = make(strategy)

@@ -33,6 +33,7 @@ everywhere = pytest.mark.parametrize("cross", PLACES)
 # What a reduction computes.
 
 
+@pytest.mark.every_strategy
 def test_s49_sum_of_replica_ids(strategy: Any, run: Any) -> None:
     result = run(strategy, lambda: rx.get_replica_context().replica_id_in_sync_group)
     n = strategy.num_replicas_in_sync
@@ -282,6 +283,7 @@ def test_t34_shared_result_of_run(strategy: Any, cross: Any) -> None:
     np.testing.assert_array_equal(mean, shared)
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_4", "virtual_2", "tpu_2")
 @pytest.mark.parametrize("cross", [in_eager, in_function])
 @pytest.mark.parametrize("axis", [None, 0])
@@ -300,6 +302,7 @@ def test_t35_mirrored_value(strategy: Any, cross: Any, axis: Any) -> None:
     np.testing.assert_allclose(mean, one if axis is None else 2.0)
 
 
+@pytest.mark.every_strategy
 @pytest.mark.parametrize("cross", [in_eager, in_function])
 def test_t35_variables(strategy: Any, cross: Any) -> None:
     n = strategy.num_replicas_in_sync
@@ -337,6 +340,7 @@ def test_reduce_of_a_sync_on_read_variable_combines_its_copies(strategy: Any, cr
 # Where the result is, and where reduce may be called.
 
 
+@pytest.mark.every_strategy
 def test_s50_result_is_on_the_current_device(strategy: Any, run: Any, devices: Any) -> None:
     result = run(strategy, lambda x: x + 1, (ids(strategy),))
     for value, device in zip(
@@ -364,6 +368,7 @@ def test_s13_reduce_needs_no_scope_and_leaves_none(strategy: Any) -> None:
         assert rx.get_strategy() is strategy
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("one_device", "mirrored_2", "virtual_2", "central_2")
 def test_s17_replica_context_is_refused(strategy: Any, run: Any) -> None:
     calls = [
@@ -588,6 +593,7 @@ def test_plain_indexed_slices(strategy: Any) -> None:
 # reduce_to and batch_reduce_to.
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*TWO_REPLICAS)
 def test_s60_destinations(strategy: Any, devices: Any) -> None:
     x = values(strategy, lambda i: jnp.array([1.0, 2.0]) + i)
@@ -617,6 +623,7 @@ def test_s60_destinations(strategy: Any, devices: Any) -> None:
                 np.testing.assert_allclose(part, [3, 5])
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*MANY_REPLICAS)
 @pytest.mark.parametrize("cross", [in_eager, in_function])
 def test_s61_value_as_destinations_is_an_all_reduce(strategy: Any, cross: Any) -> None:
@@ -669,6 +676,7 @@ def test_s62_batch_reduce_to_equals_reduce_to(strategy: Any, cross: Any) -> None
     assert len(batch) == 4
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*TWO_REPLICAS)
 def test_t37_each_result_on_its_own_destination(strategy: Any, devices: Any) -> None:
     x, y, z = (values(strategy, lambda i, k=k: jnp.float32(k * (i + 1))) for k in (1, 2, 3))

@@ -92,6 +92,7 @@ def context() -> Any:
 # Arguments.
 
 
+@pytest.mark.every_strategy
 def test_s19_each_replica_gets_its_component_on_its_device(strategy: Any) -> None:
     seen: list[Any] = []
 
@@ -112,6 +113,7 @@ def test_s19_each_replica_gets_its_component_on_its_device(strategy: Any) -> Non
         assert f"CPU:{next(iter(part.devices())).id}" in name
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("one_device", "mirrored_4", *SEVERAL)
 def test_s19_new_arrays_live_on_the_replica_device(strategy: Any, run: Any) -> None:
     result = run(strategy, lambda: jnp.ones(2) * 2)
@@ -267,6 +269,7 @@ def test_s35_options(strategy: Any) -> None:
 # Results.
 
 
+@pytest.mark.every_strategy
 def test_s20_one_object_of_all_replicas_is_the_result(strategy: Any) -> None:
     x = jnp.ones(2)
     marker = object()
@@ -298,6 +301,7 @@ def test_s21_different_objects_become_distributed(strategy: Any, run: Any) -> No
     ]
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*KINDS)
 def test_s22_components_of_a_variable_become_the_variable(strategy: Any, run: Any) -> None:
     with strategy.scope():
@@ -326,6 +330,7 @@ def test_s23_a_mixed_structure(strategy: Any, run: Any) -> None:
     assert variable is v
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_4", *KINDS)
 def test_s24_structure_of_the_result(strategy: Any, run: Any) -> None:
     def fn(x: Any) -> Any:
@@ -433,6 +438,7 @@ def test_s21_different_python_results(strategy: Any) -> None:
     assert objects.values == (Opaque(0), Opaque(1))
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("default", "one_device", "mirrored_1")
 def test_s28_one_replica_returns_plain_values(strategy: Any, run: Any) -> None:
     def fn(x: Any) -> Any:
@@ -470,6 +476,7 @@ def test_s33_s34_sample_of_an_all_reduce(strategy: Any, run: Any) -> None:
     assert all(p.dtype == jnp.int32 for p in parts)
 
 
+@pytest.mark.every_strategy
 def test_s40_replica_ids(strategy: Any, run: Any) -> None:
     def fn() -> Any:
         replica_id = context().replica_id_in_sync_group

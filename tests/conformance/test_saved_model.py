@@ -81,6 +81,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.every_strategy
 def test_S212_a_model_is_saved_in_scope_and_out_of_scope(strategy: Any, tmp_path: Path) -> None:
     model = made(strategy)
     rx.saved_model.save(model, tmp_path / "out")
@@ -271,6 +272,7 @@ def test_replica_functions_see_one_replica_when_exported(
         assert float(again.seen) == sum(range(count + 1))
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*TWO_REPLICAS, "mirrored_4")
 def test_T65_writes_of_loaded_functions_are_aggregated(
     strategy: Any, run: Any, tmp_path: Path

@@ -13,6 +13,8 @@ from strategies_under_test import STRATEGIES, MinimalStrategy
 
 import replicax as rx
 
+pytestmark = pytest.mark.every_strategy
+
 SUM = rx.VariableAggregation.SUM
 
 

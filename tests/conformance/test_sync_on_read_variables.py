@@ -47,6 +47,7 @@ def write(variable: Any, kind: str) -> Any:
     return getattr(variable, kind)(rx.IndexedSlices(jnp.ones(1), jnp.asarray([0])))
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*REPLICATED)
 def test_s107_one_component_per_device(strategy: Any) -> None:
     v = on_read(strategy, [1.0, 2.0], SUM, name="m")
@@ -62,6 +63,7 @@ def test_s107_one_component_per_device(strategy: Any) -> None:
     assert (v.shape, v.dtype, v.synchronization, v.aggregation) == ((2,), jnp.float32, ON_READ, SUM)
 
 
+@pytest.mark.every_strategy
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a.name)
 @pytest.mark.strategies("one_device", "mirrored_2", "virtual_2")
 def test_s108_s110_replicas_touch_their_copy_and_a_read_combines(
@@ -120,6 +122,7 @@ def test_s110_a_read_in_merge_call_combines(strategy: Any, run: Any) -> None:
     assert [copies(strategy, v) for v in variables.values()] == [[1.0, 2.0]] * 3
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_2", "virtual_2", "central_2", "mirrored_1")
 def test_s108_1_7_the_matrix_of_replica_writes(strategy: Any, run: Any) -> None:
     variables = {
@@ -146,6 +149,7 @@ def test_s108_1_7_the_matrix_of_replica_writes(strategy: Any, run: Any) -> None:
         assert copies(strategy, v) == [want] * len(v.components), key
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_1", "mirrored_2", "virtual_2", "central_2")
 @pytest.mark.parametrize("place", ["scope", "outside", "compiled", "merge_call"])
 def test_s111_t52_t53_x5_the_matrix_of_cross_replica_writes(strategy: Any, place: str) -> None:
@@ -192,6 +196,7 @@ def test_s111_t52_t53_x5_the_matrix_of_cross_replica_writes(strategy: Any, place
         assert copies(strategy, variables["assign_add", aggregation]) == [[5.0, 9.0]] * n
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("default", "one_device")
 def test_s107_with_one_replica_an_on_read_variable_is_plain(strategy: Any) -> None:
     for aggregation in AGGREGATIONS:
@@ -230,6 +235,7 @@ def test_t52_whole_numbers_are_shared_out_without_loss(strategy: Any, value: int
         assert np.asarray(v.read_value()).tolist() == [value * 3] * 2
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*REPLICATED)
 def test_t55_inside_update_the_assignment_is_raw(strategy: Any) -> None:
     n = strategy.num_replicas_in_sync
@@ -274,6 +280,7 @@ def test_s113_t57_trainable_is_false_unless_said(strategy: Any) -> None:
         assert not rx.Variable(1.0, trainable=False).trainable
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("one_device", "mirrored_2", "mirrored_4", "virtual_2", "central_2")
 def test_s116_all_components_start_from_one_initial_value(strategy: Any, run: Any) -> None:
     calls: list[int] = []

@@ -11,6 +11,8 @@ from strategies_under_test import DISTRIBUTED, STRATEGIES, TWO_REPLICAS
 
 import replicax as rx
 
+pytestmark = pytest.mark.every_strategy
+
 SUM = rx.VariableAggregation.SUM
 ON_READ = rx.VariableSynchronization.ON_READ
 HAS_DEVICES = ("one_device", *DISTRIBUTED, "central_2")

@@ -573,6 +573,7 @@ def test_select_beyond_the_components() -> None:
 # Local results.
 
 
+@pytest.mark.every_strategy
 def test_s80_x13_local_results(strategy: Any, run: Any) -> None:
     n = strategy.num_replicas_in_sync
     result = run(strategy, lambda x: {"a": x, "b": [x * 2]}, (values(strategy, jnp.float32),))
@@ -584,6 +585,7 @@ def test_s80_x13_local_results(strategy: Any, run: Any) -> None:
     assert type(unwrapped) is list and [float(v) for v in unwrapped] == list(range(n))
 
 
+@pytest.mark.every_strategy
 def test_s80_a_plain_value_gives_a_tuple_of_it(strategy: Any) -> None:
     x = jnp.ones(2)
     assert strategy.experimental_local_results(x) == (x,)
@@ -593,6 +595,7 @@ def test_s80_a_plain_value_gives_a_tuple_of_it(strategy: Any) -> None:
     assert strategy.unwrap(3) == [3]
 
 
+@pytest.mark.every_strategy
 def test_s80_allowed_in_every_context(strategy: Any) -> None:
     seen: list[Any] = []
 
@@ -606,6 +609,7 @@ def test_s80_allowed_in_every_context(strategy: Any) -> None:
     assert len(seen) == strategy.num_replicas_in_sync + 1
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*MANY_REPLICAS)
 def test_s80_nest_of_distributed_and_plain_values(strategy: Any) -> None:
     nest = (values(strategy, jnp.float32), "plain", {"m": mirrored(strategy)})
@@ -616,6 +620,7 @@ def test_s80_nest_of_distributed_and_plain_values(strategy: Any) -> None:
         np.testing.assert_array_equal(other["m"], [1, 3])
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_4", "virtual_2", "central_2")
 def test_s80_in_compiled_cross_replica_code(strategy: Any) -> None:
     n = strategy.num_replicas_in_sync
@@ -629,6 +634,7 @@ def test_s80_in_compiled_cross_replica_code(strategy: Any) -> None:
     assert float(fn(values(strategy, jnp.float32))) == sum(k * k for k in range(1, n + 1))
 
 
+@pytest.mark.every_strategy
 def test_s82_local_results_of_a_variable(strategy: Any) -> None:
     with strategy.scope():
         v = rx.Variable([1.0, 2.0])
@@ -639,6 +645,7 @@ def test_s82_local_results_of_a_variable(strategy: Any) -> None:
         np.testing.assert_array_equal(part, [1, 2])
 
 
+@pytest.mark.every_strategy
 def test_s82_nest_of_a_result_and_a_variable(strategy: Any) -> None:
     """A variable with one copy stands in the results of every replica."""
     n = strategy.num_replicas_in_sync
@@ -654,6 +661,7 @@ def test_s82_nest_of_a_result_and_a_variable(strategy: Any) -> None:
 # Values from a function.
 
 
+@pytest.mark.every_strategy
 def test_s84_value_fn_is_called_once_per_replica(strategy: Any) -> None:
     seen: list[Any] = []
 
@@ -670,6 +678,7 @@ def test_s84_value_fn_is_called_once_per_replica(strategy: Any) -> None:
     assert [float(v) for v in strategy.experimental_local_results(x)] == list(range(n))
 
 
+@pytest.mark.every_strategy
 def test_s85_s86_s87_samples(strategy: Any) -> None:
     n = strategy.num_replicas_in_sync
     make = strategy.experimental_distribute_values_from_function
@@ -716,12 +725,14 @@ def test_s89_different_structures_are_refused(strategy: Any) -> None:
         values(strategy, lambda i: [1] * (i + 1))
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("one_device", "mirrored_2", "virtual_2")
 def test_s84_replica_context_is_refused(strategy: Any, run: Any) -> None:
     with refused(RuntimeError, "cross-replica"):
         run(strategy, lambda: values(strategy, lambda i: 1.0))
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("one_device", "mirrored_2")
 def test_s84_an_error_of_value_fn_reaches_the_caller(strategy: Any) -> None:
     def value_fn(ctx: Any) -> Any:
@@ -743,6 +754,7 @@ def test_s84_value_context() -> None:
 # value_container.
 
 
+@pytest.mark.every_strategy
 def test_s101_container_of_a_variable_component(strategy: Any) -> None:
     with strategy.scope():
         v = rx.Variable(1.0)
@@ -751,6 +763,7 @@ def test_s101_container_of_a_variable_component(strategy: Any) -> None:
     assert strategy.extended.value_container(v) is v
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_2", "virtual_2", "mirrored_4")
 def test_s101_s103_container_of_a_component(strategy: Any, run: Any) -> None:
     result = run(strategy, lambda x: x + 1, (values(strategy, jnp.float32),))
@@ -761,6 +774,7 @@ def test_s101_s103_container_of_a_component(strategy: Any, run: Any) -> None:
         assert any(component is part for part in local)
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies(*TWO_REPLICAS)
 def test_s103_container_of_mirrored_and_made_values(strategy: Any) -> None:
     m = mirrored(strategy)
@@ -785,6 +799,7 @@ def test_s102_dead_container(strategy: Any, run: Any) -> None:
     assert strategy.extended.value_container(component) is component
 
 
+@pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_2", "virtual_2")
 def test_s103_component_of_two_containers(strategy: Any) -> None:
     """A component that a later merge holds as well is still found in its container."""

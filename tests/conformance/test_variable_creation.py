@@ -11,6 +11,8 @@ import pytest
 
 import replicax as rx
 
+pytestmark = pytest.mark.every_strategy
+
 KINDS = ("default", "one_device", "mirrored_2", "virtual_2", "central_2")
 SEVERAL = ("mirrored_2", "virtual_2", "central_2")
 REPLICATED = ("mirrored_2", "virtual_2", "tpu_2", "minimal_2")
