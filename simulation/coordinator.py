@@ -1,4 +1,4 @@
-"""The simulated coordinator: the real dispatcher before a model of `transport/client_pool.py`."""
+"""The simulated coordinator: the real core before a model of `transport/client_pool.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from replicax.coordinator.dispatcher import Dispatcher
+from replicax.coordinator.core import Core
 from replicax.coordinator.scheduling.closures import Closure
 from replicax.coordinator.scheduling.pacing import BoundedStaleness
 from replicax.coordinator.scheduling.timing import Timing
@@ -37,7 +37,7 @@ _LEASE_S = 60.0
 
 
 class SimulatedCluster:
-    """What the dispatcher knows of the cluster."""
+    """What the core knows of the cluster."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class SimulatedCluster:
         self._numbers = itertools.count(takeover.first_closure)
 
     def attach(self) -> None:
-        """Servers are attached before the dispatcher begins."""
+        """Servers are attached before the core begins."""
 
     def is_saved(self, server: int) -> bool:
         """Tells whether a server keeps snapshots."""
@@ -127,12 +127,12 @@ class _Peer:
             self.line.send(*self._waiting.popleft())
         coordinator = self._coordinator
         now = coordinator.world.now
-        coordinator.dispatcher.connected(self._task, welcome.incarnation, now)
+        coordinator.core.connected(self._task, welcome, now)
         coordinator.observe()
 
     def answered(self, envelope: messages.Envelope, buffers: list[memoryview]) -> None:
         coordinator = self._coordinator
-        coordinator.dispatcher.message(self._task, envelope, buffers, coordinator.world.now)
+        coordinator.core.received(self._task, envelope, buffers, coordinator.world.now)
         coordinator.observe()
 
     def lost(self, reason: str) -> None:
@@ -145,7 +145,7 @@ class _Peer:
         self._waiting.clear()
         coordinator = self._coordinator
         coordinator.world.note(f"coordinator 0 has lost {self._task}: {reason}")
-        coordinator.dispatcher.lost(self._task, reason, coordinator.world.now)
+        coordinator.core.lost(self._task, reason, coordinator.world.now)
         coordinator.observe()
 
 
@@ -153,7 +153,7 @@ class SimulatedCoordinator(Process):
     """The process of the coordinator. It does nothing until it begins.
 
     Attributes:
-      dispatcher: The real one.
+      core: The real one.
       cluster: What it knows of the cluster.
       checks: What looks at it.
     """
@@ -172,7 +172,7 @@ class SimulatedCoordinator(Process):
         self.network, self.checks = network, checks
         is_saved = bool(world.faults.saved_share)
         self.cluster = SimulatedCluster(servers, workers, world.life(), plan, is_saved=is_saved)
-        self.dispatcher: Dispatcher
+        self.core: Core
         self._plan = plan
         self._servers, self._workers = list(servers), list(workers)
         self._timing = timing
@@ -181,10 +181,10 @@ class SimulatedCoordinator(Process):
     def begin(self) -> None:
         """Calls all tasks; its servers are attached."""
         world = self.world
-        self.dispatcher = Dispatcher(self.cluster, self, self._timing, _QUEUE_LIMIT, world.now)
-        self.dispatcher.speculates = world.random.random() < 0.5
+        self.core = Core(self.cluster, self, self._timing, _QUEUE_LIMIT, world.now)
+        self.core.speculates = world.random.random() < 0.5
         if world.random.random() < 0.2:
-            self.dispatcher.crew.pace(BoundedStaleness(world.random.randint(0, 4)))
+            self.core.pool.set_pacing(BoundedStaleness(world.random.randint(0, 4)))
         tasks = (*self._servers, *self._workers)
         self._peers = {process.task: _Peer(self, process) for process in tasks}
         for peer in self._peers.values():
@@ -200,22 +200,22 @@ class SimulatedCoordinator(Process):
         """Schedules a closure."""
         self.world.note(f"the user schedules {closure.id}")
         self.checks.scheduled(self._plan.element_of(self.cluster.epoch, closure.id), closure)
-        self.dispatcher.add(closure, self.world.now)
+        self.core.add(closure, self.world.now)
 
     @property
     def is_working(self) -> bool:
         """Whether closures are on their way or run."""
-        return bool(self.dispatcher.queue.in_flight)
+        return bool(self.core.queue.in_flight)
 
     def observe(self) -> None:
-        """Looks at what the dispatcher has decided."""
-        if self.dispatcher.policy.broken_server is not None:
+        """Looks at what the core has decided."""
+        if self.core.policy.server_policy.lost_server is not None:
             self.checks.lost_servers()
         self.checks.results_came(self._strangers())
 
     def _strangers(self) -> set[int]:
         """Returns the servers of which the coordinator does not know that they went away."""
-        known = self.dispatcher.policy.servers
+        known = self.core.policy.servers
         return {
             server.task.index
             for server in self._servers
@@ -224,7 +224,7 @@ class SimulatedCoordinator(Process):
             or known[server.task.index].incarnation not in (0, server.incarnation)
         }
 
-    # What the dispatcher asks of a hub.
+    # What the core asks of a hub.
 
     def send(
         self, task: Task, body: messages.Body, buffers: Sequence[Any] = (), request: int = 0
@@ -239,6 +239,6 @@ class SimulatedCoordinator(Process):
         self._peers[task].send(frames, label_of(body, request))
 
     def _tick(self) -> None:
-        self.dispatcher.tick(self.world.now)
+        self.core.tick(self.world.now)
         self.observe()
         self.later(_IDLE_S, self._tick)

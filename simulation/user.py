@@ -65,7 +65,7 @@ class User:
         self._coordinator.world.note(f"the user is done: {self.outcome}")
 
     def _program(self) -> Steps:
-        chance, queue = self._coordinator.world.random, self._coordinator.dispatcher.queue
+        chance, queue = self._coordinator.world.random, self._coordinator.core.queue
         while self.num_left:
             yield from self._settle_errors()
             if self.outcome is not None:
@@ -92,9 +92,9 @@ class User:
 
     def _settle_errors(self) -> Steps:
         """Takes errors until there is none, as `schedule` and `join` raise them."""
-        dispatcher, world = self._coordinator.dispatcher, self._coordinator.world
+        core, world = self._coordinator.core, self._coordinator.world
         while True:
-            error = dispatcher.pending_error()
+            error = core.pending_error()
             if error is not None:
                 world.note(f"the user gets {type(error).__name__}")
                 self._coordinator.checks.require_reason(error, is_final=True)
@@ -103,7 +103,7 @@ class User:
                     self.outcome = type(error).__name__
                     self._coordinator.checks.lost_servers()
                     return
-            elif dispatcher.queue.error is None:
+            elif core.queue.error is None:
                 return
             yield _LOOK_S
 

@@ -123,7 +123,7 @@ class SimulatedWorker(ListeningProcess):
         if job is None:
             return
         if pause_s > _PAUSE_S:
-            job.heard_s += pause_s
+            job.last_seen_s += pause_s
         if job.is_orphaned(now):
             self._end("it has not heard of its coordinator for too long")
 
@@ -184,7 +184,7 @@ class SimulatedWorker(ListeningProcess):
             old.session, old.request = session, envelope.request
             return (messages.Done(), ()) if old.is_ready else None
         job = Job(envelope.job, envelope.epoch, self.incarnation, body, session, envelope.request)
-        job.heard_s = self.world.now
+        job.last_seen_s = self.world.now
         self._job = job
         if old is not None:
             old.end()
@@ -195,7 +195,7 @@ class SimulatedWorker(ListeningProcess):
         figures: dict[str, int | float] = {"attached": 0, "open": 0}
         if job is not None:
             job.session = session
-            job.heard_s = self.world.now
+            job.last_seen_s = self.world.now
             job.forget_settled(body.settled)
             figures = {"attached": 1, "open": job.num_open}
         return messages.Pong(self._num_run, figures)

@@ -83,8 +83,8 @@ def _heartbeats() -> list[_Patch]:
     tick = Policy.tick
 
     def trusting_tick(self: Policy, queue: ClosureQueue, now: float) -> Any:
-        for task in (*self.crew.workers, *self.servers):
-            task.heard_s = now
+        for task in (*self.pool.workers, *self.servers):
+            task.last_seen_s = now
         return tick(self, queue, now)
 
     return [(Policy, "tick", trusting_tick)]

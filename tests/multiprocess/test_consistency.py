@@ -18,9 +18,9 @@ from parameter_store_client import Caller, exported, open_rows
 
 import replicax as rx
 from replicax.contexts.overlay import Change
-from replicax.coordinator.scheduling.assignment import Crew
 from replicax.coordinator.scheduling.closures import Closure
 from replicax.coordinator.scheduling.pacing import BoundedStaleness, Rounds
+from replicax.coordinator.scheduling.pool import WorkerPool
 from replicax.coordinator.scheduling.queue import ClosureQueue
 from replicax.coordinator.scheduling.workers import WorkerState
 from replicax.foundation import errors
@@ -83,11 +83,11 @@ class Table:
 
     def __init__(self, num_workers: int, pacing: Any, num_servers: int = 2) -> None:
         self.queue = ClosureQueue()
-        self.crew = Crew(num_workers, 0.0)
-        self.crew.pace(pacing)
-        for worker in self.crew.workers:
+        self.pool = WorkerPool(num_workers, 0.0)
+        self.pool.set_pacing(pacing)
+        for worker in self.pool.workers:
             worker.state = WorkerState.READY
-            self.crew.refresh(worker)
+            self.pool.update(worker)
         self.clocks = [0] * num_servers
         # By closure and server: the clock when it read. By server: the closures it knows.
         self.reads: dict[tuple[int, int], int] = {}
@@ -103,13 +103,13 @@ class Table:
     def dispatch(self) -> dict[int, int]:
         """Hands closures out; returns which worker got which."""
         given: dict[int, int] = {}
-        for action in self.crew.dispatch(self.queue, 0.0):
+        for action in self.pool.dispatch(self.queue, 0.0):
             assert len(action.closures) == 1 and action.worker not in given  # type: ignore[union-attr]
             given[action.worker] = action.closures[0].id  # type: ignore[union-attr]
         return given
 
     def running(self) -> list[tuple[int, Closure]]:
-        return [(w.index, c) for w in self.crew.workers for c in w.window.values()]
+        return [(w.index, c) for w in self.pool.workers for c in w.assigned.values()]
 
     def read(self, closure: Closure, server: int) -> None:
         self.reads.setdefault((closure.id, server), self.clocks[server])
@@ -124,7 +124,7 @@ class Table:
 
     def finish(self, worker: int, *, has_stepped: bool = True) -> None:
         """The worker's closure reaches its end, as far as it has not, and is settled."""
-        (closure,) = self.crew.workers[worker].window.values()
+        (closure,) = self.pool.workers[worker].assigned.values()
         for server in range(len(self.clocks) if has_stepped else 0):
             self.apply(closure, server)
         self.leave(worker)
@@ -132,16 +132,16 @@ class Table:
 
     def lose(self, worker: int) -> None:
         """The worker goes, and a new life of it comes; its closure is put back."""
-        (closure,) = self.crew.workers[worker].window.values()
+        (closure,) = self.pool.workers[worker].assigned.values()
         self.leave(worker)
         for server in range(len(self.clocks)):
             self.reads.pop((closure.id, server), None)
-        self.queue.put_back([closure])
+        self.queue.requeue([closure])
 
     def leave(self, index: int) -> None:
-        worker = self.crew.workers[index]
-        worker.window.clear()
-        self.crew.refresh(worker)
+        worker = self.pool.workers[index]
+        worker.assigned.clear()
+        self.pool.update(worker)
 
 
 def random_history(bound: int, num_workers: int, seed: int) -> Table:
@@ -232,7 +232,7 @@ def test_errands_do_not_count() -> None:
     table = Table(2, BoundedStaleness(0))
     table.put(1)
     errand = Closure(0, None, pin=1)  # type: ignore[arg-type]
-    table.crew.workers[1].errands.append(errand)
+    table.pool.workers[1].pinned_closures.append(errand)
     assert table.dispatch() == {0: 1, 1: 0}
 
 
@@ -279,8 +279,8 @@ def test_a_closure_of_a_lost_worker_runs_again_in_its_round() -> None:
     assert table.dispatch() == {0: 1, 1: 2}
     table.finish(0)
     table.lose(1)
-    table.crew.workers[1].state = WorkerState.CONNECTING
-    table.crew.refresh(table.crew.workers[1])
+    table.pool.workers[1].state = WorkerState.CONNECTING
+    table.pool.update(table.pool.workers[1])
     assert table.dispatch() == {0: 2}, "there is nobody else"
     table.finish(0)
     assert table.dispatch() == {0: 3}
@@ -308,7 +308,7 @@ def test_rounds_are_held_while_servers_apply_the_rest() -> None:
     rounds.hold()
     table.put(3)
     assert table.dispatch() == {}
-    rounds.begin_anew()
+    rounds.restart()
     assert table.dispatch() == {0: 2, 1: 3}
 
 

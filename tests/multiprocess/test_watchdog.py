@@ -20,8 +20,8 @@ from replicax.coordinator.scheduling.queue import ClosureQueue
 from replicax.coordinator.scheduling.servers import Server
 from replicax.coordinator.scheduling.timing import Timing
 from replicax.coordinator.scheduling.workers import Worker, WorkerState
-from replicax.coordinator.waiting_threads import Waiter
-from replicax.coordinator.watchdog import News, Pulse
+from replicax.coordinator.wait_report import WaitingThread
+from replicax.coordinator.watchdog import Change, StallDetector
 from replicax.foundation import errors, thread_stacks
 from replicax.protocol import messages
 from replicax.protocol.tasks import Task
@@ -36,43 +36,43 @@ PATIENT = Timing(beat_s=0.1, dead_s=60.0, cancel_s=5.0)
 # When it speaks.
 
 
-def looks(pulse: Pulse, *rows: tuple[int, bool, float]) -> list[str]:
-    return [pulse.look(*row).value for row in rows]
+def polls(detector: StallDetector, *rows: tuple[int, bool, float]) -> list[str]:
+    return [detector.poll(*row).value for row in rows]
 
 
 def test_T122_a_stall_is_told_at_the_timeout_and_again_each_timeout() -> None:
-    pulse = Pulse(10.0, 0.0)
+    detector = StallDetector(10.0, 0.0)
     rows = [(0, True, float(now)) for now in range(1, 31)]
-    found = looks(pulse, *rows)
-    told = [row[2] for row, news in zip(rows, found, strict=True) if news == "stall"]
+    found = polls(detector, *rows)
+    told = [row[2] for row, news in zip(rows, found, strict=True) if news == "stalled"]
     assert told == [10.0, 20.0, 30.0]
-    assert pulse.stalled_s == 30.0
+    assert detector.stalled_s == 30.0
 
 
 def test_T122_closures_that_end_in_time_are_no_stall() -> None:
-    pulse = Pulse(10.0, 0.0)
+    detector = StallDetector(10.0, 0.0)
     rows = [(int(now // 9), True, float(now)) for now in range(1, 100)]
-    assert set(looks(pulse, *rows)) == {"nothing"}
+    assert set(polls(detector, *rows)) == {"none"}
 
 
 def test_T122_nothing_to_do_is_no_stall_and_counts_for_nothing() -> None:
-    pulse = Pulse(10.0, 0.0)
-    assert looks(pulse, (0, False, 100.0), (0, True, 109.0)) == ["nothing", "nothing"]
-    assert pulse.look(0, True, 110.0) is News.STALL
+    detector = StallDetector(10.0, 0.0)
+    assert polls(detector, (0, False, 100.0), (0, True, 109.0)) == ["none", "none"]
+    assert detector.poll(0, True, 110.0) is Change.STALLED
 
 
 @pytest.mark.parametrize("end", [(1, True), (0, False)])
 def test_T122_the_end_of_a_stall_is_told_once(end: tuple[int, bool]) -> None:
-    pulse = Pulse(10.0, 0.0)
-    assert looks(pulse, (0, True, 12.0), (*end, 13.0)) == ["stall", "resumed"]
-    assert pulse.stalled_s == 13.0
-    assert pulse.look(*end, 14.0) is News.NOTHING
+    detector = StallDetector(10.0, 0.0)
+    assert polls(detector, (0, True, 12.0), (*end, 13.0)) == ["stalled", "resumed"]
+    assert detector.stalled_s == 13.0
+    assert detector.poll(*end, 14.0) is Change.NONE
 
 
 def test_T122_time_in_which_the_process_was_stopped_does_not_count() -> None:
-    pulse = Pulse(10.0, 0.0)
-    pulse.forgive(100.0)
-    assert looks(pulse, (0, True, 109.0), (0, True, 110.0)) == ["nothing", "stall"]
+    detector = StallDetector(10.0, 0.0)
+    detector.extend(100.0)
+    assert polls(detector, (0, True, 109.0), (0, True, 110.0)) == ["none", "stalled"]
 
 
 # What it says.
@@ -83,14 +83,14 @@ def train_step() -> None:
 
 
 def closure(number: int, **options: Any) -> Closure:
-    options.setdefault("kept", (train_step, ("secret argument",), {}))
+    options.setdefault("keep_alive", (train_step, ("secret argument",), {}))
     return Closure(number, None, **options)  # type: ignore[arg-type]
 
 
-def ready_worker(index: int, now: float, *closures: Closure, **figures: float) -> Worker:
+def ready_worker(index: int, now: float, *closures: Closure, **counters: float) -> Worker:
     worker = Worker(index, now)
     worker.state = WorkerState.READY
-    worker.figures = figures
+    worker.counters = counters
     worker.assign(list(closures), now)
     return worker
 
@@ -99,11 +99,11 @@ def described(
     workers: list[Worker],
     servers: list[Server] | None = None,
     queue: ClosureQueue | None = None,
-    waiters: tuple[Waiter, ...] = (),
+    threads: tuple[WaitingThread, ...] = (),
     now: float = 112.3,
-) -> wait_report.Waits:
+) -> wait_report.WaitReport:
     queue = ClosureQueue() if queue is None else queue
-    return wait_report.describe(workers, servers or [], queue, waiters, 1.0, now)
+    return wait_report.describe(workers, servers or [], queue, threads, 1.0, now)
 
 
 def test_T122_who_runs_what_and_waits_for_which_server() -> None:
@@ -112,65 +112,68 @@ def test_T122_who_runs_what_and_waits_for_which_server() -> None:
         queue.put(closure(number))
     given = queue.take(3, 1)
     worker = ready_worker(1, 100.0, *given, waiting_ps=0, waiting_s=11.9, running_s=12.0)
-    worker.heard_s = 112.1
+    worker.last_seen_s = 112.1
     server = Server(0, 112.0)
-    server.figures = {"requests": 41}
+    server.counters = {"requests": 41}
     found = described(
-        [ready_worker(0, 112.0), worker], [server], queue, (Waiter("MainThread", "join", 102.3),)
+        [ready_worker(0, 112.0), worker],
+        [server],
+        queue,
+        (WaitingThread("MainThread", "join", 102.3),),
     )
     assert found.lines == (
-        "thread MainThread waits in `join` since 10.0 s: "
-        "10 closures are queued and 3 given to workers",
-        "10 closures wait for a worker that has room",
-        "/job:worker/task:0 has nothing to do",
-        "closure 17 (train_step) runs on /job:worker/task:1 since 12.3 s; "
+        "thread MainThread has waited in `join` for 10.0 s: "
+        "10 closures are queued and 3 assigned to workers",
+        "10 closures wait for a worker with capacity",
+        "/job:worker/task:0 is idle",
+        "closure 17 (train_step) has run on /job:worker/task:1 for 12.3 s; "
         "behind it closures 18, 19",
-        "/job:worker/task:1 waits for an answer of /job:ps/task:0 since 12.1 s",
-        "/job:ps/task:0 was heard 0.3 s ago, 41 requests answered",
+        "/job:worker/task:1 has waited for a reply of /job:ps/task:0 for 12.1 s",
+        "/job:ps/task:0 replied 0.3 s ago, 41 requests answered",
     )
     assert found.tasks == (Task("worker", 1), Task("ps", 0))
     assert "secret" not in str(found)
 
 
 @pytest.mark.parametrize(
-    ("figures", "heard_s", "words"),
+    ("counters", "seen_s", "words"),
     [
-        ({"running_s": 12.0, "open": 1}, 112.2, "computes since 12.1 s"),
+        ({"running_s": 12.0, "open": 1}, 112.2, "has computed for 12.1 s"),
         ({"running_s": 0.0, "open": 1}, 112.2, "has not started it"),
-        ({"running_s": 0.0, "open": 0}, 112.2, "says that it has no closures"),
-        ({"running_s": 8.0, "open": 1}, 109.0, "does not answer beats since 3.3 s"),
-        ({"waiting_ps": float("nan")}, 112.2, "waits for an answer of /job:ps/task:nan"),
+        ({"running_s": 0.0, "open": 0}, 112.2, "reports that it has no closures"),
+        ({"running_s": 8.0, "open": 1}, 109.0, "has not answered heartbeats for 3.3 s"),
+        ({"waiting_ps": float("nan")}, 112.2, "has waited for a reply of /job:ps/task:nan"),
     ],
 )
-def test_T122_what_a_worker_does(figures: dict[str, float], heard_s: float, words: str) -> None:
-    worker = ready_worker(0, 100.0, closure(1), **figures)
-    worker.heard_s = heard_s
+def test_T122_what_a_worker_does(counters: dict[str, float], seen_s: float, words: str) -> None:
+    worker = ready_worker(0, 100.0, closure(1), **counters)
+    worker.last_seen_s = seen_s
     found = described([worker], [Server(0, 112.0)])
     assert f"/job:worker/task:0 {words}" in found.lines[1]
     assert found.tasks == (Task("worker", 0),)
 
 
 def test_T122_workers_that_are_not_there_or_get_nothing() -> None:
-    away, benched = Worker(0, 100.0), ready_worker(1, 112.0)
-    benched.benched_s = 114.0
-    away.errands.append(closure(5, pin=0))
-    lines = described([away, benched]).lines
+    away, excluded = Worker(0, 100.0), ready_worker(1, 112.0)
+    excluded.excluded_until_s = 114.0
+    away.pinned_closures.append(closure(5, pin=0))
+    lines = described([away, excluded]).lines
     assert lines == (
         "closure 5 can run on /job:worker/task:0 alone",
         "/job:worker/task:0 is connecting: it was never reached",
-        "/job:worker/task:1 gets nothing for 1.7 s: it could not reach a server",
+        "/job:worker/task:1 gets no closures for 1.7 s: it could not reach a server",
     )
 
 
 def test_T122_servers_that_are_lost_away_or_silent() -> None:
     lost, away, silent = Server(0, 112.0), Server(1, 112.0), Server(2, 102.3)
     lost.loss = "its process is gone"
-    away.away_s, away.reason = 110.3, "it was restarted"
+    away.away_since_s, away.reason = 110.3, "it was restarted"
     lines = described([], [lost, away, silent]).lines
     assert lines == (
         "/job:ps/task:0 is lost: its process is gone",
-        "/job:ps/task:1 is away since 2.0 s: it was restarted",
-        "/job:ps/task:2 does not answer beats since 10.0 s",
+        "/job:ps/task:1 has been away for 2.0 s: it was restarted",
+        "/job:ps/task:2 has not answered heartbeats for 10.0 s",
     )
 
 
@@ -181,25 +184,29 @@ def test_T122_closures_whose_worker_is_being_fenced_and_an_error_that_waits() ->
     queue.take(7, 1)
     queue.report(ValueError("bad"))
     assert described([], queue=queue).lines == (
-        "ValueError has cancelled what was queued, and waits for what runs to end",
-        "closures 0, 1, 2, 3, 4 and 2 more had been given to /job:worker/task:1: each server "
-        "must confirm that it takes nothing more from there",
+        "ValueError has cancelled queued closures, and waits for running ones",
+        "closures 0, 1, 2, 3, 4 and 2 more had been assigned to /job:worker/task:1: each server "
+        "must confirm that it rejects further updates from there",
     )
 
 
 def test_T122_a_second_attempt_a_full_queue_and_functions_without_a_name() -> None:
     queue = ClosureQueue(limit=1)
-    given = closure(3, kept=(train_step.__get__(3),))
-    given.give_to(0)
-    given.give_to(0)
-    unnamed, errand = closure(4, kept=None), closure(5, pin=2)
-    workers = [ready_worker(i, 112.0, c) for i, c in enumerate([given, unnamed, errand])]
-    lines = described(workers, queue=queue, waiters=(Waiter("feeder", "schedule", 112.0),)).lines
-    assert lines[0].endswith("the queue holds 0 closures, and 1 are allowed")
-    assert lines[1].startswith("closure 3 (train_step) runs on /job:worker/task:0 since 0.3 s, att")
+    given = closure(3, keep_alive=(train_step.__get__(3),))
+    given.assign_to(0)
+    given.assign_to(0)
+    unnamed, pinned = closure(4, keep_alive=None), closure(5, pin=2)
+    workers = [ready_worker(i, 112.0, c) for i, c in enumerate([given, unnamed, pinned])]
+    lines = described(
+        workers, queue=queue, threads=(WaitingThread("feeder", "schedule", 112.0),)
+    ).lines
+    assert lines[0].endswith("the queue holds 0 of at most 1 closures")
+    assert lines[1].startswith(
+        "closure 3 (train_step) has run on /job:worker/task:0 for 0.3 s, att"
+    )
     assert lines[1].endswith("attempt 2")
-    assert lines[3].startswith("closure 4 runs on")
-    assert lines[5].startswith("closure 5 (a value that this worker keeps) runs on")
+    assert lines[3].startswith("closure 4 has run on")
+    assert lines[5].startswith("closure 5 (fetches a value of this worker) has run on")
 
 
 # Stacks.
@@ -320,11 +327,11 @@ def test_T122_a_stall_is_told_with_all_stacks_until_it_is_over(desk: Desk, tmp_p
         joining = threading.Thread(target=watched.coordinator.join, name="joining")
         joining.start()
         words_here = (
-            "thread joining waits in `join`",
+            "thread joining has waited in `join`",
             "Engine.join",
-            "wait_for_the_gate) runs on ",
-            f"/job:worker/task:{worker} computes since",
-            "/job:ps/task:1 was heard",
+            "wait_for_the_gate) has run on ",
+            f"/job:worker/task:{worker} has computed for",
+            "/job:ps/task:1 replied",
         )
         # The function of the user, where it is now.
         words_there = ("Thread MainThread:", "wait_for_the_gate")
@@ -340,7 +347,7 @@ def test_T122_a_stall_is_told_with_all_stacks_until_it_is_over(desk: Desk, tmp_p
         joining.join(60)
         assert not joining.is_alive()
         assert value.fetch(60) == "through"
-        becomes(lambda: "it goes on, after" in watched.file.getvalue(), "the end is told")
+        becomes(lambda: "resumed after" in watched.file.getvalue(), "the end is told")
         told = watched.file.getvalue()
         assert told.count("no closure has ended for") == len(watched.texts) >= 2
         assert watched.coordinator.schedule(lambda: 1).fetch(60) == 1
@@ -357,11 +364,13 @@ def test_T122_a_frozen_worker_is_called_silent_and_nobody_waits_for_it(
         desk.cluster.stop("worker", worker)
         try:
             task = f"/job:worker/task:{worker}"
-            becomes(lambda: f"{task} does not answer beats since" in watched.next_text(), "silent")
+            becomes(
+                lambda: f"{task} has not answered heartbeats for" in watched.next_text(), "silent"
+            )
             text = watched.next_text()
         finally:
             desk.cluster.cont("worker", worker)
-        assert f"Stacks of {task}: it did not say (DeadlineExceededError)" in text
+        assert f"Stacks of {task}: no reply (DeadlineExceededError)" in text
         watched.gate.touch()
         watched.coordinator.join(timeout=60)
 
@@ -383,11 +392,11 @@ def test_T122_the_server_that_a_worker_waits_for_is_named(desk: Desk, tmp_path: 
         try:
             value = coordinator.schedule(read)
             words = (
-                f"waits for an answer of /job:ps/task:{index} since",
+                f"has waited for a reply of /job:ps/task:{index} for",
                 # How long a beat may take counts from the last one that was answered, so that
                 # the first text may come too early.
-                f"/job:ps/task:{index} does not answer beats since",
-                f"Stacks of /job:ps/task:{index}: it did not say",
+                f"/job:ps/task:{index} has not answered heartbeats for",
+                f"Stacks of /job:ps/task:{index}: no reply",
             )
             becomes(
                 lambda: any(all(part in text for part in words) for text in texts),

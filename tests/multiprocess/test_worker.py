@@ -682,7 +682,7 @@ def test_bar5_what_another_coordinator_says_ends_nobody() -> None:
 @pytest.mark.parametrize(("orphan", "ends"), [(5.0, True), (5, True), (None, False), ("5", False)])
 def test_a_job_without_beats_is_an_orphan(orphan: Any, ends: bool) -> None:
     job = Job("job", 1, 1, messages.Attach([], {"orphan": orphan}), None, 0)
-    job.heard_s = 100.0
+    job.last_seen_s = 100.0
     assert not job.is_orphaned(104.9) and job.is_orphaned(105.1) is ends
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from replicax.coordinator.scheduling import actions as act
 from replicax.coordinator.scheduling.closures import Closure, State
+from replicax.coordinator.scheduling.fencing import Fencing
 from replicax.coordinator.scheduling.policy import Policy
 from replicax.coordinator.scheduling.queue import ClosureQueue
 from replicax.coordinator.scheduling.timing import Timing
-from replicax.coordinator.scheduling.workers import WINDOW, WorkerState
+from replicax.coordinator.scheduling.workers import DEFAULT_LIMIT, WorkerState
 from replicax.foundation import errors
 
 FAST = Timing.fast()
@@ -31,18 +32,19 @@ class Desk:
     def __init__(self, num_workers: int, num_servers: int = 2, timing: Timing = FAST) -> None:
         self.now = 100.0
         self.policy = Policy(num_workers, num_servers, timing, self.now)
+        self.workers, self.servers = self.policy.worker_policy, self.policy.server_policy
         self.queue = ClosureQueue()
         self.done: list[Any] = []
         self.next_id = 0
         for server in range(num_servers):
-            self.do(self.policy.server_connected(server, 1000 + server, self.now))
+            self.do(self.policy.server_policy.connected(server, 1000 + server, self.now))
 
     def do(self, actions: list[Any]) -> list[Any]:
         for action in actions:
             self.done.append(action)
             match action:
-                case act.PutBack(closures):
-                    self.queue.put_back(closures)
+                case act.Requeue(closures):
+                    self.queue.requeue(closures)
                 case act.Fail(closure, error, cancels):
                     self.queue.fail(closure, error, cancels=cancels)
                 case act.Abandon(closures, error):
@@ -60,26 +62,26 @@ class Desk:
         return closures
 
     def ready(self, worker: int, incarnation: int) -> None:
-        assert act.Greet(worker) in self.do(
-            self.policy.worker_connected(worker, incarnation, self.now)
+        assert act.RequestAttach(worker) in self.do(
+            self.policy.worker_policy.connected(worker, incarnation, self.now)
         )
-        self.policy.worker_attached(worker, self.now)
+        self.policy.worker_policy.attached(worker, self.now)
 
     def dispatch(self) -> dict[int, list[int]]:
-        actions = self.do(self.policy.crew.dispatch(self.queue, self.now))
+        actions = self.do(self.policy.pool.dispatch(self.queue, self.now))
         return {a.worker: [c.id for c in a.closures] for a in actions}
 
     def finish(self, worker: int, *ids: int) -> None:
-        life = self.policy.crew.workers[worker].incarnation
+        life = self.policy.pool.workers[worker].incarnation
         for number in ids:
-            closure = self.policy.take_ended(worker, life, number)
+            closure = self.policy.worker_policy.take_ended(worker, life, number)
             assert closure is not None
             self.queue.finish(closure, None)
-        self.policy.note_finished(worker, len(ids), self.now)
+        self.policy.worker_policy.record_finished(worker, len(ids), self.now)
 
     def acknowledge(self, incarnation: int) -> None:
         for server in range(len(self.policy.servers)):
-            self.do(self.policy.fence_acknowledged(server, incarnation, self.now))
+            self.do(self.policy.server_policy.fence_confirmed(server, incarnation, self.now))
 
     def tick(self, seconds: float, *, heard: tuple[int, ...] = ()) -> list[Any]:
         """Lets time pass in steps; the servers, and the workers `heard`, answer."""
@@ -88,9 +90,9 @@ class Desk:
         while self.now < end:
             self.now = min(self.now + 0.1, end)
             for server in self.policy.servers:
-                server.heard_s = self.now
+                server.last_seen_s = self.now
             for worker in heard:
-                self.policy.crew.workers[worker].heard_s = self.now
+                self.policy.pool.workers[worker].last_seen_s = self.now
             done += self.do(self.policy.tick(self.queue, self.now))
         return done
 
@@ -119,15 +121,15 @@ def test_quick_closures_fill_a_window_that_is_refilled_at_half() -> None:
     assert len(desk.dispatch()[0]) == 2, "before the first result a worker may be compiling"
     desk.now += 0.001
     desk.finish(0, 0, 1)
-    assert len(desk.dispatch()[0]) == WINDOW
+    assert len(desk.dispatch()[0]) == DEFAULT_LIMIT
     desk.now += 0.001
     desk.finish(0, 2, 3, 4)
     assert desk.dispatch() == {}
     desk.finish(0, 5)
-    assert len(desk.dispatch()[0]) == WINDOW // 2
+    assert len(desk.dispatch()[0]) == DEFAULT_LIMIT // 2
 
 
-@pytest.mark.parametrize(("seconds", "limit"), [(1e-5, 64), (0.0005, 19), (0.01, WINDOW)])
+@pytest.mark.parametrize(("seconds", "limit"), [(1e-5, 64), (0.0005, 19), (0.01, DEFAULT_LIMIT)])
 def test_a_worker_with_quick_closures_gets_as_many_as_take_a_while(
     seconds: float, limit: int
 ) -> None:
@@ -139,10 +141,10 @@ def test_a_worker_with_quick_closures_gets_as_many_as_take_a_while(
         desk.now += seconds
         desk.finish(0, closure)
         desk.dispatch()
-    assert desk.policy.crew.workers[0].limit == pytest.approx(limit, abs=1)
+    assert desk.policy.pool.workers[0].limit == pytest.approx(limit, abs=1)
 
 
-@pytest.mark.parametrize(("seconds", "limit"), [(0.01, WINDOW), (0.2, 2), (3.0, 1)])
+@pytest.mark.parametrize(("seconds", "limit"), [(0.01, DEFAULT_LIMIT), (0.2, 2), (3.0, 1)])
 def test_bar10_long_closures_are_not_hoarded(seconds: float, limit: int) -> None:
     desk = Desk(1)
     desk.ready(0, 1)
@@ -161,14 +163,14 @@ def test_bar10_idle_workers_get_what_a_slow_one_has_not_started() -> None:
     desk.put(2)
     assert desk.dispatch() == {0: [0, 1]}
     desk.ready(1, 2)
-    assert desk.policy.crew.recalls(desk.queue, desk.now) == [], "it has only just begun"
+    assert desk.policy.pool.rebalance(desk.queue, desk.now) == [], "it has only just begun"
     desk.now += 0.1
-    assert desk.policy.crew.recalls(desk.queue, desk.now) == [act.Recall(0, [1])]
-    assert desk.policy.crew.recalls(desk.queue, desk.now) == [], "it was asked already"
-    closure = desk.policy.take_ended(0, 1, 1)
+    assert desk.policy.pool.rebalance(desk.queue, desk.now) == [act.Recall(0, [1])]
+    assert desk.policy.pool.rebalance(desk.queue, desk.now) == [], "it was asked already"
+    closure = desk.workers.take_ended(0, 1, 1)
     assert closure is not None
-    desk.queue.put_back([closure])
-    desk.policy.note_finished(0, 0, desk.now)
+    desk.queue.requeue([closure])
+    desk.workers.record_finished(0, 0, desk.now)
     assert desk.dispatch() == {1: [1]}
 
 
@@ -176,7 +178,7 @@ def test_T99_errands_go_to_their_worker_before_closures_and_do_not_count() -> No
     desk = Desk(2)
     desk.put(1)
     errand = Closure(7, Shipped(), pin=1)
-    desk.policy.crew.workers[1].errands.append(errand)
+    desk.policy.pool.workers[1].pinned_closures.append(errand)
     desk.ready(0, 1)
     assert desk.dispatch() == {0: [0]}
     desk.ready(1, 2)
@@ -193,12 +195,12 @@ def test_T111_closures_of_a_lost_worker_move_only_after_every_server_confirmed()
     closures = desk.put(2)
     desk.dispatch()
     desk.ready(1, 12)
-    actions = desk.do(desk.policy.worker_lost(0, "gone", desk.now))
+    actions = desk.do(desk.workers.lost(0, "gone", desk.now))
     assert actions == [act.FenceAt([0, 1], 11)]
     assert desk.dispatch() == {}
-    assert desk.do(desk.policy.fence_acknowledged(0, 11, desk.now)) == []
+    assert desk.do(desk.servers.fence_confirmed(0, 11, desk.now)) == []
     assert desk.dispatch() == {}
-    assert desk.do(desk.policy.fence_acknowledged(1, 11, desk.now)) == [act.PutBack(closures)]
+    assert desk.do(desk.servers.fence_confirmed(1, 11, desk.now)) == [act.Requeue(closures)]
     assert desk.dispatch() == {1: [0]}, "one that may have ended a worker runs alone"
     desk.finish(1, 0)
     assert desk.dispatch() == {1: [1]}
@@ -210,13 +212,13 @@ def test_bar5_results_of_a_life_that_was_given_up_are_ignored() -> None:
     desk.ready(0, 11)
     desk.put(1)
     desk.dispatch()
-    desk.do(desk.policy.worker_lost(0, "gone", desk.now))
-    assert desk.policy.take_ended(0, 11, 0) is None
+    desk.do(desk.workers.lost(0, "gone", desk.now))
+    assert desk.workers.take_ended(0, 11, 0) is None
     desk.acknowledge(11)
     desk.ready(0, 12)
     desk.dispatch()
-    assert desk.policy.take_ended(0, 11, 0) is None
-    assert desk.policy.take_ended(0, 12, 0) is not None
+    assert desk.workers.take_ended(0, 11, 0) is None
+    assert desk.workers.take_ended(0, 12, 0) is not None
 
 
 def test_bar4_a_silent_worker_is_fenced_and_told_to_begin_anew() -> None:
@@ -229,10 +231,10 @@ def test_bar4_a_silent_worker_is_fenced_and_told_to_begin_anew() -> None:
     assert done == []
     done = desk.tick(0.5, heard=(1,))
     assert done == [act.FenceAt([0, 1], 11), act.Release(0, is_dead=True)]
-    assert desk.policy.crew.workers[0].state is WorkerState.FENCED
+    assert desk.policy.pool.workers[0].state is WorkerState.FENCED
     # The same life comes back: it is of no use, and is told so again.
-    assert desk.do(desk.policy.worker_connected(0, 11, desk.now)) == [act.Release(0)]
-    assert act.Greet(0) in desk.do(desk.policy.worker_connected(0, 13, desk.now))
+    assert desk.do(desk.workers.connected(0, 11, desk.now)) == [act.Release(0)]
+    assert act.RequestAttach(0) in desk.do(desk.workers.connected(0, 13, desk.now))
 
 
 def test_bar11_nobody_dies_because_the_coordinator_was_busy() -> None:
@@ -240,7 +242,7 @@ def test_bar11_nobody_dies_because_the_coordinator_was_busy() -> None:
     desk.ready(0, 11)
     desk.now += 30.0
     assert desk.do(desk.policy.tick(desk.queue, desk.now)) == []
-    assert desk.policy.crew.workers[0].state is WorkerState.READY
+    assert desk.policy.pool.workers[0].state is WorkerState.READY
     assert of(act.FenceAt, desk.tick(FAST.dead_s + 0.3)), "but then silence counts again"
 
 
@@ -249,10 +251,10 @@ def test_T113_a_worker_whose_connection_broke_shortly_gets_everything_again() ->
     desk.ready(0, 11)
     desk.put(1)
     desk.dispatch()
-    assert desk.do(desk.policy.worker_connected(0, 11, desk.now)) == [act.Resend(0)]
-    assert list(desk.policy.crew.workers[0].window) == [0]
-    actions = desk.do(desk.policy.worker_connected(0, 12, desk.now))
-    assert actions == [act.FenceAt([0, 1], 11), act.Greet(0)]
+    assert desk.do(desk.workers.connected(0, 11, desk.now)) == [act.Resend(0)]
+    assert list(desk.policy.pool.workers[0].assigned) == [0]
+    actions = desk.do(desk.workers.connected(0, 12, desk.now))
+    assert actions == [act.FenceAt([0, 1], 11), act.RequestAttach(0)]
 
 
 def test_bar16_what_was_lost_on_the_way_is_said_again() -> None:
@@ -260,15 +262,15 @@ def test_bar16_what_was_lost_on_the_way_is_said_again() -> None:
     desk.ready(0, 11)
     desk.put(2)
     desk.dispatch()
-    assert desk.policy.worker_reported(0, True) == [], "its results may be on the way"
-    assert desk.policy.worker_reported(0, False) == []
-    assert desk.policy.worker_reported(0, True) == []
+    assert desk.workers.heartbeat(0, True) == [], "its results may be on the way"
+    assert desk.workers.heartbeat(0, False) == []
+    assert desk.workers.heartbeat(0, True) == []
     desk.finish(0, 0)
-    assert desk.policy.worker_reported(0, True) == [], "something came"
-    assert desk.policy.worker_reported(0, True) == [act.Resend(0)]
+    assert desk.workers.heartbeat(0, True) == [], "something came"
+    assert desk.workers.heartbeat(0, True) == [act.Resend(0)]
     desk.finish(0, 1)
     for _ in range(3):
-        assert desk.policy.worker_reported(0, True) == []
+        assert desk.workers.heartbeat(0, True) == []
 
 
 def test_bar8_a_closure_that_ends_three_workers_is_not_tried_again() -> None:
@@ -279,10 +281,10 @@ def test_bar8_a_closure_that_ends_three_workers_is_not_tried_again() -> None:
         assert desk.dispatch() == {0: given}
         # Its results would be here by now.
         desk.now += 1.0
-        desk.do(desk.policy.worker_lost(0, "gone", desk.now))
+        desk.do(desk.workers.lost(0, "gone", desk.now))
         desk.acknowledge(life)
     assert isinstance(closures[0].error, errors.PoisonClosureError)
-    assert "closure 0" in str(closures[0].error)
+    assert "Closure 0" in str(closures[0].error)
     assert closures[1].num_deaths == 0, "only the first of the window can be to blame"
     desk.ready(0, 14)
     assert desk.dispatch() == {0: [1]}
@@ -302,7 +304,7 @@ def test_bar8_a_worker_that_has_not_reported_may_have_been_at_any_closure(poison
             if poison in given:
                 # What it has finished before is not reported.
                 lost += 1
-                desk.do(desk.policy.worker_lost(0, "gone", desk.now))
+                desk.do(desk.workers.lost(0, "gone", desk.now))
                 desk.acknowledge(life)
                 break
             desk.finish(0, *given)
@@ -316,7 +318,7 @@ def test_bar8_nobody_is_condemned_for_what_another_may_have_done() -> None:
     closures = desk.put(2)
     desk.ready(0, 11)
     assert desk.dispatch() == {0: [0, 1]}
-    desk.do(desk.policy.worker_lost(0, "gone", desk.now))
+    desk.do(desk.workers.lost(0, "gone", desk.now))
     desk.acknowledge(11)
     assert isinstance(closures[0].error, errors.PoisonClosureError)
     assert closures[1].state is State.QUEUED
@@ -340,7 +342,7 @@ def test_bar9_what_runs_too_long_after_an_error_is_fenced_and_aborted() -> None:
     desk.ready(1, 12)
     closures = desk.put(2)
     desk.dispatch()
-    closure = desk.policy.take_ended(0, 11, 0)
+    closure = desk.workers.take_ended(0, 11, 0)
     assert closure is not None
     desk.do([act.Fail(closure, ValueError("bad"), cancels=True)])
     assert desk.tick(FAST.cancel_s - 0.2, heard=(0, 1)) == []
@@ -359,23 +361,23 @@ def test_T118_two_reports_about_a_server_are_transient_and_the_third_is_fatal() 
     desk = Desk(2)
     desk.ready(0, 11)
     desk.ready(1, 12)
-    assert desk.policy.server_blamed(0, 1, False, desk.now) == []
-    assert desk.policy.server_blamed(0, 1, False, desk.now) == [], "the same blip, again"
+    assert desk.servers.reported_unreachable(0, 1, False, desk.now) == []
+    assert desk.servers.reported_unreachable(0, 1, False, desk.now) == [], "the same blip, again"
     desk.now += 1
-    assert desk.policy.server_blamed(0, 1, False, desk.now) == []
+    assert desk.servers.reported_unreachable(0, 1, False, desk.now) == []
     desk.now += 1
-    assert desk.policy.server_blamed(1, 0, False, desk.now) == [], "another server"
-    (raised,) = desk.do(desk.policy.server_blamed(1, 1, False, desk.now))
+    assert desk.servers.reported_unreachable(1, 0, False, desk.now) == [], "another server"
+    (raised,) = desk.do(desk.servers.reported_unreachable(1, 1, False, desk.now))
     assert isinstance(raised.error, errors.PSUnavailableError)
     assert "/job:ps/task:1" in str(raised.error)
-    assert desk.policy.broken_server is desk.policy.servers[1]
+    assert desk.servers.lost_server is desk.policy.servers[1]
 
 
 def test_T118_reports_grow_old() -> None:
     desk = Desk(1)
     desk.ready(0, 11)
     for _ in range(10):
-        assert desk.policy.server_blamed(0, 1, False, desk.now) == []
+        assert desk.servers.reported_unreachable(0, 1, False, desk.now) == []
         desk.now += FAST.blame_s / 2 + 0.1
 
 
@@ -384,7 +386,7 @@ def test_T118_one_worker_alone_is_not_believed_but_rested() -> None:
     desk.ready(0, 11)
     desk.ready(1, 12)
     for _ in range(4):
-        assert desk.policy.server_blamed(0, 1, False, desk.now) == []
+        assert desk.servers.reported_unreachable(0, 1, False, desk.now) == []
         desk.now += 1
     desk.put(4)
     assert list(desk.dispatch()) == [1]
@@ -395,7 +397,7 @@ def test_T118_the_only_worker_is_believed() -> None:
     desk.ready(0, 11)
     outcomes = []
     for _ in range(3):
-        outcomes.append(desk.policy.server_blamed(0, 1, False, desk.now))
+        outcomes.append(desk.servers.reported_unreachable(0, 1, False, desk.now))
         desk.now += 1
     assert outcomes[:2] == [[], []]
     assert isinstance(of(act.Raise, outcomes[2])[0].error, errors.PSUnavailableError)
@@ -406,12 +408,12 @@ def test_T114_the_coordinators_own_loss_of_a_server_is_fatal_at_once() -> None:
     desk.ready(0, 11)
     closures = desk.put(3)
     desk.dispatch()
-    actions = desk.do(desk.policy.server_lost(1, "the connection was closed", desk.now))
+    actions = desk.do(desk.servers.lost(1, "the connection was closed", desk.now))
     assert [type(a) for a in actions] == [act.Raise, act.Abandon]
     assert desk.queue.is_error_ready, "nothing is waited for"
     assert isinstance(closures[0].error, errors.ClosureAbortedError)
     assert isinstance(closures[2].error, errors.CancelledError)
-    assert desk.policy.server_lost(1, "again", desk.now) == []
+    assert desk.servers.lost(1, "again", desk.now) == []
 
 
 def test_T114_a_server_killed_while_a_worker_is_fenced_gives_an_error_and_no_hang() -> None:
@@ -419,14 +421,14 @@ def test_T114_a_server_killed_while_a_worker_is_fenced_gives_an_error_and_no_han
     desk.ready(0, 11)
     desk.put(1)
     desk.dispatch()
-    desk.do(desk.policy.worker_lost(0, "gone", desk.now))
-    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
-    actions = desk.do(desk.policy.server_lost(1, "gone", desk.now))
+    desk.do(desk.workers.lost(0, "gone", desk.now))
+    desk.do(desk.servers.fence_confirmed(0, 11, desk.now))
+    actions = desk.do(desk.servers.lost(1, "gone", desk.now))
     assert isinstance(actions[0].error, errors.PSUnavailableError)
     assert desk.queue.is_error_ready
     # It comes back with its variables: it learns first whom to refuse.
-    assert desk.do(desk.policy.server_connected(1, 1001, desk.now)) == [act.FenceAt([1], 11)]
-    assert desk.policy.broken_server is None
+    assert desk.do(desk.servers.connected(1, 1001, desk.now)) == [act.FenceAt([1], 11)]
+    assert desk.servers.lost_server is None
 
 
 def test_bar20_a_silent_server_and_one_that_does_not_fence_are_lost() -> None:
@@ -434,8 +436,8 @@ def test_bar20_a_silent_server_and_one_that_does_not_fence_are_lost() -> None:
     desk.ready(0, 11)
     desk.now += 0.1
     desk.do(desk.policy.tick(desk.queue, desk.now))
-    desk.do(desk.policy.worker_lost(0, "gone", desk.now))
-    desk.do(desk.policy.fence_acknowledged(1, 11, desk.now))
+    desk.do(desk.workers.lost(0, "gone", desk.now))
+    desk.do(desk.servers.fence_confirmed(1, 11, desk.now))
     raised = of(act.Raise, desk.tick(FAST.dead_s + 0.3))
     assert len(raised) == 1 and "/job:ps/task:0" in str(raised[0].error)
     assert "fence" in str(raised[0].error)
@@ -444,14 +446,14 @@ def test_bar20_a_silent_server_and_one_that_does_not_fence_are_lost() -> None:
 def test_bar22_a_server_without_its_variables_is_never_used() -> None:
     desk = Desk(1)
     desk.ready(0, 11)
-    desk.do(desk.policy.server_lost(0, "gone", desk.now))
-    actions = desk.do(desk.policy.server_connected(0, 2000, desk.now))
+    desk.do(desk.servers.lost(0, "gone", desk.now))
+    actions = desk.do(desk.servers.connected(0, 2000, desk.now))
     assert isinstance(actions[0].error, errors.PSIncarnationError)
-    desk.do(desk.policy.server_connected(0, 2000, desk.now))
-    broken = desk.policy.broken_server
+    desk.do(desk.servers.connected(0, 2000, desk.now))
+    broken = desk.servers.lost_server
     assert broken is not None
     assert isinstance(broken.error(), errors.PSIncarnationError)
-    (raised,) = of(act.Raise, Desk(1).policy.server_blamed(0, 1, True, 0.0))
+    (raised,) = of(act.Raise, Desk(1).policy.server_policy.reported_unreachable(0, 1, True, 0.0))
     assert isinstance(raised.error, errors.PSIncarnationError)
 
 
@@ -467,7 +469,7 @@ def test_timing_profiles_and_their_checks(monkeypatch: pytest.MonkeyPatch) -> No
         Timing.from_environment()
     with pytest.raises(errors.InvalidArgumentError, match="positive"):
         Timing(cancel_s=0)
-    with pytest.raises(errors.InvalidArgumentError, match="miss a beat"):
+    with pytest.raises(errors.InvalidArgumentError, match="miss a heartbeat"):
         Timing(beat_s=1, dead_s=1)
 
 
@@ -479,7 +481,7 @@ def test_T118_reports_of_a_worker_that_waits_each_time_count_together() -> None:
         for _ in range(3):
             # It waits for an answer, and takes a while to say so.
             desk.now += timing.data_s + timing.beat_s
-            raised += of(act.Raise, desk.policy.server_blamed(0, 1, False, desk.now))
+            raised += of(act.Raise, desk.servers.reported_unreachable(0, 1, False, desk.now))
         assert len(raised) == 1
     with pytest.raises(errors.InvalidArgumentError, match="`blame_s` is at least twice `data_s`"):
         Timing(data_s=60.0, blame_s=119.0)
@@ -494,15 +496,15 @@ class Sim:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.desk = Desk(num_workers=self.random.randint(1, 4))
         # With many deaths a good closure may look like a bad one.
-        self.desk.policy._timing = dataclasses.replace(FAST, poison_limit=10_000)
+        timing = dataclasses.replace(FAST, poison_limit=10_000)
+        self.desk = Desk(num_workers=self.random.randint(1, 4), timing=timing)
         self.queue, self.policy = self.desk.queue, self.desk.policy
-        self.crew = self.policy.crew
+        self.pool = self.policy.pool
         self.lives = iter(range(1, 1_000_000))
         # The life each worker's process has now, None while it is down, and what it has to do.
-        self.life: list[int | None] = [None] * len(self.crew.workers)
-        self.todo: list[list[int]] = [[] for _ in self.crew.workers]
+        self.life: list[int | None] = [None] * len(self.pool.workers)
+        self.todo: list[list[int]] = [[] for _ in self.pool.workers]
         self.wire: list[tuple[Any, ...]] = []
         self.fences: list[set[int]] = [set(), set()]
         # Which life made a closure's update count, at each server.
@@ -513,27 +515,27 @@ class Sim:
     def carry_out(self, actions: list[Any]) -> None:
         for action in actions:
             match action:
-                case act.PutBack(closures) | act.Abandon(closures, _):
+                case act.Requeue(closures) | act.Abandon(closures, _):
                     for closure in closures:
                         life = self.given[closure.id]
-                        # See Note [Fence before put back].
+                        # See Note [Fence before requeue].
                         assert all(life in fences for fences in self.fences)
                 case act.Dispatch(worker, closures):
-                    life = self.crew.workers[worker].incarnation
+                    life = self.pool.workers[worker].incarnation
                     for closure in closures:
                         self.given[closure.id] = life
                     self.wire.append(("run", worker, life, [c.id for c in closures]))
                 case act.Resend(worker):
-                    state = self.crew.workers[worker]
-                    self.wire.append(("run", worker, state.incarnation, list(state.window)))
-                case act.Greet(worker):
-                    self.wire.append(("attach", worker, self.crew.workers[worker].incarnation))
+                    state = self.pool.workers[worker]
+                    self.wire.append(("run", worker, state.incarnation, list(state.assigned)))
+                case act.RequestAttach(worker):
+                    self.wire.append(("attach", worker, self.pool.workers[worker].incarnation))
                 case act.Release(worker):
-                    self.released.add(self.crew.workers[worker].incarnation)
+                    self.released.add(self.pool.workers[worker].incarnation)
                 case act.FenceAt(servers, life):
                     self.wire += [("fence", server, life) for server in servers]
                 case act.Recall(worker, ids):
-                    life = self.crew.workers[worker].incarnation
+                    life = self.pool.workers[worker].incarnation
                     self.wire.append(("cancel", worker, life, ids))
         self.desk.do(actions)
 
@@ -557,9 +559,9 @@ class Sim:
         rng, desk = self.random, self.desk
         desk.now += rng.choice([0.0, 0.001, 0.01, 0.05])
         for server in self.policy.servers:
-            server.heard_s = desk.now
-        for worker in self.crew.workers:
-            worker.heard_s = desk.now
+            server.last_seen_s = desk.now
+        for worker in self.pool.workers:
+            worker.last_seen_s = desk.now
         worker = rng.randrange(len(self.life))
         choice = rng.random()
         if is_faulty and choice < 0.04:
@@ -572,8 +574,8 @@ class Sim:
             self.start(worker)
         elif choice < 0.3:
             self.carry_out(self.policy.tick(self.queue, desk.now))
-            self.carry_out(self.crew.recalls(self.queue, desk.now))
-            self.carry_out(self.crew.dispatch(self.queue, desk.now))
+            self.carry_out(self.pool.rebalance(self.queue, desk.now))
+            self.carry_out(self.pool.dispatch(self.queue, desk.now))
         elif choice < 0.6 and self.wire:
             self.deliver(is_faulty)
         else:
@@ -581,24 +583,24 @@ class Sim:
 
     def start(self, worker: int) -> None:
         life = self.life[worker] = next(self.lives)
-        self.carry_out(self.policy.worker_connected(worker, life, self.desk.now))
+        self.carry_out(self.policy.worker_policy.connected(worker, life, self.desk.now))
 
     def crash(self, worker: int) -> None:
         if self.life[worker] is not None:
             self.life[worker], self.todo[worker] = None, []
-            self.carry_out(self.policy.worker_lost(worker, "crashed", self.desk.now))
+            self.carry_out(self.policy.worker_policy.lost(worker, "crashed", self.desk.now))
 
     def break_connection(self, worker: int) -> None:
         life = self.life[worker]
         assert life is not None
         self.wire = [m for m in self.wire if m[0] == "fence" or m[1] != worker]
-        self.carry_out(self.policy.worker_connected(worker, life, self.desk.now))
+        self.carry_out(self.policy.worker_policy.connected(worker, life, self.desk.now))
 
     def declare_dead(self, worker: int) -> None:
         """The worker lives, but is not heard: a zombie that goes on with what it has."""
-        state = self.crew.workers[worker]
+        state = self.pool.workers[worker]
         if state.state is WorkerState.READY:
-            state.heard_s = self.desk.now - 100
+            state.last_seen_s = self.desk.now - 100
             self.policy._last_tick_s = self.desk.now
             self.carry_out(self.policy.tick(self.queue, self.desk.now))
 
@@ -609,7 +611,7 @@ class Sim:
         if life in self.released and self.random.random() < 0.2:
             # It hears at last that it was given up, and begins anew.
             self.todo[worker] = []
-            self.carry_out(self.policy.worker_lost(worker, "restarted", self.desk.now))
+            self.carry_out(self.policy.worker_policy.lost(worker, "restarted", self.desk.now))
             self.start(worker)
             return
         if not self.todo[worker]:
@@ -634,14 +636,14 @@ class Sim:
         now = self.desk.now
         if kind == "fence":
             self.fences[task].add(message[2])
-            self.carry_out(self.policy.fence_acknowledged(task, message[2], now))
+            self.carry_out(self.policy.server_policy.fence_confirmed(task, message[2], now))
         elif kind == "finished":
             self.take_results(message)
         elif self.life[task] != message[2]:
             return
         elif kind == "attach":
-            self.policy.worker_attached(task, now)
-            self.carry_out(self.crew.dispatch(self.queue, now))
+            self.policy.worker_policy.attached(task, now)
+            self.carry_out(self.pool.dispatch(self.queue, now))
         elif kind == "run":
             known = self.todo[task]
             known += [c for c in message[3] if c not in known]
@@ -649,20 +651,20 @@ class Sim:
             dropped = [c for c in message[3] if c in self.todo[task]]
             for closure in dropped:
                 self.todo[task].remove(closure)
-                taken = self.policy.take_ended(task, message[2], closure)
+                taken = self.policy.worker_policy.take_ended(task, message[2], closure)
                 if taken is not None:
-                    self.queue.put_back([taken])
-            self.policy.note_finished(task, 0, now)
+                    self.queue.requeue([taken])
+            self.policy.worker_policy.record_finished(task, 0, now)
 
     def take_results(self, message: tuple[Any, ...]) -> None:
         _, worker, life, ids = message
         for number in ids:
-            closure = self.policy.take_ended(worker, life, number)
+            closure = self.policy.worker_policy.take_ended(worker, life, number)
             if closure is not None:
                 self.queue.finish(closure, None)
                 self.results[number] = self.results.get(number, 0) + 1
-        self.policy.note_finished(worker, len(ids), self.desk.now)
-        self.carry_out(self.crew.dispatch(self.queue, self.desk.now))
+        self.policy.worker_policy.record_finished(worker, len(ids), self.desk.now)
+        self.carry_out(self.pool.dispatch(self.queue, self.desk.now))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -676,7 +678,7 @@ def test_bar1_the_histories_are_not_harmless() -> None:
     for seed in range(10):
         sim = Sim(seed)
         sim.run(num_closures=60)
-        restarts += sum(w.num_restarts for w in sim.crew.workers)
+        restarts += sum(w.num_restarts for w in sim.pool.workers)
         attempts += len(set(sim.effects.values()))
     assert restarts > 50 and attempts > 100
 
@@ -684,15 +686,15 @@ def test_bar1_the_histories_are_not_harmless() -> None:
 def test_bar54_without_waiting_for_fences_the_histories_go_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original = Policy._fence
+    original = Fencing.fence
 
-    def hasty(self: Policy, *args: Any, **kwargs: Any) -> list[Any]:
+    def hasty(self: Fencing, *args: Any, **kwargs: Any) -> list[Any]:
         actions = original(self, *args, **kwargs)
-        for fencing in list(self._fencings.values()):
-            actions += self._end_fencing(fencing)
+        for fence in list(self.pending.values()):
+            actions += self._complete(fence)
         return actions
 
-    monkeypatch.setattr(Policy, "_fence", hasty)
+    monkeypatch.setattr(Fencing, "fence", hasty)
     failed = 0
     for seed in range(10):
         try:

@@ -44,8 +44,8 @@ def test_T94_put_back_makes_closures_available_again_in_their_old_order() -> Non
     queue, closures = filled(6)
     first = queue.take(3, 0)
     second = queue.take(2, 1)
-    assert queue.put_back(reversed(second)) == []
-    assert queue.put_back(reversed(first)) == []
+    assert queue.requeue(reversed(second)) == []
+    assert queue.requeue(reversed(first)) == []
     assert not queue.in_flight
     assert queue.take(6, 2) == closures
     assert [c.attempt for c in closures] == [1, 1, 1, 1, 1, 0]
@@ -56,7 +56,7 @@ def test_T94_put_back_of_what_is_not_in_flight_changes_nothing() -> None:
     queue, closures = filled(2)
     taken = queue.take(1, 0)
     queue.finish(taken[0], None)
-    assert queue.put_back(taken) == []
+    assert queue.requeue(taken) == []
     assert len(queue) == 1
     assert closures[0].state is State.FINISHED
 
@@ -98,7 +98,7 @@ def test_T96_put_back_after_an_error_cancels() -> None:
     queue, closures = filled(2)
     queue.take(2, 0)
     queue.fail(closures[0], ValueError("first"))
-    assert queue.put_back([closures[1]]) == [closures[1]]
+    assert queue.requeue([closures[1]]) == [closures[1]]
     assert closures[1].state is State.CANCELLED
     assert isinstance(queue.take_error(), ValueError)
 
@@ -129,7 +129,7 @@ def test_T98_queue_is_full_at_its_limit() -> None:
     assert queue.is_full
     queue.take(1, 0)
     assert not queue.is_full
-    queue.put_back(closures[:1])
+    queue.requeue(closures[:1])
     assert queue.is_full
     with pytest.raises(rx.errors.InvalidArgumentError, match="at least 1"):
         ClosureQueue(0)
@@ -147,7 +147,7 @@ def test_settled_is_the_smallest_id_that_is_not_settled() -> None:
     assert queue.settled == 3
     queue.finish(closures[0], None)
     assert queue.settled == 8
-    queue.put_back([closures[2]])
+    queue.requeue([closures[2]])
     queue.finish(closures[3], None)
     assert queue.settled == 8
     queue.take(1, 1)
@@ -157,12 +157,12 @@ def test_settled_is_the_smallest_id_that_is_not_settled() -> None:
 
 def test_T106_a_settled_closure_lets_go_of_what_it_needed() -> None:
     queue = ClosureQueue()
-    closure = Closure(0, Shipped(), [1], (), kept=object())
+    closure = Closure(0, Shipped(), [1], (), keep_alive=object())
     queue.put(closure)
     queue.take(1, 0)
-    assert closure.kept is not None
+    assert closure.keep_alive is not None
     queue.finish(closure, None)
-    assert closure.kept is None and closure.function is None and not closure.resources
+    assert closure.keep_alive is None and closure.function is None and not closure.resources
 
 
 def test_bar13_a_full_queue_is_cancelled_with_one_error_for_all() -> None:
@@ -179,40 +179,40 @@ def test_bar9_closures_in_doubt_are_settled_last() -> None:
     queue, closures = filled(4)
     queue.take(4, 0)
     for closure in closures[1:3]:
-        closure.doubts = (77,)
-    assert queue.put_back([closures[1]]) == []
+        closure.unconfirmed = (77,)
+    assert queue.requeue([closures[1]]) == []
     assert queue.fail(closures[0], ValueError("bad")) == [closures[0]]
     # One waited, one still runs and comes back, and one is not in doubt.
-    assert queue.put_back(closures[2:]) == [closures[3]]
+    assert queue.requeue(closures[2:]) == [closures[3]]
     assert [c.state for c in closures[1:3]] == [State.QUEUED, State.IN_FLIGHT]
-    assert queue.still_doubted() == closures[1:3]
+    assert queue.list_unconfirmed() == closures[1:3]
     assert not queue.is_error_ready and queue.settled == 1
     for closure in closures[1:3]:
-        closure.doubts = ()
-    assert queue.put_back(closures[1:3]) == closures[1:3]
+        closure.unconfirmed = ()
+    assert queue.requeue(closures[1:3]) == closures[1:3]
     assert [c.state for c in closures[1:3]] == [State.CANCELLED] * 2
     assert isinstance(queue.take_error(), ValueError) and queue.is_idle
-    assert queue.still_doubted() == []
+    assert queue.list_unconfirmed() == []
 
 
 @pytest.mark.parametrize("cancels", [True, False])
 def test_bar9_a_closure_in_doubt_that_fails_keeps_its_error(cancels: bool) -> None:
     queue, closures = filled(2)
     queue.take(1, 0)
-    closures[0].doubts = (77,)
+    closures[0].unconfirmed = (77,)
     error = ValueError("bad")
     assert queue.fail(closures[0], error, cancels=cancels) == closures[1:] * cancels
-    assert not closures[0].is_settled and queue.still_doubted() == closures[:1]
-    closures[0].doubts = ()
-    assert queue.put_back(closures[:1]) == closures[:1]
+    assert not closures[0].is_settled and queue.list_unconfirmed() == closures[:1]
+    closures[0].unconfirmed = ()
+    assert queue.requeue(closures[:1]) == closures[:1]
     assert closures[0].state is State.FAILED and closures[0].error is error
 
 
 def test_bar9_another_attempt_may_settle_a_closure_in_doubt() -> None:
     queue, closures = filled(1)
     queue.take(1, 0)
-    closures[0].doubts = (77,)
+    closures[0].unconfirmed = (77,)
     queue.report(ValueError("bad"))
-    queue.put_back(closures)
+    queue.requeue(closures)
     queue.finish(closures[0], "value")
-    assert queue.still_doubted() == [] and queue.is_error_ready
+    assert queue.list_unconfirmed() == [] and queue.is_error_ready

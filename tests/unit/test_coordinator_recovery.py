@@ -11,7 +11,6 @@ import pytest
 from test_coordinator_policy import FAST, Desk, Shipped, of
 
 from replicax.coordinator.scheduling import actions as act
-from replicax.coordinator.scheduling import speculation
 from replicax.coordinator.scheduling.closures import Closure, State
 from replicax.coordinator.scheduling.workers import WorkerState
 from replicax.foundation import errors
@@ -29,7 +28,7 @@ def saved_desk(num_workers: int = 2) -> Desk:
 
 
 def lose(desk: Desk, server: int = 1) -> list[Any]:
-    return desk.do(desk.policy.server_lost(server, "the connection was closed", desk.now))
+    return desk.do(desk.servers.lost(server, "the connection was closed", desk.now))
 
 
 def test_bar21_a_server_that_keeps_snapshots_is_waited_for() -> None:
@@ -42,7 +41,7 @@ def test_bar21_a_server_that_keeps_snapshots_is_waited_for() -> None:
     assert of(act.FenceAt, actions) == [act.FenceAt([0], 11), act.FenceAt([0], 12)]
     assert of(act.Release, actions) == [act.Release(0), act.Release(1)], "no process has to end"
     for life in (11, 12):
-        desk.do(desk.policy.fence_acknowledged(0, life, desk.now))
+        desk.do(desk.servers.fence_confirmed(0, life, desk.now))
     assert [c.state for c in closures] == [State.QUEUED, State.QUEUED]
     assert [c.num_deaths for c in closures] == [0, 0], "closures are not blamed"
     # Workers may join again, and get nothing until the server is there.
@@ -56,17 +55,17 @@ def test_bar21_a_server_is_used_when_it_holds_its_parts_and_knows_who_was_given_
     desk.put(1)
     desk.dispatch()
     lose(desk)
-    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
-    desk.do(desk.policy.fence_acknowledged(0, 12, desk.now))
+    desk.do(desk.servers.fence_confirmed(0, 11, desk.now))
+    desk.do(desk.servers.fence_confirmed(0, 12, desk.now))
     desk.ready(0, 21)
-    assert desk.do(desk.policy.server_connected(1, 2001, desk.now)) == [act.Rejoin(1)]
+    assert desk.do(desk.servers.connected(1, 2001, desk.now)) == [act.Rejoin(1)]
     assert desk.dispatch() == {}
-    fences = desk.do(desk.policy.server_rejoined(1, 2001, desk.now))
+    fences = desk.do(desk.servers.rejoined(1, 2001, desk.now))
     assert fences == [act.FenceAt([1], 11), act.FenceAt([1], 12)]
     assert desk.dispatch() == {}
-    desk.do(desk.policy.fence_acknowledged(1, 11, desk.now))
+    desk.do(desk.servers.fence_confirmed(1, 11, desk.now))
     assert desk.dispatch() == {}
-    desk.do(desk.policy.fence_acknowledged(1, 12, desk.now))
+    desk.do(desk.servers.fence_confirmed(1, 12, desk.now))
     assert desk.dispatch() == {0: [0]}
     assert desk.policy.servers[1].num_returns == 1
 
@@ -75,11 +74,11 @@ def test_bar20_a_frozen_server_that_wakes_is_asked_before_it_is_used() -> None:
     desk = saved_desk(1)
     desk.put(1)
     lose(desk)
-    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
+    desk.do(desk.servers.fence_confirmed(0, 11, desk.now))
     desk.now += FAST.beat_s
-    assert desk.do(desk.policy.server_heard(1, desk.now)) == [act.Rejoin(1)]
-    assert desk.do(desk.policy.server_heard(1, desk.now)) == [], "not with every message"
-    assert desk.do(desk.policy.server_rejoined(1, 1001, desk.now)) == [act.FenceAt([1], 11)]
+    assert desk.do(desk.servers.heartbeat(1, desk.now)) == [act.Rejoin(1)]
+    assert desk.do(desk.servers.heartbeat(1, desk.now)) == [], "not with every message"
+    assert desk.do(desk.servers.rejoined(1, 1001, desk.now)) == [act.FenceAt([1], 11)]
 
 
 def test_bar23_a_server_that_comes_back_empty_ends_the_job() -> None:
@@ -87,8 +86,8 @@ def test_bar23_a_server_that_comes_back_empty_ends_the_job() -> None:
     closures = desk.put(1)
     desk.dispatch()
     lose(desk)
-    desk.do(desk.policy.server_connected(1, 2001, desk.now))
-    actions = desk.do(desk.policy.server_emptied(1, "part 3 is missing"))
+    desk.do(desk.servers.connected(1, 2001, desk.now))
+    actions = desk.do(desk.servers.lost_variables(1, "part 3 is missing"))
     (raised,) = of(act.Raise, actions)
     assert isinstance(raised.error, errors.PSIncarnationError)
     assert "/job:ps/task:1" in str(raised.error)
@@ -100,13 +99,13 @@ def test_a_server_that_does_not_come_back_in_time_is_given_up() -> None:
     desk = saved_desk()
     desk.put(1)
     lose(desk)
-    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
-    desk.do(desk.policy.fence_acknowledged(0, 12, desk.now))
+    desk.do(desk.servers.fence_confirmed(0, 11, desk.now))
+    desk.do(desk.servers.fence_confirmed(0, 12, desk.now))
     assert not of(act.Raise, desk.tick(FAST.return_s - 0.5))
     (raised,) = of(act.Raise, desk.tick(1.0))
     assert isinstance(raised.error, errors.PSUnavailableError)
     assert "/job:ps/task:1" in str(raised.error)
-    assert "not back in 20 s" in str(raised.error)
+    assert "did not recover in 20 s" in str(raised.error)
 
 
 def test_waiting_for_a_server_is_not_waiting_for_workers() -> None:
@@ -120,17 +119,17 @@ def test_a_fence_that_a_lost_server_owes_does_not_hold_up_others() -> None:
     desk = saved_desk()
     desk.put(2)
     desk.dispatch()
-    desk.do(desk.policy.worker_lost(0, "killed", desk.now))
-    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
+    desk.do(desk.workers.lost(0, "killed", desk.now))
+    desk.do(desk.servers.fence_confirmed(0, 11, desk.now))
     assert len(desk.queue) == 0, "server 1 has not confirmed"
     lose(desk)
     assert len(desk.queue) == 1
-    assert desk.policy.servers[1].owed == {11, 12}
+    assert desk.policy.servers[1].pending_fences == {11, 12}
 
 
 def test_a_worker_that_reports_a_restarted_server_does_not_end_the_job() -> None:
     desk = saved_desk()
-    actions = desk.do(desk.policy.server_blamed(0, 1, True, desk.now))
+    actions = desk.do(desk.servers.reported_unreachable(0, 1, True, desk.now))
     assert not of(act.Raise, actions)
     assert desk.policy.servers[1].is_away
     assert not desk.policy.servers[1].has_lost_variables
@@ -140,7 +139,7 @@ def test_bar30_a_coordinator_that_was_replaced_says_so_at_once() -> None:
     desk = saved_desk()
     closures = desk.put(3)
     desk.dispatch()
-    desk.do(desk.policy.worker_lost(0, "killed", desk.now))
+    desk.do(desk.workers.lost(0, "killed", desk.now))
     error = errors.FencedError("another one has the job")
     desk.do(desk.policy.job_lost(error))
     assert all(c.is_settled for c in closures)
@@ -155,16 +154,16 @@ def test_bar23_a_server_that_was_restarted_before_it_was_met_is_noticed(is_saved
         server.is_saved = is_saved
     desk.put(1)
     desk.dispatch()
-    done = desk.do(desk.policy.server_restarted(1, desk.now))
+    done = desk.do(desk.servers.restarted(1, desk.now))
     if is_saved:
         assert of(act.Rejoin, done) == [act.Rejoin(1)] and desk.policy.servers[1].is_away
-        assert desk.policy.server_restarted(1, desk.now) == [act.Rejoin(1)], "asked again"
+        assert desk.servers.restarted(1, desk.now) == [act.Rejoin(1)], "asked again"
         come_back(desk, 1, (21,))
     else:
         (raised,) = of(act.Raise, done)
         assert isinstance(raised.error, errors.PSIncarnationError)
         assert "/job:ps/task:1" in str(raised.error)
-        assert desk.policy.server_restarted(1, desk.now) == [], "said once"
+        assert desk.servers.restarted(1, desk.now) == [], "said once"
 
 
 # Closures that may still be made somewhere.
@@ -172,12 +171,12 @@ def test_bar23_a_server_that_was_restarted_before_it_was_met_is_noticed(is_saved
 
 def give_back(desk: Desk, worker: int, server: int, number: int) -> Closure:
     """A worker gets no answer from a server; what it has sent may be there."""
-    life = desk.policy.crew.workers[worker].incarnation
-    closure = desk.policy.take_ended(worker, life, number)
+    life = desk.policy.pool.workers[worker].incarnation
+    closure = desk.workers.take_ended(worker, life, number)
     assert closure is not None
-    closure.doubts += (life,)
-    blamed = desk.policy.server_blamed(worker, server, False, desk.now)
-    desk.do([*blamed, act.PutBack([closure])])
+    closure.unconfirmed += (life,)
+    blamed = desk.servers.reported_unreachable(worker, server, False, desk.now)
+    desk.do([*blamed, act.Requeue([closure])])
     return closure
 
 
@@ -188,16 +187,16 @@ def test_bar9_a_cancelled_closure_is_settled_when_no_server_can_make_it_any_more
     desk.put(2)
     assert desk.dispatch() == {0: [0], 1: [1]}
     doubted = give_back(desk, 0, 1, 0)
-    failed = desk.policy.take_ended(1, 12, 1)
+    failed = desk.workers.take_ended(1, 12, 1)
     assert failed is not None and doubted.state is State.QUEUED
     desk.do([act.Fail(failed, ValueError("bad"), cancels=True)])
     assert not doubted.is_settled and desk.queue.take_error() is None
     assert of(act.FenceAt, desk.tick(0.1, heard=(0, 1))) == [act.FenceAt([0, 1], 11)]
-    assert desk.policy.crew.workers[0].state is WorkerState.FENCED, "it begins a new life"
-    assert desk.policy.crew.workers[1].state is WorkerState.READY, "it sent nothing in doubt"
-    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
-    assert not of(act.PutBack, desk.tick(0.3, heard=(0, 1))) and not doubted.is_settled
-    desk.do(desk.policy.fence_acknowledged(1, 11, desk.now))
+    assert desk.policy.pool.workers[0].state is WorkerState.FENCED, "it begins a new life"
+    assert desk.policy.pool.workers[1].state is WorkerState.READY, "it sent nothing in doubt"
+    desk.do(desk.servers.fence_confirmed(0, 11, desk.now))
+    assert not of(act.Requeue, desk.tick(0.3, heard=(0, 1))) and not doubted.is_settled
+    desk.do(desk.servers.fence_confirmed(1, 11, desk.now))
     desk.tick(0.1, heard=(0, 1))
     assert doubted.state is State.CANCELLED
     assert isinstance(desk.queue.take_error(), ValueError)
@@ -209,7 +208,7 @@ def test_bar9_a_life_that_was_given_up_before_leaves_no_doubt() -> None:
     desk.put(1)
     desk.dispatch()
     doubted = give_back(desk, 0, 1, 0)
-    desk.do(desk.policy.worker_lost(0, "the connection was closed", desk.now))
+    desk.do(desk.workers.lost(0, "the connection was closed", desk.now))
     desk.acknowledge(11)
     desk.do([act.Raise(ValueError("bad"))])
     desk.tick(0.1)
@@ -224,10 +223,10 @@ def test_bar9_doubts_about_a_server_that_stays_silent_have_an_end() -> None:
     doubted = give_back(desk, 0, 1, 0)
     desk.do([act.Raise(ValueError("bad"))])
     desk.tick(0.1, heard=(0,))
-    desk.do(desk.policy.fence_acknowledged(0, 11, desk.now))
+    desk.do(desk.servers.fence_confirmed(0, 11, desk.now))
     desk.tick(FAST.dead_s + 0.5, heard=(0,))
     assert doubted.is_settled and desk.queue.is_error_ready
-    assert desk.policy.broken_server is not None
+    assert desk.servers.lost_server is not None
 
 
 # Servers that come back, and help nobody.
@@ -236,12 +235,12 @@ def test_bar9_doubts_about_a_server_that_stays_silent_have_an_end() -> None:
 def come_back(desk: Desk, server: int, lives: tuple[int, ...]) -> None:
     """A server answers its next beat; workers join again in new lives."""
     desk.now += FAST.beat_s
-    desk.do(desk.policy.server_heard(server, desk.now))
+    desk.do(desk.servers.heartbeat(server, desk.now))
     incarnation = desk.policy.servers[server].incarnation
-    desk.do(desk.policy.server_rejoined(server, incarnation, desk.now))
-    for known in sorted(desk.policy._fenced):
+    desk.do(desk.servers.rejoined(server, incarnation, desk.now))
+    for known in sorted(desk.policy.fencing.fenced):
         desk.acknowledge(known)
-    assert desk.policy.servers[server].is_there
+    assert desk.policy.servers[server].is_available
     for worker, life in enumerate(lives):
         desk.ready(worker, life)
     desk.dispatch()
@@ -249,15 +248,15 @@ def come_back(desk: Desk, server: int, lives: tuple[int, ...]) -> None:
 
 def blame(desk: Desk, server: int = 1) -> list[Any]:
     """Each worker waits as long as it does, in vain, and gives its closure back."""
-    desk.tick(FAST.data_s, heard=tuple(range(len(desk.policy.crew.workers))))
+    desk.tick(FAST.data_s, heard=tuple(range(len(desk.policy.pool.workers))))
     done: list[Any] = []
-    for worker in desk.policy.crew.workers:
-        ids = list(worker.window)
+    for worker in desk.policy.pool.workers:
+        ids = list(worker.assigned)
         if ids and worker.state is WorkerState.READY:
-            closure = desk.policy.take_ended(worker.index, worker.incarnation, ids[0])
-            done += desk.policy.server_blamed(worker.index, server, False, desk.now)
-            done += [act.PutBack([closure])]
-            desk.policy.note_finished(worker.index, 0, desk.now)
+            closure = desk.workers.take_ended(worker.index, worker.incarnation, ids[0])
+            done += desk.servers.reported_unreachable(worker.index, server, False, desk.now)
+            done += [act.Requeue([closure])]
+            desk.workers.record_finished(worker.index, 0, desk.now)
     desk.do(done)
     desk.dispatch()
     return done
@@ -290,9 +289,9 @@ def test_bar20_a_closure_that_ends_is_progress() -> None:
     desk.put(100)
     desk.dispatch()
     for life in range(20, 20 + 4 * 10, 2):
-        busy = [w for w in desk.policy.crew.workers if w.window]
+        busy = [w for w in desk.policy.pool.workers if w.assigned]
         if busy:
-            desk.finish(busy[0].index, next(iter(busy[0].window)))
+            desk.finish(busy[0].index, next(iter(busy[0].assigned)))
             desk.dispatch()
         assert not of(act.Raise, blame(desk))
         if desk.policy.servers[1].is_away:
@@ -306,7 +305,7 @@ def test_bar22_a_server_that_gives_its_mirror_everything_may_take_its_time() -> 
     desk.put(2)
     desk.dispatch()
     for life in range(20, 40):
-        desk.policy.servers[1].figures = {"mirror_state": mirror_log.State.SEEDING}
+        desk.policy.servers[1].counters = {"mirror_state": mirror_log.State.SEEDING}
         assert not of(act.Raise, blame(desk))
         if desk.policy.servers[1].is_away:
             come_back(desk, 1, (life,))
@@ -347,9 +346,9 @@ def alone(desk: Desk, seconds: float, *alone: int, heard: tuple[int, ...] = (0, 
         for index in heard:
             # Its clock has counted since 40.0.
             figures = {"mirror_unconfirmed_s": desk.now - 40.0 if index in alone else 0.0}
-            desk.policy.servers[index].figures = {**figures}
-            done += desk.do(desk.policy.server_heard(index, desk.now))
-        desk.policy.crew.workers[0].heard_s = desk.now
+            desk.policy.servers[index].counters = {**figures}
+            done += desk.do(desk.servers.heartbeat(index, desk.now))
+        desk.policy.pool.workers[0].last_seen_s = desk.now
         done += desk.do(desk.policy.tick(desk.queue, desk.now))
     return done
 
@@ -361,7 +360,7 @@ def test_bar22_a_server_that_is_alone_for_too_long_is_given_up_and_its_mirror_na
     assert not of(act.Raise, alone(desk, FAST.return_s - 1.0, 0))
     raised, *_ = of(act.Raise, alone(desk, 2.0, 0))
     assert isinstance(raised.error, errors.PSUnavailableError)
-    assert "/job:ps/task:0 is one" in str(raised.error)
+    assert "/job:ps/task:0 is lost" in str(raised.error)
     assert "its mirror /job:ps/task:1" in str(raised.error)
     assert len(of(act.Raise, desk.done)) == 1
 
@@ -390,7 +389,7 @@ def test_bar22_two_mirrors_that_are_blamed_in_turn_are_still_alone() -> None:
         raised = of(act.Raise, alone(desk, 4.0, 0, 1))
         server = life % 2
         if not raised:
-            desk.do(desk.policy._wait_for(desk.policy.servers[server], "blamed", desk.now))
+            desk.do(desk.servers._wait_for(desk.policy.servers[server], "blamed", desk.now))
             life += 1
             come_back(desk, server, (life,))
     assert "its mirror" in str(raised[0].error)
@@ -441,34 +440,32 @@ def slow_desk() -> tuple[Desk, list[Closure]]:
 
 def test_bar10_an_idle_worker_runs_what_another_takes_long_for() -> None:
     desk, closures = slow_desk()
-    assert speculation.copies(desk.policy.crew, desk.queue, desk.now) == []
+    assert desk.policy.pool.speculate(desk.queue, desk.now) == []
     desk.now += 0.1
-    assert speculation.copies(desk.policy.crew, desk.queue, desk.now) == [
-        act.Dispatch(1, [closures[0]])
-    ]
+    assert desk.policy.pool.speculate(desk.queue, desk.now) == [act.Dispatch(1, [closures[0]])]
     assert closures[0].attempt == 1
     desk.now += 1.0
-    assert speculation.copies(desk.policy.crew, desk.queue, desk.now) == [], "not a third time"
+    assert desk.policy.pool.speculate(desk.queue, desk.now) == [], "not a third time"
 
 
 def test_bar10_nothing_is_copied_while_closures_wait() -> None:
     desk, _ = slow_desk()
     desk.put(1)
     desk.now += 1.0
-    assert speculation.copies(desk.policy.crew, desk.queue, desk.now) == []
+    assert desk.policy.pool.speculate(desk.queue, desk.now) == []
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_bar10_the_first_result_settles_and_the_second_changes_nothing(first: int) -> None:
     desk, closures = slow_desk()
     desk.now += 0.1
-    speculation.copies(desk.policy.crew, desk.queue, desk.now)
+    desk.policy.pool.speculate(desk.queue, desk.now)
     lives = {0: 11, 1: 12}
-    closure = desk.policy.take_ended(first, lives[first], 0)
+    closure = desk.workers.take_ended(first, lives[first], 0)
     assert closure is closures[0]
     desk.queue.finish(closure, None)
     assert desk.queue.is_idle
-    again = desk.policy.take_ended(1 - first, lives[1 - first], 0)
+    again = desk.workers.take_ended(1 - first, lives[1 - first], 0)
     assert again is closures[0], "the slower worker is busy until it says so"
     assert again.is_settled
 
@@ -476,13 +473,13 @@ def test_bar10_the_first_result_settles_and_the_second_changes_nothing(first: in
 def test_bar10_a_closure_with_a_copy_outlives_one_of_its_workers() -> None:
     desk, closures = slow_desk()
     desk.now += 0.1
-    speculation.copies(desk.policy.crew, desk.queue, desk.now)
-    desk.do(desk.policy.worker_lost(0, "killed", desk.now))
-    assert speculation.runs_elsewhere(desk.policy.crew, closures[0])
-    closure = desk.policy.take_ended(1, 12, 0)
+    desk.policy.pool.speculate(desk.queue, desk.now)
+    desk.do(desk.workers.lost(0, "killed", desk.now))
+    assert desk.policy.pool.has_other_attempt(closures[0])
+    closure = desk.workers.take_ended(1, 12, 0)
     assert closure is not None
     desk.queue.finish(closure, None)
     desk.acknowledge(11)
     assert desk.queue.is_idle
     assert closures[0].state is State.FINISHED
-    assert desk.policy.crew.workers[0].state is WorkerState.CONNECTING
+    assert desk.policy.pool.workers[0].state is WorkerState.CONNECTING

@@ -28,6 +28,7 @@ from replicax.coordinator.cluster_coordinator import ClusterCoordinator
 from replicax.coordinator.per_worker import PerWorkerIterator
 from replicax.coordinator.remote_value import RemoteValue
 from replicax.coordinator.shipping import pickling, serialization
+from replicax.coordinator.shipping.remote_errors import rebuild_error
 from replicax.foundation import errors
 from replicax.protocol import codec, trees
 from replicax.protocol.messages import RemoteError, Result
@@ -338,8 +339,8 @@ def test_iterators_and_traced_values_are_refused() -> None:
 def test_too_large_functions_are_refused_and_name_what_is_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pickling, "MOST_INLINE_BYTES", 100_000)
-    monkeypatch.setattr(pickling, "MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(pickling, "MAX_INLINE_BYTES", 100_000)
+    monkeypatch.setattr(pickling, "MAX_BYTES", 1_000_000)
     table, text, small = np.zeros(250_000), "x" * 200_000, np.zeros(2)
     with pytest.raises(errors.ResourceExhaustedError, match=r"captured 'table' has 2\.0 MB"):
         serialization.ship(lambda: (table, small))
@@ -427,7 +428,7 @@ def raised(error: BaseException) -> BaseException:
     + [errors.StructureError("s"), errors.OutOfRangeError("o"), MemoryError("m"), UserWarning("w")],
 )
 def test_T95_errors_keep_their_type_and_text(error: Exception) -> None:
-    came = serialization.rebuild_error(error_reports.describe(raised(error)), 2)
+    came = rebuild_error(error_reports.describe(raised(error)), 2)
     assert type(came) is type(error) and str(came) == str(error)
     (note,) = came.__notes__
     assert "/job:worker/task:2" in note and "raise error" in note
@@ -441,15 +442,15 @@ class OwnError(ValueError):
     "error", [OwnError("o"), SystemExit(3), KeyboardInterrupt(), ExceptionGroup("g", [OwnError()])]
 )
 def test_T95_other_errors_are_closure_errors(error: BaseException) -> None:
-    came = serialization.rebuild_error(error_reports.describe(raised(error)), "/job:worker/task:1")
+    came = rebuild_error(error_reports.describe(raised(error)), 1)
     assert type(came) is errors.ClosureError
     assert type(error).__name__ in str(came) and "/job:worker/task:1" in str(came)
 
 
 def test_T95_the_end_of_data_is_out_of_range() -> None:
-    came = serialization.rebuild_error(error_reports.describe(raised(StopIteration())), 0)
+    came = rebuild_error(error_reports.describe(raised(StopIteration())), 0)
     assert type(came) is errors.OutOfRangeError
-    came = serialization.rebuild_error(RemoteError("closure", "StopIteration", "", ""), 0)
+    came = rebuild_error(RemoteError("closure", "StopIteration", "", ""), 0)
     assert type(came) is errors.OutOfRangeError
 
 
@@ -462,7 +463,7 @@ def test_errors_that_misbehave_are_described() -> None:
     assert "RuntimeError" in remote.text
     long = error_reports.describe(raised(ValueError("é\ud800" * 100_000)))
     assert error_reports.size_of(long) < 60_000
-    assert type(serialization.rebuild_error(long, 0)) is ValueError
+    assert type(rebuild_error(long, 0)) is ValueError
 
 
 def test_T118_errors_of_servers_and_fences_are_found_behind_others() -> None:
@@ -472,21 +473,21 @@ def test_T118_errors_of_servers_and_fences_are_found_behind_others() -> None:
     outer.__cause__ = blamed
     remote = error_reports.describe(raised(outer))
     assert (remote.cause, remote.kind, remote.task) == ("server", "PSUnavailableError", 1)
-    came: Any = serialization.rebuild_error(remote, 0)
+    came: Any = rebuild_error(remote, 0)
     assert type(came) is errors.PSUnavailableError and came.task_index == 1
     assert error_reports.describe(raised(errors.FencedError("f"))).cause == "fenced"
 
 
 def test_T100_errors_of_inputs_name_the_worker_and_keep_the_cause() -> None:
     remote = error_reports.describe(raised(ValueError("bad file")), "input")
-    came = serialization.rebuild_error(remote, 4)
+    came = rebuild_error(remote, 4)
     assert type(came) is errors.ClosureInputError and "/job:worker/task:4" in str(came)
     assert type(came.__cause__) is ValueError
 
 
 @pytest.mark.parametrize("kind", ["os.system", "eval", "print", "BaseException", "message", ""])
 def test_bar43_names_of_errors_are_not_trusted(kind: str) -> None:
-    came = serialization.rebuild_error(RemoteError("closure", kind, "x", ""), 0)
+    came = rebuild_error(RemoteError("closure", kind, "x", ""), 0)
     assert type(came) is errors.ClosureError
 
 
@@ -516,7 +517,7 @@ def test_bar43_the_coordinator_unpickles_nothing() -> None:
     bomb = b"cos\nsystem\n(S'true'\ntR."
     value = tree(trees.Array("bytes", (len(bomb),)))
     assert serialization.unpack_result(Result(1, value, None, 1), [bomb]) == bomb
-    serialization.rebuild_error(RemoteError("closure", "x", bomb.decode(), ""), 0)
+    rebuild_error(RemoteError("closure", "x", bomb.decode(), ""), 0)
     serialization.ship(lambda: bomb)
     assert not found
     travel(lambda: bomb)
@@ -549,7 +550,7 @@ def test_functions_are_bounded_in_bytes_beyond_the_last_ones() -> None:
 
 
 def test_many_arrays_do_not_fill_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickling, "_MOST_BUFFERS", 5)
+    monkeypatch.setattr(pickling, "_MAX_BUFFERS", 5)
     arrays = [np.full(500, i) for i in range(20)]
     shipped = serialization.ship(lambda: arrays)
     assert len(shipped.buffers) == 6
@@ -558,7 +559,7 @@ def test_many_arrays_do_not_fill_the_header(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_error_of_replicax_keeps_its_parts_from_worker_to_coordinator() -> None:
     error = errors.InvalidArgumentError("`axis` must be 0", "it is 3", "Pass 0.")
-    came = serialization.rebuild_error(error_reports.describe(error), 0)
+    came = rebuild_error(error_reports.describe(error), 0)
     assert type(came) is errors.InvalidArgumentError and str(came) == str(error)
     assert isinstance(came, errors.InvalidArgumentError)
     assert (came.required, came.found, came.advice) == ("`axis` must be 0", "it is 3", "Pass 0.")

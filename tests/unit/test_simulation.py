@@ -7,15 +7,15 @@ import posix
 import random
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from replicax.coordinator.courier import Courier
-from replicax.coordinator.deliveries import Deliveries
+from replicax.coordinator.core import Core
+from replicax.coordinator.outbox import Outbox
 from replicax.coordinator.scheduling import actions as act
-from replicax.coordinator.scheduling import error_causes
 from replicax.coordinator.scheduling.closures import Closure, State
 from replicax.coordinator.scheduling.policy import Policy
 from replicax.coordinator.scheduling.queue import ClosureQueue
@@ -254,43 +254,66 @@ def test_S152_a_closure_that_was_taken_back_does_not_run_when_the_order_comes_ag
 
 def test_S152_an_old_report_of_a_recall_does_not_concern_the_next_attempt() -> None:
     policy = Policy(1, 1, Timing.fast(), 0.0)
-    policy.worker_connected(0, 7, 0.0)
-    policy.worker_attached(0, 0.0)
+    policy.worker_policy.connected(0, 7, 0.0)
+    policy.worker_policy.attached(0, 0.0)
     queue = ClosureQueue()
     closure = Closure(1, serialization.ship(len))
     queue.put(closure)
-    policy.crew.dispatch(queue, 0.0)
-    assert policy.take_ended(0, 7, 1, attempt=0) is closure
-    queue.put_back([closure])
-    policy.crew.dispatch(queue, 0.1)
+    policy.pool.dispatch(queue, 0.0)
+    assert policy.worker_policy.take_ended(0, 7, 1, attempt=0) is closure
+    queue.requeue([closure])
+    policy.pool.dispatch(queue, 0.1)
     assert closure.attempt == 1
-    assert policy.take_ended(0, 7, 1, attempt=0) is None
-    assert policy.take_ended(0, 7, 1) is closure
+    assert policy.worker_policy.take_ended(0, 7, 1, attempt=0) is None
+    assert policy.worker_policy.take_ended(0, 7, 1) is closure
 
 
-def test_S152_a_recall_is_never_an_error_of_the_closure() -> None:
+class Recorder:
+    """A sender that records the messages."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[messages.Body, int]] = []
+
+    def send(self, task: Task, body: messages.Body, buffers: Any = (), request: int = 0) -> None:
+        self.sent.append((body, request))
+
+
+@pytest.mark.parametrize("is_recalled", [True, False])
+def test_S152_a_recall_is_never_an_error_of_the_closure(is_recalled: bool) -> None:
+    sender, worker = Recorder(), Task("worker", 0)
+    cluster: Any = types.SimpleNamespace(workers=[None], servers=[], settings={}, fenced=set())
+    core = Core(cluster, sender, Timing.fast(), 10, 0.0)
+
+    def receive(body: messages.Body, request: int = 0) -> None:
+        core.received(worker, messages.Envelope("", 0, 7, request, [], body), [], 0.0)
+
+    core.connected(worker, messages.Welcome("", "worker", 0, 7), 0.0)
+    receive(messages.Done(), request=sender.sent[-1][1])
     closure = Closure(1, serialization.ship(len))
-    error = error_reports.cancelled(1, "/job:worker/task:0")
-    assert error_causes.judge(closure, 0, error, num_servers=1) == error_causes.Again()
-    own = error_reports.describe(errors.CancelledError("mine"))
-    assert isinstance(error_causes.judge(closure, 0, own, num_servers=1), errors.CancelledError)
+    core.add(closure, 0.0)
+    assert closure.state is State.IN_FLIGHT
+    error = error_reports.describe(errors.CancelledError("mine"))
+    if is_recalled:
+        error = error_reports.cancelled(1, "/job:worker/task:0")
+    receive(messages.Finished([messages.Result(1, None, error, 0)]))
+    assert isinstance(closure.error, errors.CancelledError) is not is_recalled
 
 
 def test_bar_21_a_restored_server_learns_of_all_lives_that_were_given_up() -> None:
     policy = Policy(1, 1, Timing.fast(), 0.0)
     policy.servers[0].is_saved = True
-    policy.server_connected(0, 50, 0.0)
-    policy.worker_connected(0, 7, 0.0)
-    policy.worker_attached(0, 0.0)
-    policy.worker_lost(0, "it ended", 1.0)
+    policy.server_policy.connected(0, 50, 0.0)
+    policy.worker_policy.connected(0, 7, 0.0)
+    policy.worker_policy.attached(0, 0.0)
+    policy.worker_policy.lost(0, "it ended", 1.0)
     # Confirmed, but perhaps not in the snapshot that the next process starts from.
-    policy.fence_acknowledged(0, 7, 1.1)
-    policy.server_lost(0, "it ended", 2.0)
-    assert policy.server_connected(0, 51, 3.0) == [act.Rejoin(0)]
-    assert policy.server_rejoined(0, 51, 3.1) == [act.FenceAt([0], 7)]
+    policy.server_policy.fence_confirmed(0, 7, 1.1)
+    policy.server_policy.lost(0, "it ended", 2.0)
+    assert policy.server_policy.connected(0, 51, 3.0) == [act.Rejoin(0)]
+    assert policy.server_policy.rejoined(0, 51, 3.1) == [act.FenceAt([0], 7)]
     assert policy.servers[0].is_away
-    policy.fence_acknowledged(0, 7, 3.2)
-    assert policy.servers[0].is_there
+    policy.server_policy.fence_confirmed(0, 7, 3.2)
+    assert policy.servers[0].is_available
 
 
 def test_bar_10_a_worker_is_free_when_another_has_settled_what_it_had() -> None:
@@ -298,18 +321,11 @@ def test_bar_10_a_worker_is_free_when_another_has_settled_what_it_had() -> None:
     closure = Closure(1, serialization.ship(len))
     worker.assign([closure], 0.0)
     closure.settle(State.FINISHED, None, None)
-    said: list[messages.Body] = []
-
-    class Hub:
-        def send(
-            self, task: Task, body: messages.Body, buffers: Any = (), request: int = 0
-        ) -> None:
-            said.append(body)
-
     cluster: Any = None
-    Deliveries(Courier(cluster, Hub(), 1.0)).resend(worker)
-    assert not worker.window
-    assert not said
+    sender = Recorder()
+    Outbox(cluster, sender, Timing.fast()).resend(worker)
+    assert not worker.assigned
+    assert not sender.sent
 
 
 @pytest.mark.parametrize("seed", [452, 4192])

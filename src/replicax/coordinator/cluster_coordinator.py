@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 from replicax.coordinator.engine import Engine
 from replicax.coordinator.per_worker import PerWorkerDataset
@@ -14,7 +14,7 @@ from replicax.coordinator.progress import Progress
 from replicax.coordinator.remote_value import (
     PerWorkerValues,
     RemoteValue,
-    ResourceHolder,
+    ResourceReference,
     WorkerCopies,
     map_structure,
     require_no_remote_value,
@@ -22,30 +22,34 @@ from replicax.coordinator.remote_value import (
 from replicax.coordinator.scheduling.queue import LIMIT
 from replicax.coordinator.scheduling.status import Status
 from replicax.coordinator.scheduling.timing import Timing
-from replicax.coordinator.shipping import nesting, serialization
+from replicax.coordinator.shipping import serialization
+from replicax.coordinator.shipping.unshippable import too_deep
 from replicax.foundation import errors, tracebacks
+from replicax.foundation.types import Tree
+from replicax.protocol.codec import Buffer
+from replicax.strategies.base import Strategy
 
-# How often progress is looked at.
+# The interval at which the progress is shown.
 _PROGRESS_S = 0.1
 
-# The coordinator of each strategy, as long as both live. Held while one is made.
-_coordinators: weakref.WeakKeyDictionary[Any, weakref.ref[ClusterCoordinator]]
+# The coordinator of each strategy, and the lock that is held while one is created.
+_coordinators: weakref.WeakKeyDictionary[Strategy, weakref.ref[ClusterCoordinator]]
 _coordinators = weakref.WeakKeyDictionary()
 _making = threading.RLock()
 
 
 class ClusterCoordinator:
-    """Schedules functions on workers, and sees to it that each takes effect once.
+    """Schedules functions on workers, and makes each take effect exactly once.
 
-    There is one per strategy: making it again returns the same one. It ends with `close`,
-    with the end of a `with` block, or when it is dropped.
+    There is one per strategy: the constructor returns the existing one. It ends with `close`,
+    with the end of a `with` block, or when it is no longer referenced.
 
     Args:
       strategy: A `ParameterServerStrategy`.
-      timing: How long to wait for tasks that do not answer.
-      queue_limit: How many closures may wait; then `schedule` does.
-      speculate: Whether a worker that has nothing to do runs closures again that another
-        worker takes unusually long for. Their updates count once, whoever is first.
+      timing: The timeouts.
+      queue_limit: The maximum number of queued closures; `schedule` waits while there are so many.
+      speculate: Whether an idle worker runs closures a second time that another worker takes
+        unusually long for. Their updates take effect once.
 
     Raises:
       InvalidArgumentError: The strategy has no cluster of parameter servers.
@@ -63,18 +67,18 @@ class ClusterCoordinator:
     """
 
     _engine: Engine
-    _strategy: Any
-    _ending: weakref.finalize[Any, Any]
+    _strategy: Strategy
+    _finalizer: weakref.finalize[..., ClusterCoordinator]
 
     def __new__(
         cls,
-        strategy: Any,
+        strategy: Strategy,
         *,
         timing: Timing | None = None,
         queue_limit: int = LIMIT,
         speculate: bool = False,
     ) -> ClusterCoordinator:
-        """Returns the coordinator of the strategy; makes it the first time."""
+        """Returns the coordinator of the strategy, a new one if there is none."""
         cluster = getattr(getattr(strategy, "extended", None), "cluster", None)
         if cluster is None:
             raise errors.InvalidArgumentError(
@@ -87,18 +91,18 @@ class ClusterCoordinator:
             found = None if known is None else known()
             if found is not None and not found.is_closed:
                 return found
-            # Servers answer only those whose job they are in.
+            # Servers reply only to the coordinator of the job that they are attached to.
             cluster.attach()
             self = super().__new__(cls)
             self._strategy = strategy
             used = timing or Timing.from_environment()
             self._engine = Engine(cluster, used, queue_limit, speculates=speculate)
-            # Reads of variables wait for servers too, and end when those are given up.
+            # Reads of variables wait for servers too, and must end when those are lost.
             cluster.follow(self._engine.loss_of)
-            self._engine.add_ending(functools.partial(cluster.follow, None))
-            self._ending = weakref.finalize(self, _end, self._engine)
+            self._engine.add_close_callback(functools.partial(cluster.follow, None))
+            self._finalizer = weakref.finalize(self, _close, self._engine)
             _coordinators[strategy] = weakref.ref(self)
-        strategy.extended.per_worker.attach(self)
+        getattr(strategy.extended, "per_worker").attach(self)  # noqa: B009
         return self
 
     def __enter__(self) -> Self:
@@ -117,47 +121,47 @@ class ClusterCoordinator:
 
     @property
     def engine(self) -> Engine:
-        """What does its work; for the other parts of this package."""
+        """Its engine, for other modules of this package."""
         return self._engine
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> Strategy:
         """The strategy whose cluster it uses."""
         return self._strategy
 
     @property
     def is_closed(self) -> bool:
-        """Whether it runs nothing any more."""
-        return not self._ending.alive
+        """Whether it was closed."""
+        return not self._finalizer.alive
 
     def schedule(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] | None = None,
+        kwargs: Mapping[str, object] | None = None,
         *,
         deadline: float | None = None,
     ) -> RemoteValue:
         """Queues a call of a function, to be run by some worker, and returns at once.
 
         If the worker is lost, another one runs the function again. Each update of a variable
-        takes effect once all the same; what the function does elsewhere may happen twice.
+        still takes effect once; other side effects may happen twice.
 
         Args:
           fn: An `rx.function`, which workers compile once, or any other callable.
-          args: Its positional arguments. Of per-worker objects, the function gets that of
-            the worker that runs it.
+          args: Its positional arguments. A per-worker object is replaced by the object of the
+            worker that runs the function.
           kwargs: Its keyword arguments.
-          deadline: How many seconds a worker may take for it. One that takes longer is ended,
-            and another one tries; after three of them the function is given up.
+          deadline: The seconds that a worker may take for it. A worker that takes longer is
+            restarted, and another one tries; after three of them the function fails.
 
         Returns:
-          What will be the result.
+          The future result.
 
         Raises:
-          Exception: The first error of an earlier function. All that wait are cancelled.
+          Exception: The first error of an earlier function. All queued ones are cancelled.
           InvalidArgumentError: A RemoteValue is among the arguments.
-          ArgumentTypeError: The function cannot travel.
+          ArgumentTypeError: The function cannot be pickled.
         """
         if not callable(fn):
             raise errors.ArgumentTypeError(
@@ -173,21 +177,21 @@ class ClusterCoordinator:
             )
         function = serialization.ship(fn, self._strategy)
         resources, buffers = self._pack(args, kwargs)
-        kept = (fn, args, kwargs)
-        closure = self._engine.schedule(function, resources, buffers, kept, deadline)
+        keep_alive = (fn, args, kwargs)
+        closure = self._engine.schedule(function, resources, buffers, keep_alive, deadline)
         return RemoteValue(self._engine, closure)
 
     def join(self, timeout: float | None = None, progress: bool = False) -> None:
         """Waits until all scheduled functions have ended.
 
         Args:
-          timeout: The seconds to wait at most.
-          progress: Whether to show how many have ended.
+          timeout: The maximum number of seconds.
+          progress: Whether to show a progress bar.
 
         Raises:
-          Exception: The first error of a function. All that waited are cancelled then, and
-            the coordinator can be used again.
-          DeadlineExceededError: They have not ended in time; they go on.
+          Exception: The first error of a function. All queued ones are cancelled, and the
+            coordinator can be used again.
+          DeadlineExceededError: They have not ended in time; they keep running.
         """
         try:
             self._join(timeout, progress)
@@ -201,62 +205,62 @@ class ClusterCoordinator:
             return
         with Progress(self._engine.counts) as shown:
 
-            def look() -> float:
+            def poll() -> float:
                 shown.update()
                 return _PROGRESS_S
 
-            self._engine.join(timeout, look)
+            self._engine.join(timeout, poll)
 
     def done(self) -> bool:
-        """Tells, without waiting, whether all scheduled functions have ended.
+        """Returns, without waiting, whether all scheduled functions have ended.
 
         Raises:
-          Exception: The first error of a function, when none runs any more.
+          Exception: The first error of a function, once none runs any more.
         """
         return self._engine.is_done()
 
-    def fetch(self, val: Any) -> Any:
+    def fetch(self, val: Tree) -> Tree:
         """Waits for results and returns them as NumPy arrays.
 
         Args:
           val: A RemoteValue, or nested lists, tuples and dicts of them. Other leaves are
-            returned as they are.
+            returned unchanged.
         """
         try:
             return map_structure(_fetched, val)
         except RecursionError:
-            raise nesting.too_deep(val, "val") from None
+            raise too_deep(val, "val") from None
 
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Makes a dataset on each worker, now and whenever a worker comes back.
+    def create_per_worker_dataset(self, dataset_fn: object) -> PerWorkerDataset:
+        """Creates a dataset on each worker, now and whenever a worker recovers.
 
         Args:
-          dataset_fn: A function without arguments that returns a dataset, or a dataset,
-            which then travels to the workers.
+          dataset_fn: A function without arguments that returns a dataset, or a dataset, which
+            is sent to the workers.
 
         Returns:
           The dataset. `iter` of it starts an iterator on each worker, an argument for
           scheduled functions.
         """
         function = serialization.ship(dataset_fn, self._strategy)
-        resource = self._engine.make_resource("dataset", function, (), dataset_fn)
+        resource = self._engine.create_resource("dataset", function, 0, dataset_fn)
         return PerWorkerDataset(self._engine, resource)
 
     def create_per_worker_value(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> PerWorkerValues:
         """Calls a function on each worker, which keeps the result.
 
         Args:
-          fn: The function; it is called again whenever a worker comes back.
+          fn: The function; it is called again whenever a worker recovers.
           args: Its positional arguments.
           kwargs: Its keyword arguments.
 
         Returns:
-          The values: an argument for scheduled functions, which get that of their worker.
+          The values: an argument for scheduled functions, which get the one of their worker.
         """
         if not callable(fn):
             raise errors.ArgumentTypeError(
@@ -265,42 +269,43 @@ class ClusterCoordinator:
                 "Pass the function itself.",
             )
         require_no_remote_value(args, kwargs)
-        # One object with everything in it: a resource has no arguments of its own.
+        # A resource has no arguments of its own.
         call = functools.partial(fn, *(args or ()), **(kwargs or {})) if args or kwargs else fn
-        function = serialization.ship(call, self._strategy)
-        engine = self._engine
-        resource = engine.make_resource("value", function, (), call)
-        holder = ResourceHolder(resource.id, engine.released)
-        return PerWorkerValues.kept_by_workers(engine, engine.num_workers, holder)
+        reference = self._create_value(call)
+        return PerWorkerValues.kept_by_workers(self._engine, self._engine.num_workers, reference)
 
-    def make_copies(self, make: Callable[[], Any]) -> WorkerCopies:
-        """Has each worker make a copy of a variable; see `CopiesHost`."""
-        function = serialization.ship(make, self._strategy)
-        resource = self._engine.make_resource("value", function, (), make)
-        holder = ResourceHolder(resource.id, self._engine.released)
-        return WorkerCopies(self._engine, self._engine.num_workers, holder)
+    def make_copies(self, make: Callable[[], object]) -> WorkerCopies:
+        """Creates a copy of a variable on each worker; see `CopiesHost`."""
+        return WorkerCopies(self._engine, self._engine.num_workers, self._create_value(make))
+
+    def _create_value(self, create: Callable[[], object]) -> ResourceReference:
+        function = serialization.ship(create, self._strategy)
+        resource = self._engine.create_resource("value", function, 0, create)
+        return ResourceReference(resource, self._engine.released)
 
     def status(self) -> Status:
         """Returns a snapshot of workers, servers and queue; `print` it."""
         return self._engine.status()
 
     def close(self) -> None:
-        """Cancels what has not ended, and lets the workers go. Again is harmless."""
-        self._ending.detach()
+        """Cancels all closures that have not ended, and releases the workers. Idempotent."""
+        self._finalizer.detach()
         with _making:
             known = _coordinators.get(self._strategy)
             if known is not None and known() is self:
                 del _coordinators[self._strategy]
         self._engine.close()
 
-    def _pack(self, args: Any, kwargs: Any) -> tuple[list[int], list[Any]]:
+    def _pack(
+        self, args: Sequence[object] | None, kwargs: Mapping[str, object] | None
+    ) -> tuple[list[int], list[Buffer]]:
         if not args and not kwargs:
             return [], []
         require_no_remote_value(args, kwargs)
         return serialization.pack_arguments(args, dict(kwargs or {}), self._strategy)
 
 
-def _fetched(leaf: Any) -> Any:
+def _fetched(leaf: object) -> object:
     if isinstance(leaf, RemoteValue):
         return leaf.fetch()
     if isinstance(leaf, PerWorkerValues):
@@ -308,11 +313,11 @@ def _fetched(leaf: Any) -> Any:
     return leaf
 
 
-def _end(engine: Engine) -> None:
-    """Ends the threads of a coordinator that nobody holds any more.
+def _close(engine: Engine) -> None:
+    """Closes the engine of a coordinator that is no longer referenced.
 
-    This may run in any thread, with any lock held: the work is done in another one, except at
-    the end of the program, when no thread can be started.
+    A finalizer may run in any thread, with any lock held: another thread closes the engine,
+    except at the end of the program, when no thread can be started.
     """
     if not threading.main_thread().is_alive():
         engine.close()

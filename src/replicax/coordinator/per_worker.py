@@ -1,32 +1,46 @@
-"""Datasets and iterators of which each worker has its own; the coordinator holds their names."""
+"""Per-worker datasets and iterators: each worker has its own, the coordinator holds their ids."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
+
+import jax
 
 from replicax.contexts import frames
-from replicax.coordinator.resources import Resource
-from replicax.coordinator.shipping import element_specs
+from replicax.coordinator.outbox import Kind
+from replicax.coordinator.remote_value import ClosureRunner, RemoteValue
+from replicax.coordinator.scheduling.closures import ShippedFunction
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
+from replicax.tracing.signature import PerReplicaSpec, TensorSpec
 
 
-class ResourceHome(Protocol):
-    """Where resources are made and dropped."""
+class ResourceOwner(ClosureRunner, Protocol):
+    """Creates and drops resources on workers; implemented by the engine."""
 
-    # Numbers of resources that nobody uses any more. Appended to by finalisers, which may
-    # run anywhere: they take no lock.
-    released: deque[int]
-
-    def make_iterator(self, dataset: PerWorkerDataset) -> Resource:
-        """Starts an iterator over a dataset on each worker."""
+    @property
+    def released(self) -> deque[int]:
+        """Ids of resources without references. Finalizers append to it, without a lock."""
         ...
 
-    def ask_any_worker(self, fn: Callable[[Any], Any], resource: int, kept: Any) -> Any:
-        """Returns what a function gives for what one of the workers keeps under a number."""
+    def create_resource(
+        self, kind: Kind, function: ShippedFunction | None, source: int, keep_alive: object
+    ) -> int:
+        """Creates an object on each worker; returns its id."""
         ...
+
+    def any_worker(self) -> int:
+        """Returns the index of a worker that is ready, or 0."""
+        ...
+
+
+class DatasetWithSpec(Protocol):
+    """A dataset that describes its elements."""
+
+    @property
+    def element_spec(self) -> Tree: ...
 
 
 class PerWorkerDataset:
@@ -38,12 +52,12 @@ class PerWorkerDataset:
 
     is_per_worker = True
 
-    def __init__(self, home: ResourceHome, resource: Resource) -> None:
-        self.resource = resource.id
+    def __init__(self, owner: ResourceOwner, resource: int) -> None:
+        self.resource = resource
         # Weak: a dataset does not keep the coordinator's threads alive.
-        self._home = weakref.ref(home)
-        self._spec: tuple[Any] | None = None
-        weakref.finalize(self, home.released.append, resource.id).atexit = False
+        self._owner = weakref.ref(owner)
+        self._spec: tuple[Tree] | None = None
+        weakref.finalize(self, owner.released.append, resource).atexit = False
 
     def __repr__(self) -> str:
         return f"<PerWorkerDataset {self.resource}>"
@@ -55,46 +69,47 @@ class PerWorkerDataset:
                 "`iter` was called inside an rx.function",
                 "Call `iter(dataset)` before, and pass the iterator as an argument.",
             )
-        home = self._require_home()
-        return PerWorkerIterator(home, home.make_iterator(self), self)
+        owner = self._require_owner()
+        iterator = owner.create_resource("iterator", None, self.resource, None)
+        return PerWorkerIterator(owner, iterator, self)
 
-    def _require_home(self) -> ResourceHome:
-        home = self._home()
-        if home is None:
+    def _require_owner(self) -> ResourceOwner:
+        owner = self._owner()
+        if owner is None:
             raise errors.ContextError(
                 "A per-worker dataset needs the ClusterCoordinator that made it",
                 "it is closed",
                 "Make a new dataset with a new coordinator.",
             )
-        return home
+        return owner
 
     @property
-    def element_spec(self) -> Any:
-        """What the elements on a worker look like: that of the dataset that it distributes there.
+    def element_spec(self) -> Tree:
+        """The spec of the elements on a worker: that of the distributed dataset there.
 
-        The first time, a worker is asked, and waited for.
+        The first call waits for a worker.
         """
         if self._spec is None:
-            found = self._require_home().ask_any_worker(
-                element_specs.described, self.resource, self
-            )
-            self._spec = (element_specs.rebuilt(found),)
+            owner = self._require_owner()
+            worker = owner.any_worker()
+            closure = owner.run_pinned(worker, describe_elements, self.resource, self)
+            self._spec = (rebuild_spec(RemoteValue(owner, closure).fetch()),)
         return self._spec[0]
 
 
 class PerWorkerIterator:
     """An iterator on each worker; made by `iter` of a per-worker dataset.
 
-    It is an argument of scheduled functions, and gives nothing at the coordinator.
+    It is an argument of scheduled functions; the coordinator cannot read it.
     """
 
     is_per_worker = True
 
-    def __init__(self, home: ResourceHome, resource: Resource, dataset: PerWorkerDataset) -> None:
-        self.resource = resource.id
-        # A worker that comes back makes its iterator from the dataset again.
+    def __init__(self, owner: ResourceOwner, resource: int, dataset: PerWorkerDataset) -> None:
+        self.resource = resource
+        # A worker that recovers creates its iterator from the dataset again.
         self._dataset = dataset
-        weakref.finalize(self, home.released.append, resource.id).atexit = False
+        weakref.finalize(self, owner.released.append, resource).atexit = False
 
     def __repr__(self) -> str:
         return f"<PerWorkerIterator {self.resource} over {self._dataset!r}>"
@@ -103,8 +118,8 @@ class PerWorkerIterator:
         return self
 
     @property
-    def element_spec(self) -> Any:
-        """What the elements on a worker look like; see `PerWorkerDataset.element_spec`."""
+    def element_spec(self) -> Tree:
+        """The spec of the elements on a worker; see `PerWorkerDataset.element_spec`."""
         return self._dataset.element_spec
 
     def __next__(self) -> NoReturn:
@@ -115,10 +130,39 @@ class PerWorkerIterator:
         )
 
     def get_next(self) -> NoReturn:
-        """Is not offered: elements are on the workers."""
+        """Not supported: the elements are on the workers."""
         self.__next__()
 
 
-def return_argument(value: Any) -> Any:
-    """Returns its argument; run by a worker whose value is asked for."""
-    return value
+def describe_elements(dataset: DatasetWithSpec) -> tuple[Tree, list[list[object]]]:
+    """Describes the elements of a worker's dataset in plain values; runs on the worker.
+
+    Returns:
+      The structure of elements, with numbers as leaves, and for each leaf whether it is a
+      PerReplica, and the shapes and dtypes of its components.
+    """
+    leaves: list[list[object]] = []
+
+    def number(spec: PerReplicaSpec | TensorSpec) -> int:
+        specs = spec.value_specs if isinstance(spec, PerReplicaSpec) else (spec,)
+        shapes = [None if s.shape is None else list(s.shape) for s in specs]
+        leaves.append([isinstance(spec, PerReplicaSpec), shapes, [s.dtype.name for s in specs]])
+        return len(leaves) - 1
+
+    return jax.tree.map(number, dataset.element_spec), leaves
+
+
+def rebuild_spec(description: tuple[Tree, list[list[Tree]]]) -> Tree:
+    """Returns the specs that `describe_elements` has described.
+
+    >>> rebuild_spec(({"x": 0}, [[False, [[None, 2]], ["float32"]]]))
+    {'x': TensorSpec(shape=(None, 2), dtype=dtype('float32'), name=None)}
+    """
+    structure, leaves = description
+
+    def spec(number: int) -> PerReplicaSpec | TensorSpec:
+        is_per_replica, shapes, dtypes = leaves[number]
+        specs = [TensorSpec(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        return PerReplicaSpec(tuple(specs)) if is_per_replica else specs[0]
+
+    return jax.tree.map(spec, structure)

@@ -1,4 +1,4 @@
-"""How `join` shows that it goes on: a bar on a terminal, a line per second elsewhere."""
+"""The progress display of `join`: a bar on a terminal, a line per second otherwise."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LINE_S = 1.0
 
 
 class Progress:
-    """Shows how many closures have ended of those that were there, as a context manager.
+    """Shows how many of the scheduled closures have ended, as a context manager.
 
     Args:
-      counts: Returns how many have ended, ever, and how many are left.
-      stream: Where to write; the standard error stream if None.
+      counts: Returns the numbers of ended and of open closures.
+      stream: The stream to write to; the standard error stream if None.
     """
 
     def __init__(self, counts: Callable[[], tuple[int, int]], stream: TextIO | None = None) -> None:
@@ -57,7 +57,7 @@ class Progress:
             self._bar.stop()
 
     def update(self) -> None:
-        """Shows the present state, if it is time to."""
+        """Updates the display, at most once per second without a terminal."""
         self._show(is_last=False)
 
     def _show(self, is_last: bool) -> None:

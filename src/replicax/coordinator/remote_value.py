@@ -1,83 +1,86 @@
-"""`RemoteValue`: the result of a closure, before and after it is there."""
+"""`RemoteValue`: the result of a closure, available now or later."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import jax
 import numpy as np
 from typing_extensions import override
 
 from replicax.coordinator.scheduling.closures import Closure
-from replicax.coordinator.shipping import nesting
+from replicax.coordinator.shipping.unshippable import too_deep
 from replicax.foundation import errors, tracebacks
+from replicax.foundation.types import Tree
 from replicax.values.regroup import mapping_like, sequence_like
 
 
-class Home(Protocol):
-    """Where closures are run: what a value asks of it."""
+class ClosureRunner(Protocol):
+    """Runs closures; implemented by the engine."""
 
     def wait_for(self, closure: Closure, timeout: float | None) -> None:
         """Waits until a closure is settled."""
         ...
 
-    def unpack(self, closure: Closure) -> Any:
-        """Returns the result of a closure that ended well, as NumPy arrays."""
+    def unpack(self, closure: Closure) -> Tree:
+        """Returns the result of a finished closure, with NumPy arrays."""
         ...
 
-    def run_errand(self, worker: int, resource: int, kept: Any) -> Closure:
-        """Has one worker return what it keeps under a number."""
+    def run_pinned(
+        self, worker: int, fn: Callable[..., object], resource: int, keep_alive: object
+    ) -> Closure:
+        """Runs a function of a resource on one worker."""
         ...
 
 
 class RemoteValue:
-    """What a scheduled function will return; made by `ClusterCoordinator.schedule`.
+    """The future result of a scheduled function; made by `ClusterCoordinator.schedule`.
 
-    The result comes to the coordinator as soon as the function has ended, so it can be read
-    also when the worker is gone.
+    The worker sends the result to the coordinator as soon as the function has ended, so that it
+    can be fetched after the worker is gone.
     """
 
-    __slots__ = ("__weakref__", "_closure", "_home", "_value")
+    __slots__ = ("__weakref__", "_closure", "_runner", "_value")
 
-    def __init__(self, home: Home, closure: Closure | None) -> None:
-        self._home = home
+    def __init__(self, runner: ClosureRunner, closure: Closure | None) -> None:
+        self._runner = runner
         self._closure = closure
-        # In a tuple once it is known; it may be None itself.
-        self._value: tuple[Any] | None = None
+        # In a tuple, once it is fetched; it may be None itself.
+        self._value: tuple[Tree] | None = None
 
     def __repr__(self) -> str:
         assert self._closure is not None
         return f"<RemoteValue of closure {self._closure.id}, {self._closure.state.value}>"
 
-    def fetch(self, timeout: float | None = None) -> Any:
-        """Waits for the result and returns it, with arrays of NumPy.
+    def fetch(self, timeout: float | None = None) -> Tree:
+        """Waits for the result and returns it, with NumPy arrays.
 
         Args:
-          timeout: The seconds to wait at most.
+          timeout: The maximum number of seconds.
 
         Raises:
           DeadlineExceededError: The function has not ended in time.
-          CancelledError: It will not run, because one before it failed.
-          Exception: What the function raised.
+          CancelledError: It never runs, because an earlier one failed.
+          Exception: The error that the function raised.
         """
         if self._value is None:
             closure = self._require_closure()
             try:
                 if not closure.is_settled:
-                    self._home.wait_for(closure, timeout)
+                    self._runner.wait_for(closure, timeout)
                 if closure.error is not None:
                     raise closure.error.with_traceback(None)
             except Exception as error:
                 tracebacks.hide_own_frames(error, is_meant=True)
                 raise
-            self._value = (self._home.unpack(closure),)
+            self._value = (self._runner.unpack(closure),)
         return self._value[0]
 
-    def get(self, timeout: float | None = None) -> Any:
-        """Waits for the result and returns it, with arrays of JAX. See `fetch`."""
+    def get(self, timeout: float | None = None) -> Tree:
+        """Waits for the result and returns it, with JAX arrays. See `fetch`."""
         return map_structure(_to_jax, self.fetch(timeout))
 
     def _require_closure(self) -> Closure:
@@ -85,8 +88,8 @@ class RemoteValue:
         return self._closure
 
 
-class ResourceHolder:
-    """Keeps an object of the workers from being dropped as long as anything refers to it."""
+class ResourceReference:
+    """Keeps a resource of the workers alive as long as it is referenced."""
 
     def __init__(self, resource: int, released: deque[int]) -> None:
         self.resource = resource
@@ -94,31 +97,38 @@ class ResourceHolder:
 
 
 class WorkerValue(RemoteValue):
-    """One worker's part of a per-worker value. It stays there, and is sent when asked for."""
+    """One worker's part of a per-worker value. The worker keeps it, and sends it on request."""
 
-    __slots__ = ("_holder", "_worker")
+    __slots__ = ("_reference", "_worker")
 
-    def __init__(self, home: Home, worker: int, holder: ResourceHolder) -> None:
-        super().__init__(home, None)
+    def __init__(self, runner: ClosureRunner, worker: int, reference: ResourceReference) -> None:
+        super().__init__(runner, None)
         self._worker = worker
-        self._holder = holder
+        self._reference = reference
 
     @override
     def __repr__(self) -> str:
         return f"<RemoteValue kept by /job:worker/task:{self._worker}>"
 
     def request(self) -> None:
-        """Asks the worker, if it was not asked, without waiting for its answer."""
+        """Requests the value, without waiting for it. Idempotent."""
         self._require_closure()
 
     @override
     def _require_closure(self) -> Closure:
         closure = self._closure
-        # An error may be gone when it is asked for again: the worker may have come back.
+        # After an error the next request may succeed: the worker may have recovered.
         if closure is None or closure.error is not None:
-            closure = self._home.run_errand(self._worker, self._holder.resource, self._holder)
-            self._closure = closure
+            reference = self._reference
+            closure = self._closure = self._runner.run_pinned(
+                self._worker, return_argument, reference.resource, reference
+            )
         return closure
+
+
+def return_argument(value: object) -> object:
+    """Returns its argument; runs on a worker whose resource is fetched."""
+    return value
 
 
 class PerWorkerValues:
@@ -141,17 +151,19 @@ class PerWorkerValues:
                     "Make one with `ClusterCoordinator.create_per_worker_value`.",
                 )
         self._values = tuple(values)
-        self._holder: ResourceHolder | None = None
+        self._reference: ResourceReference | None = None
 
     @classmethod
-    def kept_by_workers(cls, home: Home, num_workers: int, holder: ResourceHolder) -> Self:
-        """Returns values that the workers keep under a number."""
-        self = cls([WorkerValue(home, i, holder) for i in range(num_workers)])
-        self._holder = holder
+    def kept_by_workers(
+        cls, runner: ClosureRunner, num_workers: int, reference: ResourceReference
+    ) -> Self:
+        """Returns the values of a resource."""
+        self = cls([WorkerValue(runner, i, reference) for i in range(num_workers)])
+        self._reference = reference
         return self
 
     def __repr__(self) -> str:
-        if self._holder is None:
+        if self._reference is None:
             return f"<PerWorkerValues of {list(self._values)}>"
         return f"<PerWorkerValues kept by {len(self._values)} workers>"
 
@@ -162,39 +174,42 @@ class PerWorkerValues:
 
     @property
     def resource(self) -> int:
-        """The number under which workers know it."""
-        if self._holder is None:
+        """The id of the resource."""
+        if self._reference is None:
             raise errors.InvalidArgumentError(
                 "A function gets per-worker values that the workers keep",
-                "these were put together from results of closures",
+                "these consist of results of closures",
                 "Make them with `ClusterCoordinator.create_per_worker_value`.",
             )
-        return self._holder.resource
+        return self._reference.resource
 
 
 class WorkerCopies:
-    """What workers keep under a number, as it is whenever it is asked for.
+    """A mutable object on each worker, fetched in its current state.
 
     Attributes:
-      resource: The number.
+      resource: The id of the resource.
     """
 
-    def __init__(self, home: Home, num_workers: int, holder: ResourceHolder) -> None:
-        self.resource = holder.resource
-        self._home = home
+    def __init__(
+        self, runner: ClosureRunner, num_workers: int, reference: ResourceReference
+    ) -> None:
+        self.resource = reference.resource
+        self._runner = runner
         self._num_workers = num_workers
-        self._holder = holder
+        self._reference = reference
 
-    def fetch_all(self) -> list[Any]:
-        """Returns what all workers have now, in their order."""
-        values = [WorkerValue(self._home, i, self._holder) for i in range(self._num_workers)]
+    def fetch_all(self) -> list[Tree]:
+        """Returns the current objects of all workers, in their order."""
+        workers = range(self._num_workers)
+        values = [WorkerValue(self._runner, i, self._reference) for i in workers]
         for value in values:
-            # All are asked before the first is waited for.
+            # Before the first is waited for.
             value.request()
         return [value.fetch() for value in values]
 
 
-def map_structure(change: Callable[[Any], Any], value: Any) -> Any:
+def map_structure(change: Callable[[object], object], value: Tree) -> Tree:
     """Applies a function to all leaves of nested lists, tuples and dicts.
 
     >>> map_structure(str, {"a": [1, (2,)]})
@@ -207,14 +222,14 @@ def map_structure(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
-def require_no_remote_value(args: Any, kwargs: Any) -> None:
-    """Raises if a result of another closure is among the arguments of one.
+def require_no_remote_value(args: object, kwargs: object) -> None:
+    """Raises if the result of another closure is among the arguments.
 
     Raises:
-      InvalidArgumentError: There is one, or the arguments are nested without end.
+      InvalidArgumentError: There is one, or the arguments contain themselves.
     """
 
-    def check(leaf: Any) -> Any:
+    def check(leaf: object) -> object:
         if isinstance(leaf, RemoteValue):
             raise errors.InvalidArgumentError(
                 "The arguments of a scheduled function are values, or per-worker objects",
@@ -230,9 +245,9 @@ def require_no_remote_value(args: Any, kwargs: Any) -> None:
             try:
                 map_structure(check, value)
             except RecursionError:
-                raise nesting.too_deep(value, name) from None
+                raise too_deep(value, name) from None
         raise
 
 
-def _to_jax(leaf: Any) -> Any:
+def _to_jax(leaf: object) -> object:
     return jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf

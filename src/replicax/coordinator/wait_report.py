@@ -1,35 +1,48 @@
-"""Who waits for whom, in words: threads for closures, closures for workers, those for servers.
+"""The wait report: threads that wait for closures, closures for workers, workers for servers.
 
-Pure: what is known of the tasks and the time come in, lines of text go out.
+Pure: the records of tasks and the time are arguments, and the lines of the report are returned.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from replicax.coordinator.scheduling.closures import Closure
 from replicax.coordinator.scheduling.queue import ClosureQueue
 from replicax.coordinator.scheduling.servers import Server
 from replicax.coordinator.scheduling.workers import Worker, WorkerState
-from replicax.coordinator.waiting_threads import Waiter
 from replicax.protocol.tasks import Task
 
-# A task that has missed so many beats is called silent.
-_NUM_BEATS = 3
-# So many closures are named; the others are counted.
+# A task that has missed so many heartbeats is reported as silent.
+_NUM_HEARTBEATS = 3
+# The maximum number of closures that a line names.
 _NUM_NAMED = 5
 _READY = WorkerState.READY
 
 
 @dataclasses.dataclass(frozen=True)
-class Waits:
-    """Who waits for whom.
+class WaitingThread:
+    """A thread of this process that waits for the coordinator.
 
     Attributes:
-      lines: A sentence each.
-      tasks: Those whose stacks tell more, the most telling first.
+      thread: Its name.
+      call: The call of the user.
+      since_s: When it began to wait.
+    """
+
+    thread: str
+    call: str
+    since_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class WaitReport:
+    """What threads, closures and tasks wait for.
+
+    Attributes:
+      lines: One sentence each.
+      tasks: The tasks whose stacks matter, the most relevant first.
     """
 
     lines: tuple[str, ...]
@@ -40,152 +53,153 @@ def describe(
     workers: Sequence[Worker],
     servers: Sequence[Server],
     queue: ClosureQueue,
-    waiters: Iterable[Waiter],
-    beat_s: float,
+    threads: Iterable[WaitingThread],
+    heartbeat_s: float,
     now: float,
-) -> Waits:
-    """Says who waits for whom.
+) -> WaitReport:
+    """Returns the wait report.
 
     Args:
       workers: All workers.
       servers: All parameter servers.
       queue: The closures.
-      waiters: The threads of this process that wait.
-      beat_s: How often tasks give a sign of life.
+      threads: The threads of this process that wait.
+      heartbeat_s: The interval between two heartbeats.
       now: The time.
     """
-    lines = [_waiter(w, queue, now) for w in waiters]
+    lines = [_thread(thread, queue, now) for thread in threads]
     lines += _queue(queue, workers)
     awaited: set[int] = set()
     tasks: list[Task] = []
     for worker in workers:
-        lines += _worker(worker, beat_s, now)
-        if worker.window:
+        lines += _worker(worker, heartbeat_s, now)
+        if worker.assigned:
             tasks.append(Task("worker", worker.index))
-            awaited |= {s.index for s in servers if s.index == worker.figures.get("waiting_ps")}
+            awaited |= {s.index for s in servers if s.index == worker.counters.get("waiting_ps")}
     tasks += [Task("ps", index) for index in sorted(awaited)]
-    lines += [_server(server, beat_s, now) for server in servers]
-    return Waits(tuple(lines), tuple(tasks))
+    lines += [_server(server, heartbeat_s, now) for server in servers]
+    return WaitReport(tuple(lines), tuple(tasks))
 
 
 def join_timeout(workers: Sequence[Worker], queue: ClosureQueue, timeout: float, now: float) -> str:
-    """Says what a `join` that has timed out waited for."""
+    """Returns the text of the error for a `join` that has timed out."""
     parts = []
     for worker in workers:
-        if not worker.window:
+        if not worker.assigned:
             continue
-        num, since_s = len(worker.window), now - worker.since_s
-        parts.append(f"{num} on {worker}, the first of them for {since_s:.1f} s")
-    num_held = sum(len(worker.window) for worker in workers)
+        num, since_s = len(worker.assigned), now - worker.since_s
+        parts.append(f"{num} assigned to {worker}, the first running for {since_s:.1f} s")
+    num_held = sum(len(worker.assigned) for worker in workers)
     num_open = len(queue) + len(queue.in_flight)
     if len(queue):
         parts.append(f"{len(queue)} waiting for a worker")
     if num_open > num_held + len(queue):
-        parts.append(f"{num_open - num_held - len(queue)} of workers that were lost")
+        parts.append(f"{num_open - num_held - len(queue)} of lost workers")
     away = [f"{w} is {w.state.value}: {w.reason}" for w in workers if w.state is not _READY]
     if away:
         parts.append("; ".join(away))
     return (
         f"join() timed out after {timeout:g} s with {num_open} "
-        f"closure{'' if num_open == 1 else 's'} unfinished ({'; '.join(parts)}). They go on: call "
-        "join() again, with more time, or look at coordinator.status()."
+        f"closure{'' if num_open == 1 else 's'} unfinished ({'; '.join(parts)}). They keep "
+        "running: call join() again with more time, or read coordinator.status()."
     )
 
 
 def fetch_timeout(
     closure: Closure, workers: Sequence[Worker], queue: ClosureQueue, timeout: float, now: float
 ) -> str:
-    """Says what a `fetch` that has timed out waited for."""
-    holder = next((w for w in workers if closure.id in w.window), None)
+    """Returns the text of the error for a `fetch` that has timed out."""
+    holder = next((w for w in workers if closure.id in w.assigned), None)
     if holder is None:
         where = f"waits for a worker, as do {len(queue)} in all"
         if closure.pin is not None:
             pinned = workers[closure.pin]
             where = f"waits for {pinned}, which is {pinned.state.value}"
     else:
-        ahead = list(holder.window).index(closure.id)
+        ahead = list(holder.assigned).index(closure.id)
         since_s = now - holder.since_s
         where = f"has run on {holder} for {since_s:.1f} s"
         if ahead:
             where = f"waits on {holder} behind {ahead}, the first of which has run {since_s:.1f} s"
     return (
-        f"fetch() timed out after {timeout:g} s: {_called(closure)} {where}. It goes on: call "
-        "fetch() again, with more time, or look at coordinator.status()."
+        f"fetch() timed out after {timeout:g} s: {_called(closure)} {where}. It keeps running: "
+        "call fetch() again with more time, or read coordinator.status()."
     )
 
 
-def _waiter(waiter: Waiter, queue: ClosureQueue, now: float) -> str:
-    if waiter.call == "schedule":
-        found = f"the queue holds {len(queue)} closures, and {queue.limit} are allowed"
+def _thread(thread: WaitingThread, queue: ClosureQueue, now: float) -> str:
+    if thread.call == "schedule":
+        found = f"the queue holds {len(queue)} of at most {queue.limit} closures"
     else:
-        found = f"{len(queue)} closures are queued and {len(queue.in_flight)} given to workers"
-    since = f"since {now - waiter.since_s:.1f} s"
-    return f"thread {waiter.thread} waits in `{waiter.call}` {since}: {found}"
+        found = f"{len(queue)} closures are queued and {len(queue.in_flight)} assigned to workers"
+    seconds = now - thread.since_s
+    return f"thread {thread.thread} has waited in `{thread.call}` for {seconds:.1f} s: {found}"
 
 
 def _queue(queue: ClosureQueue, workers: Sequence[Worker]) -> list[str]:
     lines = []
     if queue.is_cancelling:
         kind = type(queue.error).__name__
-        lines.append(f"{kind} has cancelled what was queued, and waits for what runs to end")
+        lines.append(f"{kind} has cancelled queued closures, and waits for running ones")
     if len(queue):
-        lines.append(f"{len(queue)} closures wait for a worker that has room")
-    held = {closure for worker in workers for closure in worker.window}
+        lines.append(f"{len(queue)} closures wait for a worker with capacity")
+    held = {closure for worker in workers for closure in worker.assigned}
     free = [c for c in queue.in_flight.values() if c.id not in held]
     if free:
         lost = ", ".join(sorted({f"/job:worker/task:{c.worker}" for c in free}))
         lines.append(
-            f"{_named(free)} had been given to {lost}: each server must confirm that it takes "
-            "nothing more from there"
+            f"{_named(free)} had been assigned to {lost}: each server must confirm that it "
+            "rejects further updates from there"
         )
     return lines
 
 
-def _worker(worker: Worker, beat_s: float, now: float) -> list[str]:
+def _worker(worker: Worker, heartbeat_s: float, now: float) -> list[str]:
     lines = []
-    closures = list(worker.window.values())
+    closures = list(worker.assigned.values())
     if closures:
         first, behind = closures[0], closures[1:]
         again = f", attempt {first.attempt + 1}" if first.attempt > 0 else ""
         after = f"; behind it {_named(behind)}" if behind else ""
         lines.append(
-            f"{_called(first)} runs on {worker} since {now - worker.since_s:.1f} s{again}{after}"
+            f"{_called(first)} has run on {worker} for {now - worker.since_s:.1f} s{again}{after}"
         )
-    if worker.errands:
-        lines.append(f"{_named(worker.errands)} can run on {worker} alone")
-    return [*lines, f"{worker} {_doing(worker, beat_s, now)}"]
+    if worker.pinned_closures:
+        lines.append(f"{_named(worker.pinned_closures)} can run on {worker} alone")
+    return [*lines, f"{worker} {_doing(worker, heartbeat_s, now)}"]
 
 
-def _doing(worker: Worker, beat_s: float, now: float) -> str:
+def _doing(worker: Worker, heartbeat_s: float, now: float) -> str:
     if worker.state is not WorkerState.READY:
         return f"is {worker.state.value}: {worker.reason}"
-    silent_s = now - worker.heard_s
-    if silent_s > _NUM_BEATS * beat_s:
-        return f"does not answer beats since {silent_s:.1f} s"
-    figures: Mapping[str, int | float] = worker.figures
-    if "waiting_ps" in figures:
-        server = f"/job:ps/task:{figures['waiting_ps']:.0f}"
-        since_s = figures.get("waiting_s", 0) + silent_s
-        return f"waits for an answer of {server} since {since_s:.1f} s"
-    if figures.get("running_s"):
-        return f"computes since {figures['running_s'] + silent_s:.1f} s"
-    if worker.window:
-        return "has not started it" if figures.get("open") else "says that it has no closures"
-    if worker.benched_s > now:
-        return f"gets nothing for {worker.benched_s - now:.1f} s: it could not reach a server"
-    return "has nothing to do"
+    silent_s = now - worker.last_seen_s
+    if silent_s > _NUM_HEARTBEATS * heartbeat_s:
+        return f"has not answered heartbeats for {silent_s:.1f} s"
+    counters: Mapping[str, int | float] = worker.counters
+    if "waiting_ps" in counters:
+        server = f"/job:ps/task:{counters['waiting_ps']:.0f}"
+        since_s = counters.get("waiting_s", 0) + silent_s
+        return f"has waited for a reply of {server} for {since_s:.1f} s"
+    if counters.get("running_s"):
+        return f"has computed for {counters['running_s'] + silent_s:.1f} s"
+    if worker.assigned:
+        return "has not started it" if counters.get("open") else "reports that it has no closures"
+    if worker.excluded_until_s > now:
+        seconds = worker.excluded_until_s - now
+        return f"gets no closures for {seconds:.1f} s: it could not reach a server"
+    return "is idle"
 
 
-def _server(server: Server, beat_s: float, now: float) -> str:
-    silent_s = now - server.heard_s
-    requests = f"{server.figures.get('requests', 0):.0f} requests answered"
+def _server(server: Server, heartbeat_s: float, now: float) -> str:
+    silent_s = now - server.last_seen_s
+    requests = f"{server.counters.get('requests', 0):.0f} requests answered"
     if server.loss is not None:
         return f"{server} is lost: {server.loss}"
-    if server.away_s is not None:
-        return f"{server} is away since {now - server.away_s:.1f} s: {server.reason}"
-    if silent_s > _NUM_BEATS * beat_s:
-        return f"{server} does not answer beats since {silent_s:.1f} s"
-    return f"{server} was heard {silent_s:.1f} s ago, {requests}"
+    if server.away_since_s is not None:
+        return f"{server} has been away for {now - server.away_since_s:.1f} s: {server.reason}"
+    if silent_s > _NUM_HEARTBEATS * heartbeat_s:
+        return f"{server} has not answered heartbeats for {silent_s:.1f} s"
+    return f"{server} replied {silent_s:.1f} s ago, {requests}"
 
 
 def _named(closures: Iterable[Closure]) -> str:
@@ -196,11 +210,12 @@ def _named(closures: Iterable[Closure]) -> str:
 
 
 def _called(closure: Closure) -> str:
-    """Returns the number of a closure and the name of its function; never its arguments."""
+    """Returns the id of a closure and the name of its function; never its arguments."""
     if closure.pin is not None:
-        return f"closure {closure.id} (a value that this worker keeps)"
-    if not isinstance(closure.kept, tuple) or not closure.kept:
+        return f"closure {closure.id} (fetches a value of this worker)"
+    kept = closure.keep_alive
+    if not isinstance(kept, tuple) or not kept:
         return f"closure {closure.id}"
-    function: Any = getattr(closure.kept[0], "func", closure.kept[0])
+    function: object = getattr(kept[0], "func", kept[0])
     name = getattr(function, "__qualname__", None) or type(function).__name__
     return f"closure {closure.id} ({name})"

@@ -1,4 +1,4 @@
-"""`Watchdog`: says who waits for whom, and where, when no closure ends for too long."""
+"""`Watchdog`: reports what waits for what, with stacks, when no closure ends for too long."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from replicax.protocol.tasks import Task
 
 _log = logging.getLogger(__name__)
 
-# How often it looks, as a part of the timeout; and at most and at least, in seconds.
-_LOOKS = 10
-_SELDOM_S, _OFTEN_S = 1.0, 0.02
-# If it slept for so much longer than it meant to, this process was stopped.
+# The number of polls per timeout; and the limits of the interval, in seconds.
+_POLLS = 10
+_MAX_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.02
+# If it slept for so much longer than the interval, this process was stopped.
 _PAUSE_S = 1.0
-# A task may take so long to say what it does. Later ones are asked in vain, perhaps: so few.
-_ASK_S = 1.0
-_NUM_ASKED = 6
-# What a thread that was told to end does last: one question, and the writing of the text.
-_STOP_S = 2 * _ASK_S
+# The timeout of a request for the stacks of a task, and the maximum number of such requests.
+_STACKS_S = 1.0
+_NUM_STACKS = 6
+# The time that `stop` waits for the thread: one request, and the writing of the report.
+_STOP_S = 2 * _STACKS_S
 
 
-class News(enum.Enum):
-    """What a look at the closures tells."""
+class Change(enum.Enum):
+    """The result of a poll."""
 
-    NOTHING = "nothing"  # closures end, or there are none
-    STALL = "stall"  # when none has ended for the timeout, and again each time it has passed
-    RESUMED = "resumed"  # when closures end, or are gone, after a stall
+    NONE = "none"  # closures end, or there are none
+    STALLED = "stalled"  # none has ended for the timeout; repeated after each further timeout
+    RESUMED = "resumed"  # closures end, or are gone, after a stall
 
 
-class Pulse:
-    """Decides when a stall is told. Pure: the time is an argument.
+class StallDetector:
+    """Detects stalls. Pure: the time is an argument.
 
     Args:
-      timeout: For how many seconds no closure may end.
+      timeout: The seconds without an ended closure after which the job is stalled.
       now: The time.
 
     Attributes:
-      stalled_s: For how long no closure had ended, at the last look.
+      stalled_s: The seconds without an ended closure, at the last poll.
 
-    >>> pulse = Pulse(timeout=10.0, now=0.0)
-    >>> [pulse.look(0, True, now).value for now in (4.0, 8.0, 12.0, 16.0)]
-    ['nothing', 'nothing', 'stall', 'nothing']
-    >>> pulse.look(1, True, 18.0).value
+    >>> detector = StallDetector(timeout=10.0, now=0.0)
+    >>> [detector.poll(0, True, now).value for now in (4.0, 8.0, 12.0, 16.0)]
+    ['none', 'none', 'stalled', 'none']
+    >>> detector.poll(1, True, 18.0).value
     'resumed'
     """
 
@@ -59,48 +59,49 @@ class Pulse:
         self._timeout = timeout
         self._mark: Hashable = 0
         self._since_s = now
-        self._told_s: float | None = None
+        self._reported_s: float | None = None
         self.stalled_s = 0.0
 
-    def look(self, mark: Hashable, has_open: bool, now: float) -> News:
-        """Takes what there is to see.
+    def poll(self, mark: Hashable, has_open: bool, now: float) -> Change:
+        """Compares the progress with the last poll.
 
         Args:
           mark: Changes with each closure that ends.
-          has_open: Whether closures wait or run.
+          has_open: Whether closures are queued or running.
           now: The time.
         """
         self.stalled_s = now - self._since_s
         if mark != self._mark or not has_open:
-            was_told, self._told_s = self._told_s is not None, None
+            was_reported, self._reported_s = self._reported_s is not None, None
             self._mark, self._since_s = mark, now
-            return News.RESUMED if was_told else News.NOTHING
-        if now - (self._since_s if self._told_s is None else self._told_s) < self._timeout:
-            return News.NOTHING
-        self._told_s = now
-        return News.STALL
+            return Change.RESUMED if was_reported else Change.NONE
+        if now - (self._since_s if self._reported_s is None else self._reported_s) < self._timeout:
+            return Change.NONE
+        self._reported_s = now
+        return Change.STALLED
 
-    def forgive(self, pause_s: float) -> None:
-        """Does not count some seconds in which this process was stopped and saw nothing."""
+    def extend(self, pause_s: float) -> None:
+        """Excludes the seconds for which this process was stopped."""
         self._since_s += pause_s
 
 
 class Watchdog:
-    """Watches a coordinator, and says who waits for whom when no closure ends for too long.
+    """Watches a coordinator, and writes a report when no closure ends for too long.
 
-    It writes which threads of this process wait, which closures run where since when, what
-    their workers wait for, how the parameter servers are, and the stacks of all threads, here
-    and on the tasks involved. It does so again each time the timeout has passed, until closures
-    end again. It only tells: nothing is cancelled, and nothing raised. Names of files and
-    functions are written, values are not.
+    The report lists the waiting threads of this process, the running closures with their workers
+    and durations, the servers that workers wait for, the state of the parameter servers, and the
+    stacks of all threads, here and on the tasks involved. It is repeated after each further
+    timeout, until closures end again. The watchdog only reports: it cancels and raises nothing.
+    Names of files and functions are written, values are not.
 
-    It begins at once, and ends with `stop`, with its `with` block, or with the coordinator.
+    It starts at once, and ends with `stop`, with its `with` block, or with the coordinator.
 
     Args:
-      coordinator: Whose closures are watched.
-      timeout: For how many seconds no closure may end, while some wait or run.
-      file: Where to write; the standard error stream by default.
-      on_triggered: Called with the text, in the thread of the watchdog, after it was written.
+      coordinator: The coordinator.
+      timeout: The seconds without an ended closure, while some are queued or running, after which
+        it writes the report.
+      file: The file to write to; the standard error stream by default.
+      on_triggered: Called with the report, in the thread of the watchdog, after it was written.
 
     Raises:
       InvalidArgumentError: The timeout is not positive.
@@ -125,13 +126,13 @@ class Watchdog:
                 f"it is {timeout!r}",
                 "Choose how long a closure may take, and some more.",
             )
-        # The engine alone: a coordinator that nobody else holds must end.
+        # The engine alone: an unreferenced coordinator must be closed.
         self._engine: Engine = coordinator.engine
         self._timeout = timeout
         self._file = file
         self._on_triggered = on_triggered
         self._is_stopped = threading.Event()
-        self._engine.add_ending(self._is_stopped.set)
+        self._engine.add_close_callback(self._is_stopped.set)
         self._thread = threading.Thread(target=self._run, name="replicax-watchdog", daemon=True)
         self._thread.start()
 
@@ -146,29 +147,30 @@ class Watchdog:
         return f"<Watchdog, {state}, timeout {self._timeout:g} s>"
 
     def stop(self) -> None:
-        """Ends it; again is harmless."""
+        """Stops it. Idempotent."""
         self._is_stopped.set()
-        self._engine.remove_ending(self._is_stopped.set)
+        self._engine.remove_close_callback(self._is_stopped.set)
         if threading.current_thread() is not self._thread:
-            # If it hangs in what the user gave it, it is left behind: the thread is a daemon.
+            # It may block in the user's callback: the thread is a daemon.
             self._thread.join(_STOP_S)
 
     # The thread.
 
     def _run(self) -> None:
-        interval_s = min(max(self._timeout / _LOOKS, _OFTEN_S), _SELDOM_S)
-        pulse = Pulse(self._timeout, time.monotonic())
+        interval_s = min(max(self._timeout / _POLLS, _MIN_INTERVAL_S), _MAX_INTERVAL_S)
+        detector = StallDetector(self._timeout, time.monotonic())
         slept_s = time.monotonic()
         while not self._is_stopped.wait(interval_s):
             now = time.monotonic()
             if now - slept_s > interval_s + _PAUSE_S:
-                pulse.forgive(now - slept_s)
+                detector.extend(now - slept_s)
             with self._logging():
-                news = pulse.look(*self._engine.progress(), now)
-                if news is News.STALL:
-                    self._tell(pulse.stalled_s)
-                elif news is News.RESUMED:
-                    self._write(f"replicax watchdog: it goes on, after {pulse.stalled_s:.1f} s\n")
+                change = detector.poll(*self._engine.progress(), now)
+                if change is Change.STALLED:
+                    self._report(detector.stalled_s)
+                elif change is Change.RESUMED:
+                    seconds = detector.stalled_s
+                    self._write(f"replicax watchdog: resumed after {seconds:.1f} s\n")
             slept_s = time.monotonic()
 
     @contextlib.contextmanager
@@ -176,17 +178,17 @@ class Watchdog:
         try:
             yield
         except Exception:
-            # Whatever is wrong with it or with what the user gave it: training goes on.
-            _log.exception("The watchdog could not tell what it saw")
+            # An error of the watchdog or of the user's callback does not stop training.
+            _log.exception("The watchdog could not write its report")
 
-    def _tell(self, stalled_s: float) -> None:
-        waits = self._engine.waits()
+    def _report(self, stalled_s: float) -> None:
+        report = self._engine.wait_report()
         parts = [
             f"replicax watchdog: no closure has ended for {stalled_s:.1f} s",
-            *(f"- {line}" for line in waits.lines),
+            *(f"- {line}" for line in report.lines),
             "Stacks of this process:",
             thread_stacks.text(),
-            *self._stacks_of(waits.tasks),
+            *self._stacks_of(report.tasks),
         ]
         text = "\n".join(parts) + "\n"
         self._write(text)
@@ -194,13 +196,13 @@ class Watchdog:
             self._on_triggered(text)
 
     def _stacks_of(self, tasks: tuple[Task, ...]) -> Iterator[str]:
-        for task in tasks[:_NUM_ASKED]:
+        for task in tasks[:_NUM_STACKS]:
             if self._is_stopped.is_set():
                 return
             try:
-                yield f"Stacks of {task}:\n{self._engine.ask_stacks(task, _ASK_S)}"
+                yield f"Stacks of {task}:\n{self._engine.request_stacks(task, _STACKS_S)}"
             except errors.DistributeError as error:
-                yield f"Stacks of {task}: it did not say ({type(error).__name__})"
+                yield f"Stacks of {task}: no reply ({type(error).__name__})"
 
     def _write(self, text: str) -> None:
         file = self._file or sys.stderr

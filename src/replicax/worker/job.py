@@ -57,7 +57,7 @@ class Job:
       session: Where the coordinator is reached.
       request: The number of its question to attach.
       functions: What it was sent.
-      heard_s: When its coordinator gave a sign of life.
+      last_seen_s: When its coordinator gave a sign of life.
       is_ready: Whether the question was answered, and closures can run.
     """
 
@@ -67,7 +67,7 @@ class Job:
         self.name, self.epoch, self.incarnation = name, epoch, incarnation
         self.attach, self.session, self.request = attach, session, request
         self.functions = Functions()
-        self.heard_s = 0.0
+        self.last_seen_s = 0.0
         self.is_ready = False
         # Protects everything below, and says that work came or that the job has ended.
         self._changed = threading.Condition()
@@ -90,7 +90,7 @@ class Job:
         seconds = self.attach.settings.get("orphan")
         if not isinstance(seconds, int | float) or seconds <= 0:
             return False
-        return now - self.heard_s > seconds
+        return now - self.last_seen_s > seconds
 
     @property
     def is_ended(self) -> bool:

@@ -233,9 +233,9 @@ class WorkerTask:
         if job is None:
             return
         if pause_s > _PAUSE_S:
-            job.heard_s += pause_s
+            job.last_seen_s += pause_s
         if job.is_orphaned(now):
-            self._end(f"it has not heard of its coordinator for {now - job.heard_s:.1f} s")
+            self._end(f"it has not heard of its coordinator for {now - job.last_seen_s:.1f} s")
 
     # The thread of the socket.
 
@@ -295,7 +295,7 @@ class WorkerTask:
                 old.session, old.request = session, envelope.request
                 return (messages.Done(), ()) if old.is_ready else None
             job = Job(name, epoch, self._service.incarnation, body, session, envelope.request)
-            job.heard_s = time.monotonic()
+            job.last_seen_s = time.monotonic()
             self._job = job
             self._changed.notify_all()
         if old is not None:
@@ -320,7 +320,7 @@ class WorkerTask:
         figures: dict[str, int | float] = {"attached": 0, "open": 0, "waiting": 0, "running_s": 0.0}
         if job is not None:
             job.session = session
-            job.heard_s = time.monotonic()
+            job.last_seen_s = time.monotonic()
             job.forget_settled(body.settled)
             figures |= {"attached": 1, "open": job.num_open, "waiting": job.num_waiting}
             figures["functions"] = len(job.functions)

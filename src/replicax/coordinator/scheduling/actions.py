@@ -1,4 +1,4 @@
-"""What the policy asks to be done, as values: who carries them out is not its business."""
+"""The decisions of the policy, as values that the coordinator's core carries out."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from replicax.coordinator.scheduling.closures import Closure
 
 
 @dataclasses.dataclass(frozen=True)
-class Greet:
-    """Take a worker into the job: it is there, and holds nothing yet."""
+class RequestAttach:
+    """Attach a connected worker to the job."""
 
     worker: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """Tell a worker that was fenced to drop everything and to begin a new life.
+    """Make a fenced worker drop the job and begin a new incarnation.
 
-    If it counts as dead, its process is to end: another one takes its place.
+    With `is_dead`, its process exits instead: another one takes its place.
     """
 
     worker: int
@@ -35,14 +35,14 @@ class Dispatch:
 
 @dataclasses.dataclass(frozen=True)
 class Resend:
-    """Say everything again to a worker whose connection broke: what came twice does no harm."""
+    """Send all resources and closures of a worker again; the worker ignores duplicates."""
 
     worker: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Recall:
-    """Ask a worker to give closures back, or to drop them, if it has not started them."""
+    """Ask a worker to return closures that it has not started."""
 
     worker: int
     closures: list[int]
@@ -50,7 +50,7 @@ class Recall:
 
 @dataclasses.dataclass(frozen=True)
 class FenceAt:
-    """Forbid a process every further update, at some servers."""
+    """Make servers reject every further update of a worker's incarnation."""
 
     servers: list[int]
     incarnation: int
@@ -58,21 +58,21 @@ class FenceAt:
 
 @dataclasses.dataclass(frozen=True)
 class Rejoin:
-    """Take a server into the job again, if it holds all that it held."""
+    """Attach a server again, provided that it holds all variables it held."""
 
     server: int
 
 
 @dataclasses.dataclass(frozen=True)
-class PutBack:
-    """Closures of a worker that can do no more harm: queue them again."""
+class Requeue:
+    """Queue closures again whose worker is fenced everywhere."""
 
     closures: list[Closure]
 
 
 @dataclasses.dataclass(frozen=True)
 class Fail:
-    """A closure failed; `cancels` says whether those that wait are cancelled, too."""
+    """Fail a closure; with `cancels`, cancel the queued ones too."""
 
     closure: Closure
     error: BaseException
@@ -81,7 +81,7 @@ class Fail:
 
 @dataclasses.dataclass(frozen=True)
 class Abandon:
-    """Closures that are given up while they run."""
+    """Fail running closures without reporting the error to the queue."""
 
     closures: list[Closure]
     error: BaseException
@@ -89,20 +89,20 @@ class Abandon:
 
 @dataclasses.dataclass(frozen=True)
 class Raise:
-    """Something that concerns all closures went wrong."""
+    """Report an error that concerns all closures."""
 
     error: BaseException
 
 
 Action = (
-    Greet
+    RequestAttach
     | Release
     | Dispatch
     | Resend
     | Recall
     | FenceAt
     | Rejoin
-    | PutBack
+    | Requeue
     | Fail
     | Abandon
     | Raise

@@ -1,16 +1,16 @@
-"""How far workers may run apart: when the next closure may be handed out.
+"""Pacing: limits how far workers run apart, by deciding when the next closure is assigned.
 
-Pure, like all that decides. A pacing is asked before each closure and told after; how closures
-end, it sees by itself, by their states.
+Pure. A pacing is consulted before each assignment and informed after it; it reads the outcome
+of closures from their states.
 
 Note [Bounded staleness]
-    A closure reads values after it was handed out, and its gradient is applied before it
-    counts as finished. So between the two, only closures can change values that were not
-    finished when it was handed out: those in flight then, and those that were handed out since.
-    Each of them is by now either gone or still in flight. If no closure is handed out unless
-    both together are within the bound, for the new one and for each that is in flight, then
-    no gradient lacks more steps of others than that. What leaves without a result, because
-    its worker was lost, may have changed something, and counts like what has finished.
+    A closure reads values after it was assigned, and its gradient is applied before it counts
+    as finished. Between the two, values are changed only by closures that were not finished
+    when it was assigned: those in flight then, and those assigned since. Each of them is by
+    now either gone or still in flight. If a closure is assigned only while both together are
+    within the bound, for the new one and for each in flight, no gradient lacks more steps of
+    others than the bound. A closure that left without a result, because its worker was lost,
+    may have changed values, and counts as finished.
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ from replicax.coordinator.scheduling.closures import Closure, State
 
 
 class Pacing(Protocol):
-    """Decides whether a worker without closures may have one now."""
+    """Decides whether an idle worker may get a closure now."""
 
-    def look(self) -> None:
-        """Learns what has happened to the closures that were handed out."""
+    def update(self) -> None:
+        """Updates its counts from the states of the assigned closures."""
         ...
 
     def order(self, workers: Iterable[int]) -> list[int]:
-        """Puts workers in the order in which they are to be asked."""
+        """Returns the workers in the order of their priority."""
         ...
 
     def admits(self, worker: int) -> bool:
-        """Tells whether a worker may have a closure now."""
+        """Returns whether a worker may get a closure now."""
         ...
 
-    def hand_out(self, worker: int, closure: Closure) -> None:
-        """Notes that a worker got a closure."""
+    def record_assigned(self, worker: int, closure: Closure) -> None:
+        """Records that a closure was assigned to a worker."""
         ...
 
 
 class BoundedStaleness:
-    """Keeps gradients from lacking more than some steps; see Note [Bounded staleness].
+    """Bounds the staleness of gradients; see Note [Bounded staleness].
 
     >>> first, second = Closure(1, None), Closure(2, None)
     >>> pacing = BoundedStaleness(0)
-    >>> pacing.hand_out(0, first)
-    >>> first.give_to(0)
+    >>> pacing.record_assigned(0, first)
+    >>> first.assign_to(0)
     >>> pacing.admits(1)
     False
     >>> first.settle(State.FINISHED, None, None)
-    >>> pacing.look()
+    >>> pacing.update()
     >>> pacing.admits(1)
     True
 
     Args:
-      bound: How many steps of others a gradient may lack.
+      bound: The number of steps of others that a gradient may lack.
     """
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
-        # Closures in flight, each with the number of those that had gone before it came.
+        # Closures in flight, each with the value of `_num_gone` when it was assigned.
         self._in_flight: dict[int, tuple[Closure, int]] = {}
         self._num_gone = 0
-        # Who got something, the last one at the end: all take turns, also where one would do.
+        # Workers in the order of their last assignment: all take turns, even if one would do.
         self._turns: dict[int, None] = {}
 
-    def look(self) -> None:
+    def update(self) -> None:
         """See `Pacing`."""
         gone = [n for n, (c, _) in self._in_flight.items() if c.state is not State.IN_FLIGHT]
         for number in gone:
@@ -86,7 +86,7 @@ class BoundedStaleness:
         oldest = min((before for _, before in self._in_flight.values()), default=self._num_gone)
         return self._num_gone - oldest + num_others <= self._bound
 
-    def hand_out(self, worker: int, closure: Closure) -> None:
+    def record_assigned(self, worker: int, closure: Closure) -> None:
         """See `Pacing`."""
         self._in_flight[closure.id] = (closure, self._num_gone)
         self._turns.pop(worker, None)
@@ -94,32 +94,32 @@ class BoundedStaleness:
 
 
 class Rounds:
-    """Hands out closures in rounds, one for each worker; for training in sync.
+    """Assigns closures in rounds, one to each worker; for synchronous training.
 
-    A round ends when enough of its closures have made a step. Closures that are slower keep
-    running; their workers take part in a later round. A worker gets a second closure in a
-    round if others are missing, so that a round ends with any number of workers.
+    A round ends when enough of its closures have made a step. Slower closures keep running,
+    and their workers take part in a later round. A worker gets a second closure in a round if
+    other workers are missing, so that a round ends with any number of workers.
 
     Args:
-      num_workers: How many workers there are.
-      num_needed: How many closures make a step together.
+      num_workers: The number of workers.
+      num_needed: The number of closures that make one step together.
 
     Attributes:
-      is_held: Whether nothing is handed out, because the last round is being completed.
-      is_begun: Whether anything was handed out since rounds began anew.
+      is_held: Whether nothing is assigned, because the last round is being completed.
+      is_begun: Whether a closure was assigned since the last `restart`.
     """
 
     def __init__(self, num_workers: int, num_needed: int) -> None:
         self._num_workers = num_workers
         self._num_needed = num_needed
         self._num_stepped = 0
-        # Of this round: the closures that run, and who got how many.
+        # Of this round: the running closures, and the number of assignments per worker.
         self._running: dict[int, tuple[Closure, int]] = {}
         self._given: dict[int, int] = {}
         self.is_held = False
         self.is_begun = False
 
-    def look(self) -> None:
+    def update(self) -> None:
         """See `Pacing`."""
         ended = [(c, w) for c, w in self._running.values() if c.state is not State.IN_FLIGHT]
         for closure, worker in ended:
@@ -127,7 +127,7 @@ class Rounds:
             if closure.state is State.FINISHED and _has_stepped(closure):
                 self._num_stepped += 1
             else:
-                # It is as if it had not been.
+                # It does not count.
                 self._given[worker] -= 1
         if self._num_stepped >= self._num_needed:
             self._begin()
@@ -143,18 +143,18 @@ class Rounds:
         limit = self._num_needed if self._given.get(worker) else self._num_workers
         return self._num_stepped + len(self._running) < limit
 
-    def hand_out(self, worker: int, closure: Closure) -> None:
+    def record_assigned(self, worker: int, closure: Closure) -> None:
         """See `Pacing`."""
         self._running[closure.id] = (closure, worker)
         self._given[worker] = self._given.get(worker, 0) + 1
         self.is_begun = True
 
     def hold(self) -> None:
-        """Hands out nothing, until rounds begin anew."""
+        """Stops assignment until `restart`."""
         self.is_held = True
 
-    def begin_anew(self) -> None:
-        """Begins with a new round: servers have applied what they had."""
+    def restart(self) -> None:
+        """Begins a new round, after the servers have applied the rest of the last one."""
         self.is_held = self.is_begun = False
         self._begin()
 
@@ -167,7 +167,7 @@ class Rounds:
 def make(
     settings: Mapping[str, int | float | str | bool | None], num_workers: int
 ) -> BoundedStaleness | Rounds | None:
-    """Returns the pacing that the settings of a job ask for; None for no pacing."""
+    """Returns the pacing that the settings of a job select; None for no pacing."""
     bound, needed = settings.get("staleness"), settings.get("aggregate")
     if isinstance(bound, int):
         return BoundedStaleness(bound)
@@ -177,6 +177,6 @@ def make(
 
 
 def _has_stepped(closure: Closure) -> bool:
-    """Tells whether an optimizer made a step in a closure that ended well."""
+    """Returns whether an optimizer made a step in a finished closure."""
     result = closure.result
     return result is not None and result[0].has_stepped

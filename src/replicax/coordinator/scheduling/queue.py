@@ -1,23 +1,30 @@
-"""The queue of closures: what waits, what runs, what went wrong first.
+"""The queue of closures: those that wait, those in flight, and the first error.
 
 Pure: no thread, no clock, no socket. The caller holds a lock around every call.
 
 Note [One error at a time]
-    The first closure that fails makes the error of the queue. Everything that waits is
-    cancelled then, and what runs is waited for; its errors are not reported, since they may
-    be caused by the cancellation. When nothing runs any more, `take_error` hands the error
-    out, once, and the queue is as good as new. An error that cancels nothing waits for
-    everything else to end.
+    The first closure that fails sets the error of the queue. All queued closures are then
+    cancelled, and running ones are waited for; their errors are not reported, since the
+    cancellation may have caused them. When none runs any more, `take_error` returns the error
+    once, and the queue can be used again. An error that cancels nothing is returned after all
+    other closures have ended.
+
+Note [Unconfirmed closures]
+    A worker that gets no reply from a server returns its closure. The server may still have
+    the request, and apply it later. If the closure runs again, the servers deduplicate. If it
+    is given up because of an error, the user must be able to rely on that: the incarnations
+    that may have sent something are fenced first.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from replicax.coordinator.scheduling.closures import Closure, State
 from replicax.foundation import errors
+from replicax.protocol.codec import Buffer
+from replicax.protocol.messages import Result
 
 LIMIT = 262_144
 
@@ -25,22 +32,17 @@ LIMIT = 262_144
 class ClosureQueue:
     """Closures between `schedule` and their results.
 
-    Closures that are pinned to one worker never come here: they do not count.
+    Closures that are pinned to one worker are not queued here, and do not count.
 
     Attributes:
-      limit: So many closures may wait.
-      in_flight: Those that workers have, by id.
-      error: The first error, until it was handed out.
-      is_cancelling: Whether the error has cancelled what waited, and what runs is waited for.
-      num_finished: How many have ended well, ever.
-      doubted: Those in flight that nobody runs, and that are settled when nothing of them can
-        be made any more. See Note [Closures in doubt].
-
-    Note [Closures in doubt]
-        A worker that gets no answer from a server gives its closure back. What it sent may lie
-        with that server, and be made when it wakes up. If the closure is run again, servers see
-        to it that it counts once. If it is given up, because of an error, then whoever is told
-        must be able to rely on it: the lives that may have left something are fenced first.
+      limit: The maximum number of queued closures.
+      in_flight: Those that are assigned to workers, by id.
+      error: The first error, until `take_error` has returned it.
+      is_cancelling: Whether the error has cancelled the queued closures, and running ones are
+        waited for.
+      num_finished: The total number of closures that finished.
+      unconfirmed: Those in flight that no worker runs, and that are settled once no server can
+        apply their updates any more. See Note [Unconfirmed closures].
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -50,13 +52,13 @@ class ClosureQueue:
             )
         self.limit = limit
         self.in_flight: dict[int, Closure] = {}
-        self.doubted: dict[int, Closure] = {}
+        self.unconfirmed: dict[int, Closure] = {}
         self.error: BaseException | None = None
         self.is_cancelling = False
         self.num_finished = 0
-        # In the order of ids.
+        # Ordered by id.
         self._waiting: deque[Closure] = deque()
-        # All that were ever put and might be unsettled, in the order of ids.
+        # All closures that may be unsettled, ordered by id.
         self._ledger: deque[Closure] = deque()
         self._next_id = 0
 
@@ -70,7 +72,7 @@ class ClosureQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
+        """Whether no closure is queued or in flight."""
         return not self._waiting and not self.in_flight
 
     @property
@@ -87,7 +89,7 @@ class ClosureQueue:
         return ledger[0].id if ledger else self._next_id
 
     def put(self, closure: Closure) -> None:
-        """Adds a closure; its id is larger than all before."""
+        """Appends a closure, whose id is larger than all before."""
         assert closure.id >= self._next_id, "ids grow"
         assert not self.is_cancelling, "the error comes first"
         self._next_id = closure.id + 1
@@ -96,28 +98,28 @@ class ClosureQueue:
 
     @property
     def is_next_suspect(self) -> bool:
-        """Whether the closure that has waited longest is to run alone."""
+        """Whether the first queued closure has to run alone. See Note [Poison closures]."""
         return bool(self._waiting) and self._waiting[0].num_deaths > 0
 
     def take(self, count: int, worker: int) -> list[Closure]:
-        """Gives the closures that have waited longest to a worker; a suspect comes alone."""
+        """Assigns the first queued closures to a worker; a suspect comes alone."""
         taken: list[Closure] = []
         is_alone = self.is_next_suspect
         for _ in range(1 if is_alone else min(count, len(self._waiting))):
             if not is_alone and self._waiting[0].num_deaths:
                 break
             closure = self._waiting.popleft()
-            closure.give_to(worker)
+            closure.assign_to(worker)
             self.in_flight[closure.id] = closure
             taken.append(closure)
         return taken
 
-    def put_back(self, closures: Iterable[Closure]) -> list[Closure]:
-        """Takes closures back, to their old places; returns those that are settled instead."""
+    def requeue(self, closures: Iterable[Closure]) -> list[Closure]:
+        """Queues closures again, ordered by id; returns those that are settled instead."""
         returned = sorted((c for c in closures if c.id in self.in_flight), key=_id)
         for closure in returned:
             del self.in_flight[closure.id]
-            self.doubted.pop(closure.id, None)
+            self.unconfirmed.pop(closure.id, None)
         failed = [c for c in returned if c.error is not None]
         for closure in failed:
             closure.settle(State.FAILED, None, closure.error)
@@ -135,8 +137,8 @@ class ClosureQueue:
         self._waiting.extendleft(sorted([*front, *returned], key=_id, reverse=True))
         return failed
 
-    def finish(self, closure: Closure, result: Any) -> None:
-        """Settles a closure that ended well."""
+    def finish(self, closure: Closure, result: tuple[Result, Sequence[Buffer]] | None) -> None:
+        """Settles a closure with its result."""
         del self.in_flight[closure.id]
         self.num_finished += 1
         closure.settle(State.FINISHED, result, None)
@@ -144,23 +146,20 @@ class ClosureQueue:
     def fail(
         self, closure: Closure, error: BaseException, *, cancels: bool = True
     ) -> list[Closure]:
-        """Settles a closure with an error; returns all that are settled by that.
+        """Settles a closure in flight with an error; returns all closures settled by that.
 
-        Args:
-          closure: One that is in flight.
-          error: Why it failed.
-          cancels: Whether the closures that wait are cancelled, too.
+        With `cancels`, the queued closures are cancelled too.
         """
-        if closure.doubts:
+        if closure.unconfirmed:
             closure.error = error
-            self.doubted[closure.id] = closure
+            self.unconfirmed[closure.id] = closure
             return self.report(error, cancels=cancels)
         del self.in_flight[closure.id]
         closure.settle(State.FAILED, None, error)
         return [closure, *self.report(error, cancels=cancels)]
 
     def report(self, error: BaseException, *, cancels: bool = True) -> list[Closure]:
-        """Makes this the error of the queue, unless there is one; returns the cancelled."""
+        """Sets the error of the queue, unless there is one; returns the cancelled closures."""
         if self.error is None:
             self.error = error
         if not cancels:
@@ -169,42 +168,42 @@ class ClosureQueue:
         return self.cancel_all()
 
     def abandon(self, closure: Closure, error: BaseException) -> None:
-        """Settles a closure in flight with an error that nobody is told unless they ask."""
+        """Settles a closure in flight with an error that only its own `fetch` raises."""
         del self.in_flight[closure.id]
         closure.settle(State.FAILED, None, error)
 
-    def still_doubted(self) -> list[Closure]:
-        """Returns the closures in doubt that another attempt has not settled meanwhile."""
-        self.doubted = {i: c for i, c in self.doubted.items() if not c.is_settled}
-        return list(self.doubted.values())
+    def list_unconfirmed(self) -> list[Closure]:
+        """Returns the unconfirmed closures, without those that another attempt has settled."""
+        self.unconfirmed = {i: c for i, c in self.unconfirmed.items() if not c.is_settled}
+        return list(self.unconfirmed.values())
 
     def cancel_all(self) -> list[Closure]:
-        """Cancels everything that waits, unless it is in doubt; returns it."""
+        """Cancels all queued closures except unconfirmed ones; returns the cancelled ones."""
         waiting = list(self._waiting)
         self._waiting.clear()
         return self._cancel(waiting) if waiting else []
 
     def take_error(self) -> BaseException | None:
-        """Returns the error, once, if nothing runs any more that has to end first."""
+        """Returns the error once, as soon as no closure is in flight."""
         if not self.is_error_ready:
             return None
         error, self.error = self.error, None
         self.is_cancelling = False
-        self.doubted.clear()
+        self.unconfirmed.clear()
         return error
 
     def _cancel(self, closures: Iterable[Closure]) -> list[Closure]:
-        """Cancels closures that nobody has; returns all that are not in doubt."""
-        held = {c.id: c for c in closures if c.doubts}
+        """Cancels closures that no worker holds; returns those that are not unconfirmed."""
+        held = {c.id: c for c in closures if c.unconfirmed}
         self.in_flight.update(held)
-        self.doubted.update(held)
+        self.unconfirmed.update(held)
         # One error for all: there may be very many of them.
         reason = errors.CancelledError(
             "A closure runs unless one before it fails",
             "an error came first" if self.error is None else _described(self.error),
             "Schedule it again.",
         )
-        cancelled = [c for c in closures if not c.doubts]
+        cancelled = [c for c in closures if not c.unconfirmed]
         for closure in cancelled:
             closure.settle(State.CANCELLED, None, reason)
         return cancelled

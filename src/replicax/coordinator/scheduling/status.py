@@ -1,4 +1,4 @@
-"""`Status`: a snapshot of how the workers, the parameter servers and the queue are doing."""
+"""`Status`: a snapshot of the workers, the parameter servers and the queue."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from replicax.foundation.notebook import html_table
 
 @dataclasses.dataclass(frozen=True)
 class WorkerStatus:
-    """How one worker is doing.
+    """The status of one worker.
 
     Attributes:
       task: Its name.
       state: "connecting", "attaching", "idle", "busy" or "fenced".
-      num_closures: How many closures it has now.
-      num_done: How many it has finished.
-      rate: How many it finished per second of late.
-      num_restarts: How often it was lost.
-      reason: Why it is not used, if it is not.
+      num_closures: The number of closures assigned to it.
+      num_done: The number of closures it has finished.
+      rate: The closures it finished per second, since the last heartbeat.
+      num_restarts: The number of times it was lost.
+      reason: Why it is not used; empty if it is.
     """
 
     task: str
@@ -37,17 +37,17 @@ class WorkerStatus:
 
 @dataclasses.dataclass(frozen=True)
 class ServerStatus:
-    """How one parameter server is doing.
+    """The status of one parameter server.
 
     Attributes:
       task: Its name.
-      state: "connecting", "ready", "away" while it is waited for, or "lost".
-      num_bytes: How much the values of variables take there.
-      rate: How many requests it answered per second of late.
-      reason: Why it is lost or away, if it is.
-      mean_staleness: How many steps of others gradients lacked on average, when they came.
-      max_staleness: How many they lacked at most.
-      figures: All that it counted, as of its last beat, by name.
+      state: "connecting", "ready", "away" while the job waits for it, or "lost".
+      num_bytes: The size of the values of its variables.
+      rate: The requests it answered per second, since the last heartbeat.
+      reason: Why it is lost or away; empty if it is neither.
+      mean_staleness: The mean number of steps of others that arriving gradients lacked.
+      max_staleness: The maximum number of such steps.
+      figures: All its counters, as of its last heartbeat, by name.
     """
 
     task: str
@@ -62,17 +62,17 @@ class ServerStatus:
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """How everything is doing; `print` it.
+    """The status of a cluster; `print` it.
 
     Attributes:
       workers: The workers.
       servers: The parameter servers.
-      num_queued: How many closures wait.
-      num_running: How many closures workers have.
-      num_finished: How many have ended well.
-      mean_staleness: How many steps of others gradients lacked on average, when they came to a
-        server, as of its last beat.
-      max_staleness: How many they lacked at most.
+      num_queued: The number of closures that wait for a worker.
+      num_running: The number of closures that are assigned to workers.
+      num_finished: The number of closures that have finished.
+      mean_staleness: The mean number of steps of others that gradients lacked when they arrived
+        at a server, as of its last heartbeat.
+      max_staleness: The maximum number of such steps.
     """
 
     workers: tuple[WorkerStatus, ...]
@@ -85,7 +85,7 @@ class Status:
 
     @property
     def summary(self) -> str:
-        """One line: how many tasks and closures there are."""
+        """One line with the numbers of tasks and closures."""
         num_used = sum(worker.state in ("idle", "busy") for worker in self.workers)
         num_ready = sum(server.state == "ready" for server in self.servers)
         return (
@@ -134,7 +134,7 @@ class Status:
 
 
 class Meter:
-    """Turns counters into rates, with one sample per beat."""
+    """Computes rates from counters, with one sample per heartbeat."""
 
     def __init__(self, now: float) -> None:
         self._sampled_s = now
@@ -142,15 +142,15 @@ class Meter:
         self._rates: dict[str, float] = {}
 
     def sample(self, policy: Policy, now: float) -> None:
-        """Compares all counters with those of the last sample."""
+        """Updates the rates since the last sample."""
         spent_s = now - self._sampled_s
         if spent_s <= 0:
             return
-        counts = {str(w): float(w.num_done) for w in policy.crew.workers}
+        counts = {str(w): float(w.num_done) for w in policy.pool.workers}
         for server in policy.servers:
-            counts[str(server)] = float(server.figures.get("requests", 0))
+            counts[str(server)] = float(server.counters.get("requests", 0))
         for name, count in counts.items():
-            # A process that was replaced counts from zero again.
+            # A new process counts from zero again.
             grown = max(count - self._counts.get(name, 0.0), 0.0)
             self._rates[name] = grown / spent_s
         self._counts = counts
@@ -164,24 +164,24 @@ class Meter:
                 ServerStatus(
                     str(server),
                     _server_state(server),
-                    int(server.figures.get("bytes", 0)),
+                    int(server.counters.get("bytes", 0)),
                     self._rates.get(str(server), 0.0),
                     server.loss or server.reason,
-                    *_staleness([server.figures]),
-                    dict(server.figures),
+                    *_staleness([server.counters]),
+                    dict(server.counters),
                 )
             )
         workers = [
             WorkerStatus(
                 str(worker),
                 _state(worker),
-                len(worker.window),
+                len(worker.assigned),
                 worker.num_done,
                 self._rates.get(str(worker), 0.0),
                 worker.num_restarts,
                 worker.reason,
             )
-            for worker in policy.crew.workers
+            for worker in policy.pool.workers
         ]
         return Status(
             tuple(workers),
@@ -189,16 +189,16 @@ class Meter:
             len(queue),
             len(queue.in_flight),
             queue.num_finished,
-            *_staleness([server.figures for server in policy.servers]),
+            *_staleness([server.counters for server in policy.servers]),
         )
 
 
-def _staleness(figures: Sequence[Mapping[str, int | float]]) -> tuple[float, int]:
-    """Returns the mean and the largest staleness of all that servers have counted."""
+def _staleness(counters: Sequence[Mapping[str, int | float]]) -> tuple[float, int]:
+    """Returns the mean and the maximum staleness over servers."""
     total, count = (
-        sum(f.get(name, 0) for f in figures) for name in ("staleness_sum", "staleness_count")
+        sum(c.get(name, 0) for c in counters) for name in ("staleness_sum", "staleness_count")
     )
-    largest = max((int(f.get("staleness_max", 0)) for f in figures), default=0)
+    largest = max((int(c.get("staleness_max", 0)) for c in counters), default=0)
     return total / count if count else 0.0, largest
 
 
@@ -213,4 +213,4 @@ def _server_state(server: Server) -> str:
 def _state(worker: Worker) -> str:
     if worker.state is not WorkerState.READY:
         return worker.state.value
-    return "busy" if worker.window else "idle"
+    return "busy" if worker.assigned else "idle"

@@ -1,4 +1,4 @@
-"""How long the coordinator waits for what: the constants behind every bound it promises."""
+"""`Timing`: the timeouts of the coordinator."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ _VARIABLE = "REPLICAX_TIMING"
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds, and limits that count in seconds. All can be changed.
+    """Timeouts in seconds.
 
     Attributes:
-      beat_s: Every task is asked for a sign of life so often.
-      dead_s: A task that gave no sign for so long is lost.
-      cancel_s: After an error, closures that run are waited for so long.
-      no_workers_s: Closures wait so long for a worker, when none is left.
-      handshake_s: A connection must say who it is within this time.
-      worker_orphan_s: A worker waits so long for its coordinator before it drops the job.
-      data_s: A parameter server must answer a worker within this time, and more for many bytes.
-      return_s: A parameter server that can come back may be away for so long, may be without
-        its mirror, or may come back again and again while no closure ends.
-      blame_s: Reports about one parameter server count together for so long. A worker makes one
-        after `data_s`, and three are believed.
-      poison_limit: A closure that ended so many workers is not tried again.
+      beat_s: The interval between two heartbeats of a task.
+      dead_s: A task that has not replied for so long is lost.
+      cancel_s: After an error, running closures are waited for so long.
+      no_workers_s: The time that closures wait while no worker is ready.
+      handshake_s: The time within which a connection must complete its handshake.
+      worker_orphan_s: The time after which a worker without its coordinator drops the job.
+      data_s: The time within which a parameter server must reply to a worker; longer for large
+        requests.
+      return_s: The time within which a lost parameter server must recover. Also the maximum time
+        without its mirror, and of repeated recovery while no closure ends.
+      blame_s: The time for which reports about one parameter server count together. A worker
+        reports after `data_s`, and three reports make the server lost.
+      poison_limit: The number of workers that a closure may kill before it is given up.
 
     >>> Timing().dead_s, Timing.fast().dead_s
     (10.0, 2.0)
@@ -54,21 +55,21 @@ class Timing:
                 )
         if self.dead_s < 2 * self.beat_s:
             raise errors.InvalidArgumentError(
-                "A task must be able to miss a beat: `dead_s` is at least twice `beat_s`",
+                "A task must be able to miss a heartbeat: `dead_s` is at least twice `beat_s`",
                 f"they are {self.dead_s} and {self.beat_s}",
-                "Beat more often, or wait longer.",
+                "Choose a shorter `beat_s`, or a longer `dead_s`.",
             )
         if self.blame_s < 2 * self.data_s:
             raise errors.InvalidArgumentError(
-                "Three reports of a worker that waits each time must be able to count "
-                "together: `blame_s` is at least twice `data_s`",
+                "Three reports of one worker must count together: `blame_s` is at least twice "
+                "`data_s`",
                 f"they are {self.blame_s} and {self.data_s}",
-                "Keep reports for longer, or wait less for an answer.",
+                "Choose a longer `blame_s`, or a shorter `data_s`.",
             )
 
     @classmethod
     def fast(cls) -> Timing:
-        """Returns the profile for tests: faults are noticed within two seconds."""
+        """Returns the profile for tests: faults are detected within two seconds."""
         return cls(
             beat_s=0.25,
             dead_s=2.0,
@@ -83,7 +84,7 @@ class Timing:
 
     @classmethod
     def from_environment(cls) -> Timing:
-        """Returns the profile that the variable REPLICAX_TIMING names; without it, the default."""
+        """Returns the profile that the environment variable REPLICAX_TIMING selects."""
         name = os.environ.get(_VARIABLE, "")
         if name in ("", "default"):
             return cls()

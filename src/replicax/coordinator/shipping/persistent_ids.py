@@ -1,10 +1,10 @@
-"""What goes to workers by name, because it lives there or on servers; and what must not go."""
+"""Objects that are sent to workers by persistent id, and objects that must not be sent."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol
 
 import jax
 import jax.core
@@ -16,46 +16,65 @@ from replicax.tracing.iterators import Feed
 from replicax.values.layout import ReplicaLayout
 from replicax.variables.variable import Variable
 
+PersistentId = tuple[object, ...]
 
-class Refusal(Exception):
-    """Something that must not travel: the kind of error, and its three parts.
+
+class ShippableVariable(Protocol):
+    """A variable that workers can find by its key."""
+
+    @property
+    def name(self) -> str: ...
+
+    def shipping_key(self) -> object: ...
+
+
+class NotShippableError(Exception):
+    """An object must not be sent to workers.
+
+    Args:
+      kind: The class of the error to raise.
+      required: Its first part.
+      found: Its second part.
+      advice: Its third part.
 
     Attributes:
-      culprit: The thing.
+      culprit: The object.
     """
 
-    def __init__(self, kind: type[Exception], required: str, found: str, todo: str) -> None:
-        super().__init__(required, found, todo)
-        self.kind = kind
-        self.culprit: Any = None
-        self.required, self.found, self.todo = required, found, todo
+    def __init__(
+        self, kind: type[errors.DistributeError], required: str, found: str, advice: str
+    ) -> None:
+        super().__init__(required, found, advice)
+        self.culprit: object = None
+        self._kind, self._parts = kind, (required, found, advice)
 
-    def error(self, place: str) -> Exception:
-        """Returns the error to raise, given where the thing was found."""
-        return self.kind(self.required, f"{self.found}{place}", self.todo)
+    def error(self, path: str) -> errors.DistributeError:
+        """Returns the error to raise, given the path of the object."""
+        required, found, advice = self._parts
+        return self._kind(required, f"{found}{path}", advice)
 
 
-def name_of(obj: Any, strategy: Any) -> Any:
-    """Returns the name under which workers find an object; None if it goes by value.
+def persistent_id_of(obj: object, strategy: Strategy | None) -> PersistentId | None:
+    """Returns the persistent id of an object; None if it is pickled by value.
 
     Args:
       obj: The object.
-      strategy: The one that the closure belongs to; None for that of any cluster.
+      strategy: The strategy of the closure; None for any strategy.
 
     Raises:
-      Refusal: It must not travel.
+      NotShippableError: It must not be sent.
     """
     role = _role_of(type(obj))
     if role is None:
         return None
     try:
-        return _NAMING[role](obj, strategy)
-    except Refusal as refusal:
-        refusal.culprit = obj
+        return _HANDLERS[role](obj, strategy)
+    except NotShippableError as error:
+        error.culprit = obj
         raise
 
 
-# The coordinator's own classes are known by their public names: they are made above this module.
+# The coordinator's classes are recognized by name: they are defined above this module.
 _COORDINATOR_CLASSES = {
     "replicax.coordinator.RemoteValue": "remote_value",
     "replicax.coordinator.ClusterCoordinator": "coordinator",
@@ -72,7 +91,7 @@ _roles: weakref.WeakKeyDictionary[type, str | None] = weakref.WeakKeyDictionary(
 
 
 def _role_of(kind: type) -> str | None:
-    """Returns what objects of a class are to the cluster; None for ordinary ones."""
+    """Returns the role that objects of a class have in the cluster; None for other classes."""
     try:
         return _roles[kind]
     except KeyError:
@@ -81,7 +100,7 @@ def _role_of(kind: type) -> str | None:
 
 
 def _possible_roles(kind: type) -> Iterator[str]:
-    # Asked of the dictionaries: `hasattr` would run the code of a metaclass.
+    # Not `hasattr`, which runs the code of a metaclass.
     names = {name for base in kind.__mro__ for name in vars(base)}
     if "shipping_key" in names:
         yield "variable"
@@ -96,10 +115,10 @@ def _possible_roles(kind: type) -> Iterator[str]:
             yield role
 
 
-def _name_variable(variable: Any, strategy: Any) -> Any:
+def _id_of_variable(variable: ShippableVariable, strategy: Strategy | None) -> PersistentId:
     owner = getattr(variable, "owner", None)
     if strategy is not None and owner is not None and owner is not strategy.extended:
-        raise Refusal(
+        raise NotShippableError(
             errors.InvalidArgumentError,
             "A closure may use variables of its own cluster",
             f"variable {variable.name!r} belongs to another strategy",
@@ -108,28 +127,28 @@ def _name_variable(variable: Any, strategy: Any) -> Any:
     return ("variable", variable.shipping_key())
 
 
-def _name_strategy(found: Any, strategy: Any) -> Any:
+def _id_of_strategy(found: Strategy, strategy: Strategy | None) -> PersistentId:
     is_own = found is strategy if strategy is not None else hasattr(found.extended, "cluster")
     if not is_own:
         raise _foreign_strategy(found)
     return ("strategy",)
 
 
-def _name_extended(found: Any, strategy: Any) -> Any:
+def _id_of_extended(found: StrategyExtended, strategy: Strategy | None) -> PersistentId:
     is_own = found is strategy.extended if strategy is not None else hasattr(found, "cluster")
     if not is_own:
         raise _foreign_strategy(found.container_strategy)
     return ("extended",)
 
 
-def _name_layout(layout: Any, strategy: Any) -> Any:
+def _id_of_layout(layout: ReplicaLayout, strategy: Strategy | None) -> PersistentId:
     if strategy is not None and getattr(strategy.extended, "layout", None) != layout:
         raise _foreign_strategy(layout)
     return ("layout",)
 
 
-def _foreign_strategy(found: Any) -> Refusal:
-    return Refusal(
+def _foreign_strategy(found: object) -> NotShippableError:
+    return NotShippableError(
         errors.InvalidArgumentError,
         "A closure may use the strategy of its own cluster",
         f"it holds {type(found).__name__}, which belongs to the devices of the coordinator",
@@ -137,8 +156,8 @@ def _foreign_strategy(found: Any) -> Refusal:
     )
 
 
-def _refuse_local_variable(variable: Any, strategy: Any) -> Any:
-    raise Refusal(
+def _reject_local_variable(variable: Variable, strategy: Strategy | None) -> NoReturn:
+    raise NotShippableError(
         errors.InvalidArgumentError,
         "A closure may use variables that live on parameter servers",
         f"variable {variable.name!r} lives on the coordinator, or belongs to another strategy",
@@ -146,17 +165,17 @@ def _refuse_local_variable(variable: Any, strategy: Any) -> Any:
     )
 
 
-def _refuse_remote_value(value: Any, strategy: Any) -> Any:
-    raise Refusal(
+def _reject_remote_value(value: object, strategy: Strategy | None) -> NoReturn:
+    raise NotShippableError(
         errors.InvalidArgumentError,
-        "The inputs of a closure must be there when it is scheduled",
-        "there is a RemoteValue",
+        "The inputs of a closure must be known when it is scheduled",
+        "a RemoteValue is among them",
         "Pass `value.fetch()`, or do both steps in one closure.",
     )
 
 
-def _refuse_coordinator(value: Any, strategy: Any) -> Any:
-    raise Refusal(
+def _reject_coordinator(value: object, strategy: Strategy | None) -> NoReturn:
+    raise NotShippableError(
         errors.InvalidArgumentError,
         "A closure runs on a worker, where there is no coordinator",
         "it holds a ClusterCoordinator",
@@ -164,33 +183,33 @@ def _refuse_coordinator(value: Any, strategy: Any) -> Any:
     )
 
 
-def _refuse_iterator(value: Any, strategy: Any) -> Any:
-    raise Refusal(
+def _reject_iterator(value: object, strategy: Strategy | None) -> NoReturn:
+    raise NotShippableError(
         errors.ArgumentTypeError,
-        "A closure reads data that is made on its worker",
+        "A closure reads data that its worker creates",
         f"it holds a {type(value).__name__} of the coordinator",
         "Use `iter(coordinator.create_per_worker_dataset(dataset_fn))`, and pass that.",
     )
 
 
-def _refuse_tracer(value: Any, strategy: Any) -> Any:
-    raise Refusal(
+def _reject_tracer(value: object, strategy: Strategy | None) -> NoReturn:
+    raise NotShippableError(
         errors.TracedValueError,
         "A closure is scheduled with values",
-        "there is a value that is being traced",
+        "a value that is being traced is among them",
         "Call `schedule` outside of compiled functions.",
     )
 
 
-_NAMING: dict[str, Any] = {
-    "variable": _name_variable,
+_HANDLERS: dict[str, Callable[[Any, Strategy | None], PersistentId]] = {
+    "variable": _id_of_variable,
     "resource": lambda found, _: ("resource", found.resource),
-    "strategy": _name_strategy,
-    "extended": _name_extended,
-    "layout": _name_layout,
-    "local_variable": _refuse_local_variable,
-    "remote_value": _refuse_remote_value,
-    "coordinator": _refuse_coordinator,
-    "iterator": _refuse_iterator,
-    "tracer": _refuse_tracer,
+    "strategy": _id_of_strategy,
+    "extended": _id_of_extended,
+    "layout": _id_of_layout,
+    "local_variable": _reject_local_variable,
+    "remote_value": _reject_remote_value,
+    "coordinator": _reject_coordinator,
+    "iterator": _reject_iterator,
+    "tracer": _reject_tracer,
 }

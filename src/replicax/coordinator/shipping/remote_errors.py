@@ -1,19 +1,18 @@
-"""Errors of workers, raised again at the coordinator with the type that they had there."""
+"""Rebuilds errors of workers at the coordinator, with their original type."""
 
 from __future__ import annotations
 
 import builtins
-from typing import Any
 
 from replicax.foundation import errors
 from replicax.protocol.messages import RemoteError
 
 
-def _is_simple(kind: Any) -> bool:
-    """Tells whether something is an ordinary error that can be made from a text alone."""
+def _is_simple(kind: object) -> bool:
+    """Returns whether an object is an exception class whose instances need only a text."""
     if not isinstance(kind, type) or not issubclass(kind, Exception):
         return False
-    # Their meaning is for the interpreter, or they need more than a text.
+    # The interpreter gives them a meaning, or they need more than a text.
     unfit = (StopIteration, StopAsyncIteration, BaseExceptionGroup, UnicodeError)
     return not issubclass(kind, unfit) or kind is UnicodeError
 
@@ -27,21 +26,21 @@ _OWN = {
 _END_OF_DATA = {"StopIteration", "StopAsyncIteration"}
 
 
-def rebuild_error(error: RemoteError, worker: Any) -> Exception:
-    """Makes the exception that stands for an error of a worker.
+def rebuild_error(error: RemoteError, worker: int) -> Exception:
+    """Returns the exception for an error that a worker has reported.
 
     Errors of Python and of replicax keep their type; others become `ClosureError`. The
-    names are looked up in fixed tables: nothing that a worker says is imported or run.
+    names are looked up in fixed tables: no name that a worker sends is imported or run.
 
     Args:
-      error: What the worker said.
-      worker: Its index, or its name.
+      error: The report of the worker.
+      worker: The index of the worker.
 
     >>> error = RemoteError("closure", "ValueError", "bad batch", "Traceback ...")
     >>> rebuild_error(error, 1)
     ValueError('bad batch')
     """
-    task = f"/job:worker/task:{worker}" if isinstance(worker, int) else str(worker)
+    task = f"/job:worker/task:{worker}"
     made = _rebuild(error, task)
     if error.cause == "input" and not isinstance(made, errors.ClosureInputError):
         inner, made = made, errors.ClosureInputError(*_parts(error, task))
@@ -56,7 +55,7 @@ def _rebuild(error: RemoteError, task: str) -> Exception:
     if error.kind in _END_OF_DATA:
         return errors.OutOfRangeError(
             f"A closure on {task} needs another element",
-            "the iterator that it reads has come to its end",
+            "its iterator is exhausted",
             "Repeat the dataset, or schedule as many steps as it has.",
         )
     kind = _OWN.get(error.kind) or _BUILTIN.get(error.kind)
