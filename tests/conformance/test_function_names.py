@@ -39,7 +39,7 @@ def test_a_new_variable_under_the_old_name_is_used() -> None:
     assert [float(step()), float(step())] == [11.0, 12.0]
     assert float(old.read_value()) == 3.0
     assert step.experimental_get_tracing_count() == 2
-    assert "'v' means another object now" in step.explain_traces()
+    assert "'v' is bound to another object now" in step.explain_traces()
 
 
 @pytest.mark.parametrize("is_run", [False, True])

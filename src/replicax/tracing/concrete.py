@@ -8,16 +8,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
 from replicax.tracing import signature
 from replicax.tracing.iterators import Feed
 from replicax.tracing.program import Program
 from replicax.tracing.signature import PerReplicaSpec, TensorSpec
 from replicax.values.distributed_values import PerReplica
 from replicax.values.regroup import leaves_of, map_structure
+from replicax.variables.variable import Variable
 
-# Two sizes to trace with in the place of an open one: what differs in the results is open too.
+# Two sizes to trace with instead of an open one: sizes of results that differ are open too.
 _SIZES = (2, 3)
 
 
@@ -39,13 +42,13 @@ class ConcreteFunction:
         function: Callable[..., Any],
         python_function: Callable[..., Any],
         name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
         programs: Sequence[Program],
     ) -> None:
         self.name = name
         self._function = function
-        self._args: tuple[Any, ...] = tuple(map_structure(_spec_of, a) for a in args)
+        self._args: tuple[Tree, ...] = tuple(map_structure(_spec_of, a) for a in args)
         self._kwargs = {key: map_structure(_spec_of, kwargs[key]) for key in kwargs}
         self._names = _parameter_names(python_function, len(args))
         self._programs = list(programs)
@@ -55,36 +58,36 @@ class ConcreteFunction:
         self.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in taken])
 
     @property
-    def input_signature(self) -> tuple[Any, ...] | None:
+    def input_signature(self) -> tuple[Tree, ...] | None:
         """The specs of the arrays it takes, by position; None if some are taken by name only."""
         if any(map(_has_arrays, self._kwargs.values())):
             return None
         return tuple(spec for spec in self._args if _has_arrays(spec))
 
     @property
-    def structured_input_signature(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def structured_input_signature(self) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
         """The positional and the named arguments, with a `TensorSpec` for each array."""
         return self._args, dict(self._kwargs)
 
     @property
-    def structured_outputs(self) -> Any:
+    def structured_outputs(self) -> Tree:
         """The structure of the results, with a `TensorSpec` for each array."""
         found = [program.structured_outputs for program in self._programs]
         return found[0] if len(found) == 1 else map_structure(_common_spec, *found)
 
     @property
-    def variables(self) -> tuple[Any, ...]:
+    def variables(self) -> tuple[Variable, ...]:
         """The variables that the function reads, writes or creates."""
         return self._programs[0].variables
 
     @property
-    def trainable_variables(self) -> tuple[Any, ...]:
+    def trainable_variables(self) -> tuple[Variable, ...]:
         """Those of `variables` that optimizers change."""
         return tuple(v for v in self.variables if v.trainable)
 
     @property
-    def captured_inputs(self) -> tuple[Any, ...]:
-        """What the program takes besides its arguments: variables, then captured arrays."""
+    def captured_inputs(self) -> tuple[Variable | ArrayLike, ...]:
+        """The inputs of the program besides its arguments: variables, then captured arrays."""
         return (*self.variables, *self._programs[0].constants)
 
     def pretty_printed_signature(self) -> str:
@@ -97,7 +100,7 @@ class ConcreteFunction:
         try:
             given = self._bind(args, kwargs, [True] * len(self._args))
         except errors.DistributeError:
-            # Also by the arrays alone, without the Python values between them.
+            # The arrays alone, without the Python values between them.
             is_array = [_has_arrays(spec) for spec in self._args]
             if all(is_array):
                 raise
@@ -105,8 +108,8 @@ class ConcreteFunction:
         return self._function(*given[0], **given[1])
 
     def _bind(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], takes: list[bool]
-    ) -> tuple[list[Any], dict[str, Any]]:
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], takes: list[bool]
+    ) -> tuple[list[Tree], dict[str, Tree]]:
         """Assigns arguments to the parameters that are taken by position, then by name."""
         rest, named = list(args), dict(kwargs)
         positional = [
@@ -125,7 +128,7 @@ class ConcreteFunction:
             )
         return positional, by_name
 
-    def _fitted(self, name: str, spec: Any, value: Any) -> Any:
+    def _fitted(self, name: str, spec: Tree, value: Tree) -> Tree:
         if value is _MISSING:
             raise errors.ArgumentTypeError(
                 f"`{self.name}` needs the argument {name!r}",
@@ -133,7 +136,7 @@ class ConcreteFunction:
                 f"Pass {_show(spec)}.",
             )
 
-        def fit(spec: Any, value: Any) -> Any:
+        def fit(spec: object, value: Tree) -> Tree:
             if isinstance(spec, TensorSpec | PerReplicaSpec):
                 return signature.fitted(f"`{self.name}`", spec, value)
             if isinstance(spec, Feed) and isinstance(value, Feed):
@@ -155,7 +158,7 @@ class ConcreteFunction:
 _MISSING = object()
 
 
-def examples(structure: Any) -> list[Any]:
+def examples(structure: Tree) -> list[Tree]:
     """Returns arguments that a signature describes: one set, or two if a size is open."""
     is_open = any(
         isinstance(leaf, TensorSpec | PerReplicaSpec) and None in (leaf.shape or ())
@@ -165,7 +168,7 @@ def examples(structure: Any) -> list[Any]:
     return [map_structure(lambda leaf, n=n: _example(leaf, n), structure) for n in sizes]
 
 
-def _example(leaf: Any, size: int) -> Any:
+def _example(leaf: object, size: int) -> object:
     if isinstance(leaf, PerReplicaSpec):
         return PerReplica([_example(own, size) for own in leaf.value_specs])
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -181,8 +184,8 @@ def _example(leaf: Any, size: int) -> Any:
     return np.zeros([size if n is None else n for n in leaf.shape], leaf.dtype)
 
 
-def _spec_of(leaf: Any) -> Any:
-    """Returns what stands for an argument in the signature."""
+def _spec_of(leaf: object) -> Tree:
+    """Returns the spec of an array; other arguments are part of the signature themselves."""
     if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return TensorSpec(leaf.shape, leaf.dtype)
     if signature.is_numpy_number(leaf):
@@ -192,7 +195,7 @@ def _spec_of(leaf: Any) -> Any:
     return leaf
 
 
-def _common_spec(one: Any, other: Any) -> Any:
+def _common_spec(one: Tree, other: Tree) -> Tree:
     """Returns a spec that fits results of both sizes."""
     if isinstance(one, PerReplicaSpec):
         pairs = zip(one.value_specs, other.value_specs, strict=True)
@@ -203,12 +206,12 @@ def _common_spec(one: Any, other: Any) -> Any:
     return TensorSpec(tuple(a if a == b else None for a, b in sizes), one.dtype)
 
 
-def _has_arrays(structure: Any) -> bool:
+def _has_arrays(structure: Tree) -> bool:
     kinds = (TensorSpec, PerReplicaSpec, Feed)
     return any(isinstance(leaf, kinds) for leaf in leaves_of(structure))
 
 
-def _take(named: dict[str, Any], name: str, spec: Any) -> Any:
+def _take(named: dict[str, Tree], name: str, spec: Tree) -> Tree:
     """Returns a named argument, or the Python value that the signature has for it."""
     return named.pop(name, _MISSING if _has_arrays(spec) else spec)
 
@@ -222,8 +225,8 @@ def _parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
     return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
 
 
-def _show(structure: Any) -> str:
-    def text(leaf: Any) -> Any:
+def _show(structure: Tree) -> str:
+    def text(leaf: object) -> object:
         if isinstance(leaf, PerReplicaSpec):
             return _Text(f"PerReplica({text(leaf.value_specs[0])})")
         if isinstance(leaf, TensorSpec):

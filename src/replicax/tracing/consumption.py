@@ -1,9 +1,9 @@
-"""Finds iterators and random state that a function would use up while it is traced.
+"""Detects iterators and random state that a function consumes while it is traced.
 
 A trace runs the function once; the program runs many times. An element that the trace took
 from a generator, or a number that it drew from `np.random`, would be a constant of the
-program: every call would compute with the same one. So the state of whatever the function can
-reach is compared before and after the trace.
+program: every call would compute with the same one. So the state of all objects that the
+function can reach is compared before and after the trace.
 """
 
 from __future__ import annotations
@@ -16,34 +16,38 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from replicax.foundation import errors
 from replicax.tracing.iterators import Feed, is_iterator
-from replicax.tracing.reach import Reach
+from replicax.tracing.reach import NumberGenerator, Reach
 
-# How deep iterators may be wrapped in each other.
+# The nesting depth of iterators that are compared.
 _MOST_LEVELS = 8
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
+_ProfileEvent: TypeAlias = Literal["call", "return", "c_call", "c_return", "c_exception"]
+# A value that is equal as long as an iterator or generator has not moved.
+Position: TypeAlias = object
 
-class Unknowable(Exception):
-    """Raised for an iterator whose position cannot be seen from outside."""
+
+class UnknownPosition(Exception):
+    """Raised for an iterator whose position cannot be read."""
 
 
 class Consumption:
-    """What the trace of one function may not use up.
+    """The iterators and random state that the trace of one function must not consume.
 
     Args:
-      name: The function's, for messages.
-      reach: What its code can reach.
+      name: The name of the function, for error messages.
+      reach: The objects that its code can reach.
     """
 
     def __init__(self, name: str, reach: Reach) -> None:
         self._name = name
-        self._watched: list[tuple[str, str, Callable[[], Any], Any]] = []
+        self._watched: list[tuple[str, str, Callable[[], Position], Position]] = []
         self._resumptions = _Resumptions()
         for label, iterator in reach.iterators.values():
             if isinstance(iterator, types.GeneratorType):
@@ -51,24 +55,24 @@ class Consumption:
                 continue
             try:
                 self._watch("iterator", label, lambda it=iterator: position_of(it))
-            except Unknowable:
+            except UnknownPosition:
                 raise self._iterator_error(label, iterator, "uses") from None
         for label, generator in reach.generators.values():
             self._watch("random", label, lambda g=generator: _state_of(g))
         for module in sorted(_modules_to_watch(reach)):
             self._watch("random", module, _MODULE_STATES[module])
 
-    def _watch(self, kind: str, label: str, look: Callable[[], Any]) -> None:
-        self._watched.append((kind, label, look, look()))
+    def _watch(self, kind: str, label: str, position: Callable[[], Position]) -> None:
+        self._watched.append((kind, label, position, position()))
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """Returns what the trace has to run in."""
+        """Returns the context in which the trace must run."""
         return self._resumptions.counted()
 
     def require_none(self) -> None:
-        """Raises if something was used up."""
-        for kind, label, look, before in self._watched:
-            if look() == before:
+        """Raises if the trace consumed something."""
+        for kind, label, position, before in self._watched:
+            if position() == before:
                 continue
             if kind == "iterator":
                 raise self._iterator_error(label, None, "advances")
@@ -84,18 +88,18 @@ class Consumption:
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Lets code run that runs once however often the function is called."""
-        is_untouched = [look() == before for _, _, look, before in self._watched]
+        """Allows code to consume that runs once, not in each call of the function."""
+        is_untouched = [position() == before for _, _, position, before in self._watched]
         yield
-        for i, (kind, label, look, _) in enumerate(self._watched):
+        for i, (kind, label, position, _) in enumerate(self._watched):
             if is_untouched[i]:
-                self._watched[i] = (kind, label, look, look())
+                self._watched[i] = (kind, label, position, position())
 
-    def _iterator_error(self, label: str, iterator: Any, verb: str) -> errors.TracingError:
+    def _iterator_error(self, label: str, iterator: object, verb: str) -> errors.TracingError:
         kind = "an iterator" if iterator is None else f"a {type(iterator).__name__}"
         return errors.TracingError(
             f"{self._name!r} is traced once, and its program runs in every call: the elements "
-            "of an iterator that it finds by name would be constants",
+            "of an iterator that it refers to by name would be constants",
             f"the trace {verb} {label!r}, {kind} of Python or another library",
             "Pass the iterator as an argument of the function, or use `iter` of an "
             "rx.data.Dataset, which may also be captured.",
@@ -103,9 +107,9 @@ class Consumption:
 
 
 class _Resumptions:
-    """Counts how often generators were resumed, which their own state does not tell.
+    """Counts how often generators are resumed, which their own state does not show.
 
-    While there is one to watch, the interpreter reports every call. That makes the trace
+    Where there is a generator, the interpreter reports every call. That makes the trace
     slower, and functions that can reach a generator are few.
     """
 
@@ -113,11 +117,11 @@ class _Resumptions:
         # By the frame that a generator runs in.
         self._counts: dict[types.FrameType, int] = {}
 
-    def counter(self, generator: types.GeneratorType[Any, Any, Any]) -> Callable[[], int]:
-        """Returns what tells how often a generator was resumed."""
+    def counter(self, generator: types.GeneratorType) -> Callable[[], int]:
+        """Returns a function that returns how often a generator was resumed."""
         frame = generator.gi_frame
         if frame is None:
-            return lambda: 0  # It has come to its end.
+            return lambda: 0  # The generator is exhausted.
         self._counts[frame] = 0
         return lambda: self._counts[frame]
 
@@ -129,7 +133,7 @@ class _Resumptions:
             return
         previous = sys.getprofile()
 
-        def note(frame: types.FrameType, event: Any, argument: Any) -> None:
+        def note(frame: types.FrameType, event: _ProfileEvent, argument: object) -> None:
             if event == "call" and frame in self._counts:
                 self._counts[frame] += 1
             if previous is not None:
@@ -142,8 +146,8 @@ class _Resumptions:
             sys.setprofile(previous)
 
 
-def position_of(iterator: Any, level: int = 0) -> Any:
-    """Returns something that changes when an iterator gives an element.
+def position_of(iterator: object, level: int = 0) -> Position:
+    """Returns a value that changes when an iterator advances.
 
     >>> numbers = enumerate("ab")
     >>> before = position_of(numbers)
@@ -154,10 +158,10 @@ def position_of(iterator: Any, level: int = 0) -> Any:
     False
     """
     if isinstance(iterator, Feed):
-        # Asked again in each call, whatever is wrapped around it.
+        # Each call takes elements from it.
         return "feed"
     if level == _MOST_LEVELS:
-        raise Unknowable
+        raise UnknownPosition
     if isinstance(iterator, types.GeneratorType):
         return _position_of_generator(iterator, level)
     own = getattr(iterator, "__dict__", None)
@@ -169,14 +173,14 @@ def position_of(iterator: Any, level: int = 0) -> Any:
             warnings.simplefilter("ignore", DeprecationWarning)
             reduced = iterator.__reduce__()
     except TypeError:
-        raise Unknowable from None
+        raise UnknownPosition from None
     if not isinstance(reduced, tuple):
-        raise Unknowable
+        raise UnknownPosition
     return tuple(_sketch_of_part(part, level) for part in reduced)
 
 
-def _sketch_of_part(part: Any, level: int) -> Any:
-    """Sketches what `__reduce__` returned, which may have been made for it."""
+def _sketch_of_part(part: object, level: int) -> Position:
+    """Sketches what `__reduce__` returned, which may be new objects."""
     if isinstance(part, tuple):
         return tuple(_sketch_of_part(item, level) for item in part)
     if isinstance(part, range | list | dict | set):
@@ -184,41 +188,42 @@ def _sketch_of_part(part: Any, level: int) -> Any:
     return _sketch(part, level)
 
 
-def _position_of_generator(generator: types.GeneratorType[Any, Any, Any], level: int) -> Any:
-    """Guesses by its local names whether a generator inside another iterator moved."""
+def _position_of_generator(generator: types.GeneratorType, level: int) -> Position:
+    """Returns the position of a generator inside another iterator, by its local names."""
     frame = generator.gi_frame
     if frame is None:
         return "finished"
     return frame.f_lasti, {name: _sketch(v, level) for name, v in frame.f_locals.items()}
 
 
-def _sketch(value: Any, level: int) -> Any:
+def _sketch(value: object, level: int) -> Position:
     if isinstance(value, _ATOMS):
         return (type(value), repr(value))
     if isinstance(value, tuple):
         return tuple(_sketch(item, level) for item in value)
     if is_iterator(value):
-        with contextlib.suppress(Unknowable):
+        with contextlib.suppress(UnknownPosition):
             return position_of(value, level + 1)
     size = len(value) if isinstance(value, list | dict | set) else None
     return _Same(value, size)
 
 
 class _Same:
-    """Equal to another only if it is about the same object, of the same size."""
+    """Equal to another if both hold the same object, of the same size."""
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, value: Any, size: int | None) -> None:
+    def __init__(self, value: object, size: int | None) -> None:
         self._value, self._size = value, size
 
     def __eq__(self, other: object) -> bool:
-        is_same = isinstance(other, _Same) and self._value is other._value
-        return is_same and self._size == other._size  # type: ignore[union-attr]
+        if not isinstance(other, _Same):
+            return False
+        return self._value is other._value and self._size == other._size
 
 
-def _state_of(generator: Any) -> bytes:
-    """Returns the state of an object that random numbers are drawn from."""
+def _state_of(generator: NumberGenerator) -> bytes:
+    """Returns the state of a random number generator."""
     if isinstance(generator, random.Random):
         try:
             return pickle.dumps(generator.getstate())
@@ -245,11 +250,10 @@ _MODULE_STATES: dict[str, Callable[[], bytes]] = {
 
 
 def _modules_to_watch(reach: Reach) -> set[str]:
-    """Returns the modules whose random state the function may be blamed for.
+    """Returns the modules whose random state must not change during the trace.
 
-    Those that its code mentions; other threads, such as readers of data, draw numbers too, and
-    so do libraries on their own account. In a process with one thread, nothing else than the
-    function and what it calls draws from np.random.
+    Those that the code mentions: other threads, such as readers of data, and libraries draw
+    numbers too. In a process with one thread, only the function draws from np.random.
     """
     alone = threading.active_count() == 1
     return reach.modules | ({"np.random"} if alone else set())

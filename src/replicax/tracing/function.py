@@ -6,14 +6,16 @@ import contextlib
 import functools
 import logging
 import threading
+import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import jax
 
 from replicax.contexts import frames
 from replicax.foundation import errors, jax_compat, tracebacks
+from replicax.foundation.types import Tree
 from replicax.tracing import concrete, feeds, retracing, signature
 from replicax.tracing.concrete import ConcreteFunction
 from replicax.tracing.iterators import EndOfData
@@ -27,6 +29,15 @@ R = TypeVar("R", covariant=True)
 _BoundP = ParamSpec("_BoundP")
 _BoundR = TypeVar("_BoundR")
 
+# The key of a call: that of its arguments, then the context.
+_Key: TypeAlias = tuple[signature.Key, *tuple[Hashable, ...]]
+
+
+class Runner(Protocol):
+    """A strategy, which runs functions on its replicas."""
+
+    def run(self, fn: Callable[..., Tree], args: Any = ..., kwargs: Any = ...) -> Any: ...
+
 
 class _Debugging:
     """Whether compiled functions run as plain Python, in all threads."""
@@ -38,7 +49,7 @@ def run_functions_eagerly(run_eagerly: bool) -> None:
     """Makes all compiled functions run as plain Python, or compiles them again.
 
     For debugging: prints, breakpoints and Python branches on values work then. Replica code
-    runs replica after replica, as it does under a plain `strategy.run`.
+    runs one replica after the other, as it does under a plain `strategy.run`.
 
     >>> import replicax as rx
     >>> rx.run_functions_eagerly(True)
@@ -50,7 +61,7 @@ def run_functions_eagerly(run_eagerly: bool) -> None:
 
 
 def functions_run_eagerly() -> bool:
-    """Tells whether `run_functions_eagerly(True)` is in force.
+    """Returns whether `run_functions_eagerly(True)` is in force.
 
     >>> functions_run_eagerly()
     False
@@ -64,7 +75,7 @@ class Function(Generic[P, R]):
     def __init__(
         self,
         python_function: Callable[P, R],
-        input_signature: Sequence[Any] | None = None,
+        input_signature: Sequence[Tree] | None = None,
         name: str | None = None,
         reduce_retracing: bool = False,
         *,
@@ -74,18 +85,18 @@ class Function(Generic[P, R]):
         self.python_function = python_function
         self.input_signature = None if input_signature is None else tuple(input_signature)
         self.name = name or getattr(python_function, "__name__", "function")
-        # Per key of arguments one program, or several that took different data.
-        self._programs: dict[Any, list[Program]] = {}
+        # Per key one program, or several that took different data.
+        self._programs: dict[_Key, list[Program]] = {}
         self._reasons: list[str] = []
         self._history = history or retracing.history_of(python_function)
         self.reduce_retracing = reduce_retracing
         self._generalization = retracing.Generalization() if reduce_retracing else None
-        # A name that meant something else when the function was called before.
+        # A name that was bound to another object in the last call.
         self._rebound: str | None = None
         self._has_created = False
         self._has_warned = False
         # One compiled function per strategy that runs this one on its replicas.
-        self._per_strategy: weakref.WeakKeyDictionary[Any, Function[..., Any]] = (
+        self._per_strategy: weakref.WeakKeyDictionary[Runner, Function[..., Any]] = (
             weakref.WeakKeyDictionary()
         )
         # One trace at a time. Taken before the gate.
@@ -93,8 +104,8 @@ class Function(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            given: tuple[Any, ...] = args
-            named: dict[str, Any] = kwargs
+            given: tuple[Tree, ...] = args
+            named: dict[str, Tree] = kwargs
             if self.input_signature is not None:
                 fn, specs = self.python_function, self.input_signature
                 given, named = signature.apply_input_signature(fn, specs, args, kwargs), {}
@@ -112,8 +123,8 @@ class Function(Generic[P, R]):
                 arguments = signature.Arguments(given, named, frame.layout)
                 if self._generalization is not None:
                     structure = arguments.key[1]
-                    places = self._generalization.changing(structure, arguments.python_numbers)
-                    arguments = signature.Arguments(given, named, frame.layout, places)
+                    numbers = self._generalization.changing(structure, arguments.python_numbers)
+                    arguments = signature.Arguments(given, named, frame.layout, numbers)
                 key = self._key(arguments, frame)
                 programs = self._programs.get(key)
                 if not programs or programs[0].events or programs[0].bindings.changed():
@@ -123,7 +134,7 @@ class Function(Generic[P, R]):
                 with _end_of_data(self.name):
                     return self.python_function(*given, **named)
             except errors.TracedValueError:
-                if self._generalization is None or not self._generalization.refuse(structure):
+                if self._generalization is None or not self._generalization.disable(structure):
                     raise
                 # The function needs a Python number where it was given an array.
                 return self(*args, **kwargs)
@@ -132,7 +143,7 @@ class Function(Generic[P, R]):
             tracebacks.hide_own_frames(error)
             raise
 
-    def _key(self, arguments: signature.Arguments, frame: frames.Frame) -> Any:
+    def _key(self, arguments: signature.Arguments, frame: frames.Frame) -> _Key:
         return (
             arguments.key,
             frame.mode,
@@ -141,10 +152,10 @@ class Function(Generic[P, R]):
             read_cache.is_open(),
         )
 
-    def _call_with_data(self, key: Any, arguments: signature.Arguments) -> Any:
-        """Takes from data iterators what the program of an earlier call took, and runs it.
+    def _call_with_data(self, key: _Key, arguments: signature.Arguments) -> Tree:
+        """Takes elements from data iterators as an earlier program did, and runs that program.
 
-        If the data is different this time, or there was no call, the function is traced.
+        If the elements are of other kinds, or there is no program, the function is traced.
         """
         supply = feeds.Supply(arguments.feeds)
         try:
@@ -159,7 +170,7 @@ class Function(Generic[P, R]):
         supply.close()
         return result
 
-    def _program_for(self, key: Any, supply: feeds.Supply) -> Program | None:
+    def _program_for(self, key: _Key, supply: feeds.Supply) -> Program | None:
         """Takes elements until one program fits them, or none does."""
         fitting = self._current_programs(key)
         position = 0
@@ -171,8 +182,8 @@ class Function(Generic[P, R]):
             position += 1
         return None
 
-    def _current_programs(self, key: Any) -> list[Program]:
-        """Returns the programs for a key of arguments that still use what the code names."""
+    def _current_programs(self, key: _Key) -> list[Program]:
+        """Returns the programs for a key whose names are still bound to the same objects."""
         found = self._programs.get(key, [])
         if not any(program.bindings.changed() for program in found):
             return found
@@ -185,14 +196,14 @@ class Function(Generic[P, R]):
             self._has_created = False
             return found
 
-    def _call_python(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_python(self, *args: Any, **kwargs: Any) -> Tree:
         """Calls the Python function, with arguments converted to the signature."""
         if self.input_signature is not None:
             fn, specs = self.python_function, self.input_signature
             args, kwargs = signature.apply_input_signature(fn, specs, args, kwargs), {}
         return self.python_function(*args, **kwargs)
 
-    def _trace(self, key: Any, arguments: signature.Arguments, supply: feeds.Supply) -> Program:
+    def _trace(self, key: _Key, arguments: signature.Arguments, supply: feeds.Supply) -> Program:
         with self._lock:
             # Another thread may have traced meanwhile.
             programs = self._programs.get(key, [])
@@ -207,7 +218,7 @@ class Function(Generic[P, R]):
                     f"{self.name!r} may create variables on its first call only",
                     f"a later trace ({reason}) created {names}",
                     "Keep the variable in an attribute or an outer name and create it "
-                    "only if it is not there yet.",
+                    "only if it does not exist yet.",
                 )
             self._has_created = self._has_created or bool(program.created)
             self._reasons.append(reason)
@@ -215,10 +226,10 @@ class Function(Generic[P, R]):
             self._history.note_trace(self.name, reason)
             return program
 
-    def _reason(self, key: Any) -> str:
+    def _reason(self, key: _Key) -> str:
         if self._rebound is not None:
             rebound, self._rebound = self._rebound, None
-            return f"{rebound!r} means another object now"
+            return f"{rebound!r} is bound to another object now"
         if not self._programs:
             return "first call"
         if key in self._programs:
@@ -231,9 +242,9 @@ class Function(Generic[P, R]):
         """Compiles the function for one signature, without calling it.
 
         Args:
-          *args: As for a call; a `TensorSpec` stands for an array, and None in its shape for
-            any size (for each of which XLA compiles a program when it is first met). Nothing,
-            if the function has an `input_signature`.
+          *args: As for a call, with a `TensorSpec` for an array; None in its shape fits any
+            size (XLA compiles a program for each size on its first use). Omit them if the
+            function has an `input_signature`.
           **kwargs: Further arguments.
 
         >>> import replicax as rx
@@ -241,7 +252,7 @@ class Function(Generic[P, R]):
         >>> double.get_concrete_function(rx.TensorSpec((3,))).structured_outputs
         TensorSpec(shape=(3,), dtype=dtype('float32'), name=None)
         """
-        given: tuple[Any, ...] = args
+        given: tuple[Tree, ...] = args
         if self.input_signature is not None and not args and not kwargs:
             given = self.input_signature
         programs = [self._traced(*example) for example in concrete.examples((given, kwargs))]
@@ -249,7 +260,7 @@ class Function(Generic[P, R]):
             self, self.python_function, self.name, given, dict(kwargs), programs
         )
 
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    def _traced(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Program:
         """Returns the program for some arguments, without calling it."""
         frame = frames.current()
         if self.input_signature is not None:
@@ -264,7 +275,7 @@ class Function(Generic[P, R]):
             supply.return_all()
 
     def explain_traces(self) -> str:
-        """Says how often the function was traced, and why each time.
+        """Returns a text that lists the traces of the function and the reason for each.
 
         >>> import jax.numpy as jnp
         >>> double = function(lambda x: x * 2)
@@ -280,11 +291,11 @@ class Function(Generic[P, R]):
         return "\n".join([f"{self.name} was traced {times}:", *lines, *inner])
 
     def experimental_get_tracing_count(self) -> int:
-        """Returns how often the Python function was traced."""
+        """Returns the number of traces of the Python function."""
         inner = [f.experimental_get_tracing_count() for f in self._per_strategy.values()]
         return len(self._reasons) + sum(inner)
 
-    def on_replicas(self, strategy: Any) -> Function[..., Any]:
+    def on_replicas(self, strategy: Runner) -> Function[..., Any]:
         """Returns the compiled function that runs this one on all replicas of a strategy."""
         with self._lock:
             found = self._per_strategy.get(strategy)
@@ -293,8 +304,10 @@ class Function(Generic[P, R]):
                 owner = weakref.ref(strategy)
                 fn = self._call_python
 
-                def run(*args: Any, **kwargs: Any) -> Any:
-                    return owner().run(fn, args, kwargs)  # type: ignore[union-attr]
+                def run(*args: Any, **kwargs: Any) -> Tree:
+                    strategy = owner()
+                    assert strategy is not None
+                    return strategy.run(fn, args, kwargs)
 
                 run.__dict__["python_function"] = self.python_function
                 found = Function(
@@ -307,20 +320,22 @@ class Function(Generic[P, R]):
             return found
 
     @overload
-    def __get__(self, instance: None, owner: Any = None) -> Function[P, R]: ...
+    def __get__(self, instance: None, owner: type | None = None) -> Function[P, R]: ...
 
     @overload
     def __get__(
-        self: Function[Concatenate[Any, _BoundP], _BoundR], instance: object, owner: Any = None
+        self: Function[Concatenate[Any, _BoundP], _BoundR],
+        instance: object,
+        owner: type | None = None,
     ) -> Function[_BoundP, _BoundR]: ...
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds a function that is defined in a class body, once per instance."""
         if instance is None:
             return self
         method = self.python_function.__get__(instance, owner)
         bindings = getattr(instance, "__dict__", {})
-        # The id: a subclass may override the method and call this one through super().
+        # By id: a subclass may override the method and call this one through super().
         key = f"_rx_function_{id(self)}"
         if key not in bindings:
             bindings[key] = Function(
@@ -335,8 +350,8 @@ class Function(Generic[P, R]):
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s got per-replica arguments of different shapes; such calls run replica by "
-                "replica, uncompiled.",
+                "%s got per-replica arguments of different shapes; such calls run uncompiled, "
+                "one replica after the other.",
                 self.name,
             )
 
@@ -344,7 +359,7 @@ class Function(Generic[P, R]):
 @overload
 def function(
     func: Callable[P, R],
-    input_signature: Sequence[Any] | None = None,
+    input_signature: Sequence[Tree] | None = None,
     autograph: bool = True,
     jit_compile: bool | None = None,
     reduce_retracing: bool = False,
@@ -354,7 +369,7 @@ def function(
 @overload
 def function(
     func: None = None,
-    input_signature: Sequence[Any] | None = None,
+    input_signature: Sequence[Tree] | None = None,
     autograph: bool = True,
     jit_compile: bool | None = None,
     reduce_retracing: bool = False,
@@ -362,17 +377,17 @@ def function(
 
 
 def function(
-    func: Any = None,
-    input_signature: Sequence[Any] | None = None,
+    func: Callable[..., Any] | None = None,
+    input_signature: Sequence[Tree] | None = None,
     autograph: bool = True,
     jit_compile: bool | None = None,
     reduce_retracing: bool = False,
 ) -> Any:
     """Compiles a function that may read, write and create variables and run replicas.
 
-    Arrays, NumPy numbers too, are arguments of the compiled program; Python values are
-    constants of it, and a new value means a new trace. `explain_traces()` tells why there
-    was one, and a function that is traced in many calls in a row logs a warning.
+    Arrays and NumPy numbers are arguments of the compiled program; Python values are
+    constants of it, and a new value causes a new trace. `explain_traces()` lists the reasons,
+    and a function that is traced in many calls in a row logs a warning.
 
     Args:
       func: The function; leave out to use `function` as a decorator with arguments.
@@ -383,7 +398,7 @@ def function(
         `rx.run_functions_eagerly` switches compilation off.
       reduce_retracing: Whether a Python number that changes from call to call becomes an
         array with its second value, where the function can use it as one. Shapes are fixed
-        in XLA programs: an array of a new shape always means a new trace.
+        in XLA programs: an array of a new shape always causes a new trace.
 
     >>> import replicax as rx
     >>> counter = rx.Variable(0.0)
@@ -421,8 +436,15 @@ def _end_of_data(name: str) -> Iterator[None]:
         ) from None
 
 
+_TRACED_VALUE_ERRORS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
 class translated_errors:
-    """Turns JAX's complaint about a traced value used in Python into one of ours."""
+    """Translates JAX's errors about traced values that are used in Python."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -430,14 +452,11 @@ class translated_errors:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: types.TracebackType | None
+    ) -> None:
         is_shape = isinstance(error, TypeError) and "concrete value" in str(error)
-        if is_shape or isinstance(
-            error,
-            jax.errors.ConcretizationTypeError
-            | jax.errors.TracerArrayConversionError
-            | jax.errors.TracerIntegerConversionError,
-        ):
+        if error is not None and (is_shape or isinstance(error, _TRACED_VALUE_ERRORS)):
             translated = errors.TracedValueError(
                 f"Compiled code such as {self._name!r} needs values that the compiler can follow",
                 "a traced value (the replica id, an argument or a variable) was used as a "
@@ -445,5 +464,5 @@ class translated_errors:
                 "Use jnp.where, rx.cond, rx.while_loop or array indexing instead, or call "
                 "`strategy.run` with the plain function, which runs replica by replica.",
             )
-            # It happened in the user's code, not here.
+            # With the frames of the user's code.
             raise translated.with_traceback(error.__traceback__) from error

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import abc
 import io
+from collections.abc import Iterator
 from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from typing_extensions import override
+from typing_extensions import TypeIs, override
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
+from replicax.contexts.overlay import Overlay
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.types import Tree
 from replicax.values.array_surface import ArraySurface
 from replicax.values.regroup import map_structure
 
@@ -26,12 +29,12 @@ class EndOfData(StopIteration):
 
 
 class Feed(abc.ABC):
-    """An iterator that compiled functions can take elements from."""
+    """An iterator whose elements compiled functions can take."""
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Tree:
         frame = frames.current()
         inputs = inputs_of(frame.overlay)
         if inputs is None:
@@ -40,24 +43,24 @@ class Feed(abc.ABC):
         return inputs.next_of(self)
 
     @abc.abstractmethod
-    def pull(self) -> Any:
+    def pull(self) -> Tree:
         """Returns the next element, or raises EndOfData."""
 
-    def placed(self, element: Any) -> Any:
-        """Returns what `pull` gave as code outside of compiled functions gets it."""
+    def placed(self, element: Tree) -> Tree:
+        """Returns an element of `pull` on the devices where eager code expects it."""
         return element
 
     @abc.abstractmethod
     def get_state(self) -> Any:
-        """Returns the position, such that an iterator there gives the same elements."""
+        """Returns the position, from which an iterator returns the same elements."""
 
     @abc.abstractmethod
-    def put_back(self, elements: list[tuple[Any, Any]]) -> None:
-        """Takes back what `pull` gave last, oldest first, each with the position before it."""
+    def put_back(self, elements: list[tuple[Tree, Any]]) -> None:
+        """Puts back the last elements of `pull`, oldest first, each with the position before it."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stops work in the background."""
+        """Stops background work."""
 
 
 class FeedSource(Protocol):
@@ -66,14 +69,31 @@ class FeedSource(Protocol):
     def open_feed(self) -> Feed: ...
 
 
-class PythonIterator(Feed):
-    """Any other iterator, for the length of one call to which it was given as an argument.
+class ElementInputs(Protocol):
+    """The elements of data iterators in a trace."""
 
-    It stands in the place of the argument while the function is traced. Iterators of Python
-    take nothing back: what a failing call has taken is lost, as it is in eager code.
+    @property
+    def supply(self) -> Supply: ...
+
+    def next_of(self, feed: Feed) -> Tree:
+        """Returns the next element as traced arrays, or raises EndOfData."""
+        ...
+
+
+class Supply(Protocol):
+    """Opens the iterators of loops over datasets."""
+
+    def loop_over(self, source: FeedSource) -> Feed: ...
+
+
+class PythonIterator(Feed):
+    """Any other iterator, for the duration of one call that takes it as an argument.
+
+    It replaces the argument while the function is traced. Elements cannot be put back into Python
+    iterators: those of a failing call are lost, as in eager code.
     """
 
-    def __init__(self, iterator: Any) -> None:
+    def __init__(self, iterator: Iterator[Tree]) -> None:
         self._iterator = iterator
 
     def __getattr__(self, name: str) -> Any:
@@ -81,14 +101,14 @@ class PythonIterator(Feed):
             kind = type(self.__dict__.get("_iterator")).__name__
             raise AttributeError(f"{kind!r} object has no attribute {name!r}")
         raise errors.TracingError(
-            "An iterator that is an argument of a compiled function gives elements only: one "
+            "An iterator that is an argument of a compiled function provides elements only: one "
             "trace serves all iterators",
             f"its attribute {name!r} is read",
             "Pass the value as another argument, or take it from the dataset.",
         )
 
     @override
-    def pull(self) -> Any:
+    def pull(self) -> Tree:
         try:
             element = next(self._iterator)
         except StopIteration:
@@ -96,11 +116,11 @@ class PythonIterator(Feed):
         return map_structure(_as_array, element)
 
     @override
-    def get_state(self) -> Any:
+    def get_state(self) -> None:
         return None
 
     @override
-    def put_back(self, elements: list[tuple[Any, Any]]) -> None:
+    def put_back(self, elements: list[tuple[Tree, Any]]) -> None:
         del elements
 
     @override
@@ -108,8 +128,8 @@ class PythonIterator(Feed):
         """Leaves the iterator to its owner."""
 
 
-def is_iterator(value: Any) -> bool:
-    """Tells whether `next` of a value gives another one each time; files do not count.
+def is_iterator(value: object) -> TypeIs[Iterator[Any]]:
+    """Returns whether a value is an iterator; files do not count.
 
     >>> is_iterator(iter([1])), is_iterator([1])
     (True, False)
@@ -120,13 +140,13 @@ def is_iterator(value: Any) -> bool:
 
 
 def open_loop(source: FeedSource) -> Feed:
-    """Starts a loop over a dataset, where the running code stands."""
+    """Starts a loop over a dataset in the current frame."""
     inputs = inputs_of(frames.current().overlay)
     return source.open_feed() if inputs is None else inputs.supply.loop_over(source)
 
 
-def inputs_of(overlay: Any) -> Any:
-    """Returns what feeds the function that is being compiled, or None in eager code."""
+def inputs_of(overlay: Overlay | None) -> ElementInputs | None:
+    """Returns the data elements of the function being compiled; None in eager code."""
     while overlay is not None:
         inputs = getattr(overlay, "feed_inputs", None)
         if inputs is not None:
@@ -136,8 +156,8 @@ def inputs_of(overlay: Any) -> Any:
 
 
 def _require_one_taker(frame: frames.Frame) -> None:
-    """Raises where one `next` of a trace would stand for several at run time."""
-    if not frame.overlay.is_current_trace():  # type: ignore[union-attr]
+    """Raises where one `next` of a trace would be several at run time."""
+    if frame.overlay is not None and not frame.overlay.is_current_trace():
         raise errors.TracingError(
             "`next(iterator)` in compiled code must be called once per element",
             "it is called inside a jax.lax loop, branch or a nested transformation",
@@ -153,8 +173,8 @@ def _require_one_taker(frame: frames.Frame) -> None:
         )
 
 
-def _as_array(leaf: Any) -> Any:
-    """Makes arrays of numbers and of arrays of other libraries: inputs instead of constants."""
+def _as_array(leaf: object) -> object:
+    """Converts numbers and arrays of other libraries: inputs instead of constants."""
     if isinstance(leaf, jax.Array | np.ndarray | ArraySurface):
         return leaf
     if isinstance(leaf, bool | int | float | complex | np.generic):

@@ -196,8 +196,9 @@ class CountedLoop:
 
     def _elements(self, outer: Overlay) -> RoundElements | None:
         inputs = iterators.inputs_of(outer)
-        is_direct = isinstance(inputs, FeedInputs) and self._rows.count != 0
-        return RoundElements(inputs) if is_direct else None
+        if isinstance(inputs, FeedInputs) and self._rows.count != 0:
+            return RoundElements(inputs)
+        return None
 
     def _checked(self, results: Structure | None, body: Body) -> Structure:
         if results is not None and not results.is_like(body.results[1]):

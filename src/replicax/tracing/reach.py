@@ -1,9 +1,13 @@
-"""What the code of a function can reach by name, found without running any of it.
+"""The objects that the code of a function can reach by name, found without running it.
 
-A trace runs Python once. Everything that the code finds by a name outside of itself (a global,
-a variable of an enclosing function, an attribute) is found once too. `Reach` goes the same
-ways: from the names that the byte code loads to their values, through helper functions,
-methods and containers, and on. Code of libraries is not followed.
+A trace runs Python once. Names outside of the code (globals, variables of enclosing functions,
+attributes) are resolved once too. `Reach` resolves them in the same way: from the names that the
+byte code loads to their values, through helper functions, methods and containers. Code of libraries
+is not followed.
+
+A program uses the variables that its trace found. When a notebook cell is run again, or an
+attribute is set, the same names are bound to other variables, and the function must be traced
+again: `Bindings` compares identities in every call, in loops that run in C.
 """
 
 from __future__ import annotations
@@ -16,23 +20,24 @@ import random
 import sys
 import sysconfig
 import types
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import numpy as np
+from typing_extensions import TypeIs
 
 from replicax.tracing.iterators import Feed, is_iterator
 from replicax.values.array_surface import ArraySurface
 from replicax.variables.module import Module, Replacements
 
-# Longer containers hold data rather than things that code asks for by name.
+# Longer containers hold data rather than objects that code refers to by name.
 _MOST_ITEMS = 256
-# Attributes of so many objects are compared in every call; modules are not among them.
+# The number of objects, besides modules, whose attributes are compared in every call.
 _MOST_OBJECTS = 16
 # Longer lists hold data.
 _MOST_COMPARED = 64
-# A bound for objects that refer to ever more objects.
+# A bound for long chains of references.
 _MOST_VISITS = 20_000
 _NUMBERS = (bool, int, float, complex, str, bytes, np.generic, type(Ellipsis), type(NotImplemented))
 _LEAVES = (*_NUMBERS, jax.Array, np.ndarray, Feed, ArraySurface)
@@ -44,22 +49,34 @@ _LIBRARIES = tuple(
 )
 
 
+class TorchGenerator(Protocol):
+    """A random number generator of torch."""
+
+    def get_state(self) -> Any: ...
+
+
+NumberGenerator: TypeAlias = (
+    random.Random | np.random.Generator | np.random.RandomState | TorchGenerator
+)
+_Function: TypeAlias = Callable[..., Any]
+
+
 class Binding(NamedTuple):
-    """One place where code looks up a name, and what it found there.
+    """A name that code looks up, and the object that it is bound to.
 
     Attributes:
       owner: The dictionary of a module or an object, a dict, a list, or the cell of a closure.
       name: The name in it; None for a cell.
-      value: What is there.
-      label: How the user writes it.
+      value: The object.
+      label: The name as the user writes it.
       holder: The object that owns the dictionary, for attributes.
     """
 
-    owner: Any
-    name: Any
+    owner: dict[Any, Any] | list[Any] | types.CellType
+    name: object
     value: Any
     label: str
-    holder: Any = None
+    holder: object = None
 
 
 class _Names(NamedTuple):
@@ -72,23 +89,23 @@ class _Names(NamedTuple):
 
 
 class Reach:
-    """Everything that a function, called with some arguments, can reach by name.
+    """The objects that a function, called with some arguments, can reach by name.
 
     Attributes:
-      bindings: Where names were looked up.
-      iterators: Iterators that are no feeds, by what the user calls them.
-      generators: Objects that random numbers are drawn from.
-      modules: Which modules of random numbers the code uses.
+      bindings: The names that the code looks up.
+      iterators: Labels and iterators that are not feeds, by id.
+      generators: Labels and random number generators, by id.
+      modules: The modules of random numbers that the code uses.
     """
 
-    def __init__(self, function: Any, arguments: Any = ()) -> None:
+    def __init__(self, function: _Function, arguments: Iterable[object] = ()) -> None:
         self.bindings: list[Binding] = []
-        self.iterators: dict[int, tuple[str, Any]] = {}
-        self.generators: dict[int, tuple[str, Any]] = {}
+        self.iterators: dict[int, tuple[str, Iterator[Any]]] = {}
+        self.generators: dict[int, tuple[str, NumberGenerator]] = {}
         self.modules: set[str] = set()
         self._seen: set[tuple[int, int]] = set()
-        # Keeps alive whose ids are in use.
-        self._kept: list[Any] = []
+        # Keeps objects alive while their ids are in use.
+        self._kept: list[object] = []
         self._root = _innermost(function)
         self._home = _top_package(self._root)
         self._follow(function, "function")
@@ -99,8 +116,8 @@ class Reach:
 
     # Code.
 
-    def _follow(self, function: Any, label: str) -> None:
-        """Follows what a function loads; `label` says how the user calls it."""
+    def _follow(self, function: _Function, label: str) -> None:
+        """Follows the names that a function loads; `label` is the function's name to the user."""
         if isinstance(function, functools.partial):
             self._follow(function.func, label)
             for value in (*function.args, *function.keywords.values()):
@@ -121,7 +138,7 @@ class Reach:
             if is_own or function is self._root:
                 self._follow_code(function)
             elif "__wrapped__" in function.__dict__:
-                # What a library made of the user's function, such as `jax.vmap`.
+                # A library's wrapper of the user's function, such as `jax.vmap`.
                 self._visit(function.__dict__["__wrapped__"], frozenset(), label)
 
     def _follow_code(self, function: types.FunctionType) -> None:
@@ -156,7 +173,7 @@ class Reach:
 
     # Values.
 
-    def _visit(self, value: Any, attributes: frozenset[str], label: str) -> None:
+    def _visit(self, value: object, attributes: frozenset[str], label: str) -> None:
         if value is None or isinstance(value, _LEAVES) or self._is_seen(value, attributes):
             return
         if _is_generator_of_numbers(value):
@@ -174,7 +191,7 @@ class Reach:
         else:
             self._visit_object(value, attributes, label)
 
-    def _visit_callable(self, value: Any, attributes: frozenset[str], label: str) -> None:
+    def _visit_callable(self, value: _Function, attributes: frozenset[str], label: str) -> None:
         owner = getattr(value, "__self__", None)
         if _is_generator_of_numbers(owner):
             self._note_drawing(owner, label)
@@ -202,7 +219,9 @@ class Reach:
                 self._bind(Binding(vars(module), found, own, f"{label}.{found}"))
                 self._visit(own, attributes, f"{label}.{found}")
 
-    def _visit_mapping(self, value: Mapping[Any, Any], attributes: Any, label: str) -> None:
+    def _visit_mapping(
+        self, value: Mapping[Any, Any], attributes: frozenset[str], label: str
+    ) -> None:
         if type(value) is not dict or len(value) > _MOST_ITEMS:
             return
         for key, item in list(value.items()):
@@ -210,7 +229,7 @@ class Reach:
                 self._bind(Binding(value, key, item, f"{label}[{key!r}]"))
             self._visit(item, attributes, f"{label}[{key!r}]")
 
-    def _visit_items(self, value: Any, attributes: Any, label: str) -> None:
+    def _visit_items(self, value: Collection[Any], attributes: frozenset[str], label: str) -> None:
         if len(value) > _MOST_ITEMS:
             return
         if type(value) is list and any(map(self._is_stateful, value)):
@@ -218,7 +237,7 @@ class Reach:
         for i, item in enumerate(value):
             self._visit(item, attributes, f"{label}[{i}]")
 
-    def _visit_object(self, value: Any, attributes: frozenset[str], label: str) -> None:
+    def _visit_object(self, value: object, attributes: frozenset[str], label: str) -> None:
         cls = type(value)
         if cls.__module__.partition(".")[0] == "torch":
             self.modules.add("torch")
@@ -231,7 +250,7 @@ class Reach:
         for name in sorted((attributes | {"__call__"}) - own.keys()):
             self._follow_method(cls, name, f"{label}.{name}", value)
 
-    def _follow_method(self, cls: type, name: str, label: str, instance: Any = None) -> None:
+    def _follow_method(self, cls: type, name: str, label: str, instance: object = None) -> None:
         for base in cls.__mro__:
             found = vars(base).get(name)
             if found is None:
@@ -248,8 +267,8 @@ class Reach:
                     self._visit(instance, names.attributes, label.rpartition(".")[0])
             return
 
-    def _note_drawing(self, owner: Any, label: str) -> None:
-        """Notes the owner of a method such as `from numpy.random import normal` gives."""
+    def _note_drawing(self, owner: NumberGenerator, label: str) -> None:
+        """Records the owner of a method such as `from numpy.random import normal` imports."""
         if owner is getattr(random.random, "__self__", None):
             self.modules.add("random")
         elif owner is getattr(np.random.random_sample, "__self__", None):
@@ -260,10 +279,10 @@ class Reach:
     # Bookkeeping.
 
     def _bind(self, binding: Binding) -> None:
-        """Notes a binding, unless its value is a constant, a library's, or a strategy.
+        """Records a binding, unless its value is a constant, a library's, or a strategy.
 
-        A new strategy comes with new variables; a strategy that is noted here would
-        live as long as the function.
+        A new strategy comes with new variables; a recorded strategy would be kept alive by the
+        function.
         """
         value = binding.value
         if isinstance(value, (*_NUMBERS, types.ModuleType, types.BuiltinFunctionType)):
@@ -278,12 +297,12 @@ class Reach:
             return
         self.bindings.append(binding)
 
-    def _is_stateful(self, value: Any) -> bool:
-        """Tells whether a value is a variable, or an object that may hold some."""
+    def _is_stateful(self, value: object) -> bool:
+        """Returns whether a value is a variable, or an object that may hold variables."""
         is_object = bool(_dict_of(value)) and not isinstance(value, type)
         return isinstance(value, ArraySurface) or (is_object and self._is_own_class(type(value)))
 
-    def _is_seen(self, value: Any, attributes: frozenset[str]) -> bool:
+    def _is_seen(self, value: object, attributes: frozenset[str]) -> bool:
         key = (id(value), id(attributes))
         if key in self._seen or len(self._seen) > _MOST_VISITS:
             return True
@@ -298,7 +317,7 @@ class Reach:
         return cls.__module__ == "__main__" or self._is_own_file(getattr(module, "__file__", None))
 
     def _is_own_file(self, file: str | None) -> bool:
-        """Tells whether code is the user's: of no library, or of the function's own package."""
+        """Returns whether code is the user's: in no library, or in the function's own package."""
         if file is None:
             return False
         if file.startswith(_PACKAGE):
@@ -306,25 +325,29 @@ class Reach:
         return not _is_library(file) or (bool(self._home) and file.startswith(self._home))
 
 
+# By the id of a dictionary: the dictionary, and the names in it with their values.
+_Groups: TypeAlias = dict[int, tuple[dict[Any, Any], dict[Any, Any]]]
+
+
 class Bindings:
-    """The names that the trace of a function followed, and what they led to."""
+    """The names that the trace of a function followed, and the objects they were bound to."""
 
     def __init__(self, reach: Reach) -> None:
         self._labels: dict[tuple[int, Any], str] = {}
-        self._cells: list[tuple[Any, Any, str]] = []
+        self._cells: dict[types.CellType, tuple[object, str]] = {}
         self._lists: list[tuple[list[Any], tuple[Any, ...], str]] = []
-        dictionaries: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
-        modules: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
+        dictionaries: _Groups = {}
+        modules: _Groups = {}
         for binding in reach.bindings:
             self._add(binding, dictionaries, modules)
         self._dictionaries = _columns(dictionaries)
         self._modules = _columns(modules)
         self._replacements = Replacements.count
 
-    def _add(self, binding: Binding, dictionaries: Any, modules: Any) -> None:
+    def _add(self, binding: Binding, dictionaries: _Groups, modules: _Groups) -> None:
         owner, name, value = binding.owner, binding.name, binding.value
         if isinstance(owner, types.CellType):
-            self._cells.append((owner, value, binding.label))
+            self._cells[owner] = value, binding.label
             return
         if isinstance(owner, list):
             if len(value) <= _MOST_COMPARED:
@@ -337,12 +360,12 @@ class Bindings:
         group.setdefault(id(owner), (owner, {}))[1][name] = value
 
     def changed(self) -> str | None:
-        """Returns a name that means something else now; None if there is none."""
+        """Returns a name that is bound to another object now; None if there is none."""
         same = operator.is_
         for owner, names, values in self._dictionaries:
             if not all(map(same, map(owner.get, names), values)):
                 return self._first(owner, names, values)
-        for cell, value, label in self._cells:
+        for cell, (value, label) in self._cells.items():
             try:
                 if cell.cell_contents is not value:
                     return label
@@ -363,17 +386,21 @@ class Bindings:
         self._replacements = now
         return None
 
-    def _first(self, owner: Any, names: Any, values: Any) -> str:
+    def _first(
+        self, owner: dict[Any, Any], names: tuple[object, ...], values: tuple[object, ...]
+    ) -> str:
         found = zip(names, values, strict=True)
         name = next((name for name, value in found if owner.get(name) is not value), names[0])
         return self._labels[id(owner), name]
 
 
-def _columns(groups: dict[int, tuple[Any, dict[Any, Any]]]) -> list[tuple[Any, Any, Any]]:
+def _columns(
+    groups: _Groups,
+) -> list[tuple[dict[Any, Any], tuple[object, ...], tuple[object, ...]]]:
     return [(owner, tuple(found), tuple(found.values())) for owner, found in groups.values()]
 
 
-def _wrapped(value: Any) -> Any:
+def _wrapped(value: object) -> _Function | None:
     """Returns the Python function inside a compiled one; None for anything else."""
     own = _dict_of(value)
     inner = own.get("python_function")
@@ -382,7 +409,7 @@ def _wrapped(value: Any) -> Any:
     return inner if callable(inner) else None
 
 
-def _innermost(function: Any) -> Any:
+def _innermost(function: _Function) -> _Function:
     while True:
         inner = _wrapped(function)
         if inner is None and isinstance(function, functools.partial):
@@ -394,7 +421,7 @@ def _innermost(function: Any) -> Any:
         function = inner
 
 
-def _dict_of(value: Any) -> dict[str, Any]:
+def _dict_of(value: object) -> dict[str, Any]:
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -402,13 +429,13 @@ def _dict_of(value: Any) -> dict[str, Any]:
     return found if type(found) is dict else {}
 
 
-def _is_generator_of_numbers(value: Any) -> bool:
+def _is_generator_of_numbers(value: object) -> TypeIs[NumberGenerator]:
     if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
         return True
     return type(value).__module__.startswith("torch") and type(value).__name__ == "Generator"
 
 
-def _names_of(function: Any) -> _Names | None:
+def _names_of(function: _Function) -> _Names | None:
     code = getattr(_innermost(function), "__code__", None)
     return _names_in(code) if isinstance(code, types.CodeType) else None
 
@@ -436,8 +463,8 @@ def _names_in(code: types.CodeType) -> _Names:
     )
 
 
-def _top_package(function: Any) -> str:
-    """Returns the directory of the package that a function is from; "" if it is in none."""
+def _top_package(function: _Function) -> str:
+    """Returns the directory of the function's top-level package; "" if it has none."""
     name = getattr(function, "__module__", None) or ""
     package = sys.modules.get(name.partition(".")[0])
     file = getattr(package, "__file__", None)

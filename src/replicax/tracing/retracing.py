@@ -1,4 +1,4 @@
-"""Functions that are traced too often: the warning, and constants that become arrays."""
+"""Frequent retracing: the warning, and Python numbers that become arrays."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import collections
 import logging
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 _log = logging.getLogger(__name__)
 
-# As tf.function: so many traces within so many calls are too many, which is said twice at most.
+# As tf.function: this many traces within this many calls cause a warning, twice at most.
 _MANY_TRACES = 5
 _WITHIN_CALLS = 10
 _MOST_WARNINGS = 2
@@ -24,10 +24,10 @@ _ADVICE = (
 
 
 class TraceHistory:
-    """When one Python function was traced, over all `rx.function` objects made of it.
+    """The traces of one Python function, over all `rx.function` objects made of it.
 
     Attributes:
-      num_calls: How many calls there were; counted by the functions themselves.
+      num_calls: The number of calls; counted by the functions themselves.
     """
 
     __slots__ = ("_num_warnings", "_traced_at", "num_calls")
@@ -38,14 +38,14 @@ class TraceHistory:
         self._num_warnings = 0
 
     def note_trace(self, name: str, reason: str) -> None:
-        """Notes that the current call traced the function; warns if such calls are frequent."""
+        """Records that the current call traced the function; warns if such calls are frequent."""
         self._traced_at.append(self.num_calls)
         within = self.num_calls - self._traced_at[0] + 1
         is_frequent = len(self._traced_at) == _MANY_TRACES and within <= _WITHIN_CALLS
         if not is_frequent or self._num_warnings == _MOST_WARNINGS:
             return
         self._num_warnings += 1
-        # The next warning needs as many traces again.
+        # The next warning needs the same number of traces again.
         self._traced_at.clear()
         _log.warning(
             "%s was traced %d times in its last %d calls, the last time because %s. %s",
@@ -71,32 +71,32 @@ def history_of(python_function: Callable[..., Any]) -> TraceHistory:
 
 
 class Generalization:
-    """Python numbers of the arguments that turned out to change, and so are passed as arrays.
+    """The Python numbers among the arguments that change, and so are passed as arrays.
 
     A number is a constant while it keeps one value; with the second value it becomes an array,
     unless the function needs it as a Python number (for a shape, a range or a branch).
     """
 
     def __init__(self) -> None:
-        # By structure of the arguments: the value of each number seen first, by its place.
-        self._seen: dict[Any, dict[int, Any]] = {}
-        self._changing: dict[Any, frozenset[int]] = {}
-        self._refused: set[Any] = set()
+        # By structure of the arguments: the first value of each number, by its index in the key.
+        self._seen: dict[Hashable, dict[int, Hashable]] = {}
+        self._changing: dict[Hashable, frozenset[int]] = {}
+        self._disabled: set[Hashable] = set()
 
-    def changing(self, structure: Any, numbers: Mapping[int, Any]) -> frozenset[int]:
-        """Notes the numbers of a call, by place, and returns the places of those that change."""
-        if structure in self._refused:
+    def changing(self, structure: Hashable, numbers: Mapping[int, Hashable]) -> frozenset[int]:
+        """Records the numbers of a call, and returns the indices of those that change."""
+        if structure in self._disabled:
             return frozenset()
         changing = self._changing.get(structure, frozenset())
         seen = self._seen.setdefault(structure, {})
-        changing |= {place for place, n in numbers.items() if seen.setdefault(place, n) != n}
+        changing |= {index for index, n in numbers.items() if seen.setdefault(index, n) != n}
         self._changing[structure] = changing
         return changing
 
-    def refuse(self, structure: Any) -> bool:
-        """Makes numbers constants for good; False if they were all along."""
+    def disable(self, structure: Hashable) -> bool:
+        """Makes numbers constants from now on; returns False if they always were."""
         if not self._changing.get(structure):
             return False
-        self._refused.add(structure)
+        self._disabled.add(structure)
         del self._changing[structure], self._seen[structure]
         return True

@@ -1,19 +1,22 @@
-"""What makes two calls of a compiled function the same: the key of their arguments."""
+"""Signatures of compiled functions: the key of a call's arguments, and specs of arrays."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
+from typing_extensions import TypeIs
 
 from replicax.foundation import errors
+from replicax.foundation.jax_compat import Device
+from replicax.foundation.types import Tree, TreeDef
 from replicax.tracing.iterators import Feed, PythonIterator, is_iterator
 from replicax.values import printing
 from replicax.values.array_surface import ArraySurface
@@ -50,7 +53,7 @@ class TensorSpec:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Tells whether an array of this shape fits."""
+        """Returns whether an array of this shape fits."""
         if self.shape is None:
             return True
         sizes = zip(self.shape, shape, strict=False)
@@ -59,7 +62,7 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class PerReplicaSpec:
-    """What a value of all replicas looks like: one spec per replica.
+    """The spec of a per-replica value: one spec per replica.
 
     >>> PerReplicaSpec((TensorSpec((None, 2)), TensorSpec((None, 2)))).dtype
     dtype('float32')
@@ -86,23 +89,23 @@ class PerReplicaSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Stands for an array argument in the structure that a trace is made from."""
+    """The place of an array, or of the arrays of a distributed value, in a skeleton."""
 
     index: int
     kind: str  # "array", "per_replica", "mirrored", or "traced" in compiled replica code
     count: int = 1
-    layout: Any = None
-    treedef: Any = None
+    layout: ReplicaLayout | None = None
+    treedef: TreeDef | None = None
     scalars: tuple[bool, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class RaggedSlot:
-    """Stands for a per-replica argument whose components differ in shape."""
+    """The place of a per-replica argument whose components differ in shape."""
 
-    # For each replica, where its arrays start, how many they are, and their structure.
-    parts: tuple[tuple[int, int, Any], ...]
-    layout: Any
+    # For each replica, the index of its first array, the number of arrays, and their structure.
+    parts: tuple[tuple[int, int, TreeDef], ...]
+    layout: ReplicaLayout | None
 
 
 class Ragged(Exception):
@@ -116,20 +119,20 @@ class Arguments:
 
     def __init__(
         self,
-        args: Any,
-        kwargs: dict[str, Any],
+        args: Sequence[Tree],
+        kwargs: dict[str, Tree],
         layout: ReplicaLayout | None,
         as_arrays: frozenset[int] = frozenset(),
     ) -> None:
-        self.arrays: list[Any] = []
-        # Places of Python numbers that are passed as arrays.
+        self.arrays: list[jax.Array | np.ndarray] = []
+        # Indices, in the key, of Python numbers that are passed as arrays.
         self._as_arrays = as_arrays
         # Data iterators: one trace serves all of them, whatever their identity.
         self.feeds: list[Feed] = []
-        key: list[Any] = []
+        key: list[Hashable] = []
         add = self._add
 
-        def visit(leaf: Any) -> Any:
+        def visit(leaf: object) -> Tree:
             return add(leaf, key, layout)
 
         self.skeleton = (
@@ -138,11 +141,11 @@ class Arguments:
         )
         self.key = (tuple(key), _structure_key(self.skeleton))
 
-    def _add(self, leaf: Any, key: list[Any], layout: ReplicaLayout | None) -> Any:
+    def _add(self, leaf: object, key: list[Hashable], layout: ReplicaLayout | None) -> Tree:
         if isinstance(leaf, jax.Array | np.ndarray):
             return self._add_array(leaf, key)
         if is_numpy_number(leaf):
-            # The array form, as `jit` compiles one program for it and for arrays.
+            # An array, as `jit` compiles one program for both.
             return self._add_array(np.asarray(leaf), key)
         if isinstance(leaf, PerReplica):
             return self._add_per_replica(leaf, key, layout)
@@ -156,37 +159,37 @@ class Arguments:
             return leaf
         if is_iterator(leaf):
             return self._add(PythonIterator(leaf), key, layout)
-        if self._as_arrays and len(key) in self._as_arrays and is_python_number(leaf):
+        is_number = isinstance(leaf, int | float) and not isinstance(leaf, bool)
+        if self._as_arrays and is_number and len(key) in self._as_arrays:
             # Weakly typed, as Python numbers are.
             return self._add_array(jnp.asarray(leaf), key)
         key.append(static_key(leaf))
         return leaf
 
     @property
-    def python_numbers(self) -> dict[int, Any]:
-        """What tells the Python numbers among the arguments apart, by their place in the key."""
+    def python_numbers(self) -> dict[int, Hashable]:
+        """The entries of Python numbers in the key, by their index."""
         return {
-            place: entry
-            for place, entry in enumerate(self.key[0])
+            index: entry
+            for index, entry in enumerate(self.key[0])
             if isinstance(entry, tuple) and entry[0] == "static" and entry[1] in (int, float)
         }
 
-    def _add_array(self, array: Any, key: list[Any]) -> Slot:
+    def _add_array(self, array: jax.Array | np.ndarray, key: list[Hashable]) -> Slot:
         key.append((array.shape, array.dtype, getattr(array, "weak_type", False)))
         self.arrays.append(array)
         return Slot(len(self.arrays) - 1, "array")
 
-    def _add_mirrored(self, leaf: Mirrored, key: list[Any]) -> Any:
+    def _add_mirrored(self, leaf: Mirrored, key: list[Hashable]) -> Slot:
         copies = [jnp.asarray(copy) for copy in leaf.values]
-        places = [next(iter(copy.devices())) for copy in copies]
-        layout = _layout_on(places)
+        layout = _layout_on([next(iter(copy.devices())) for copy in copies])
         key.append(("mirrored", copies[0].shape, copies[0].dtype, len(copies), layout))
         self.arrays.append(copies[0] if layout is None else layout.from_copies(copies))
         return Slot(len(self.arrays) - 1, "mirrored", len(copies), layout)
 
     def _add_per_replica(
-        self, leaf: PerReplica, key: list[Any], layout: ReplicaLayout | None
-    ) -> Any:
+        self, leaf: PerReplica, key: list[Hashable], layout: ReplicaLayout | None
+    ) -> Slot | RaggedSlot | PerReplica:
         layout = leaf.layout or layout
         # To look at the components would take a batch of a dataset apart in every call.
         if not leaf.is_stored and _are_python_values(leaf.values):
@@ -207,9 +210,11 @@ class Arguments:
         key.append(("per_replica", layout, shapes, leaf.scalars, leaf.treedef))
         return Slot(start, "per_replica", len(stored), layout, leaf.treedef, leaf.scalars)
 
-    def _add_ragged(self, leaf: PerReplica, key: list[Any], layout: ReplicaLayout | None) -> Any:
+    def _add_ragged(
+        self, leaf: PerReplica, key: list[Hashable], layout: ReplicaLayout | None
+    ) -> RaggedSlot:
         parts = []
-        shapes: list[Any] = []
+        shapes: list[Hashable] = []
         for component in leaf.values:
             found, treedef = jax.tree.flatten(component)
             if not found or not all(map(_is_array, found)):
@@ -235,8 +240,8 @@ def _are_python_values(values: tuple[Any, ...]) -> bool:
     return is_python and all(type(value) is type(first) for value in values)
 
 
-def is_numpy_number(value: Any) -> bool:
-    """Tells whether a value is a NumPy scalar that stands for an array without dimensions.
+def is_numpy_number(value: object) -> TypeIs[np.generic]:
+    """Returns whether a value is a NumPy scalar, which is passed as an array.
 
     >>> is_numpy_number(np.float32(3)), is_numpy_number(3.0), is_numpy_number(np.str_("x"))
     (True, False, False)
@@ -246,27 +251,22 @@ def is_numpy_number(value: Any) -> bool:
     return value.dtype.kind in "biufc" or jnp.issubdtype(value.dtype, np.number)
 
 
-def is_python_number(value: Any) -> bool:
-    """Tells whether a value is a number that a compiled function takes as a constant."""
-    return type(value) in (int, float)
-
-
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray) or is_numpy_number(leaf)
 
 
-def _layout_on(places: Sequence[Any]) -> ReplicaLayout | None:
-    """Returns the replicas whose copies are on these devices: one each, or all on one."""
-    num_devices = len(set(places))
-    if num_devices == len(places):
-        return ReplicaLayout(places)
-    return ReplicaLayout(places[:1], len(places)) if num_devices == 1 else None
+def _layout_on(devices: Sequence[Device]) -> ReplicaLayout | None:
+    """Returns the layout of replicas on these devices: one on each, or all on one."""
+    num_devices = len(set(devices))
+    if num_devices == len(devices):
+        return ReplicaLayout(devices)
+    return ReplicaLayout(devices[:1], len(devices)) if num_devices == 1 else None
 
 
-def fill(skeleton: Any, arrays: Sequence[Any]) -> Any:
+def fill(skeleton: Tree, arrays: Sequence[ArrayLike]) -> Tree:
     """Puts arrays (or tracers) back into the structure that they came from."""
 
-    def visit(leaf: Any) -> Any:
+    def visit(leaf: object) -> Tree:
         if isinstance(leaf, IndexedSlices):
             return leaf.map_arrays(visit)
         if isinstance(leaf, RaggedSlot):
@@ -279,6 +279,7 @@ def fill(skeleton: Any, arrays: Sequence[Any]) -> Any:
         if leaf.kind == "mirrored":
             return Mirrored((arrays[leaf.index],) * leaf.count)
         own = arrays[leaf.index : leaf.index + leaf.count]
+        assert leaf.layout is not None
         if leaf.kind == "traced":
             return TracedPerReplica(jax.tree.unflatten(leaf.treedef, own), leaf.layout)
         return PerReplica.from_stored(own, leaf.scalars, leaf.treedef, leaf.layout)
@@ -286,16 +287,19 @@ def fill(skeleton: Any, arrays: Sequence[Any]) -> Any:
     return map_structure(visit, skeleton)
 
 
-def layouts_of(skeleton: Any) -> list[ReplicaLayout]:
-    """Returns the replicas that the arguments of a call are distributed over."""
+def layouts_of(skeleton: Tree) -> list[ReplicaLayout]:
+    """Returns the layouts that the arguments of a call are distributed over."""
     slots = [leaf for leaf in leaves_of(skeleton) if isinstance(leaf, Slot)]
     return [slot.layout for slot in slots if slot.layout is not None]
 
 
 def apply_input_signature(
-    fn: Any, signature: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Converts arguments to the types of a signature, or says which one does not fit."""
+    fn: Callable[..., Tree],
+    signature: Sequence[Tree],
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
+) -> tuple[Tree, ...]:
+    """Converts arguments to the types of a signature, or raises if one does not fit."""
     if kwargs:
         args = inspect.signature(fn).bind(*args, **kwargs).args
     if len(args) != len(signature):
@@ -312,7 +316,17 @@ def apply_input_signature(
     )
 
 
-def fitted(name: str, spec: Any, value: Any) -> Any:
+class _Spec(Protocol):
+    """A spec of an array: `TensorSpec`, `PerReplicaSpec` or `jax.ShapeDtypeStruct`."""
+
+    @property
+    def shape(self) -> Any: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+def fitted(name: str, spec: _Spec, value: Tree) -> Tree:
     """Converts an argument of the function `name` to a spec, or raises if it does not fit."""
     if isinstance(value, PerReplica):
         _require_components(name, spec, value)
@@ -333,7 +347,7 @@ def fitted(name: str, spec: Any, value: Any) -> Any:
     return array
 
 
-def _require_components(name: str, spec: Any, value: PerReplica) -> None:
+def _require_components(name: str, spec: object, value: PerReplica) -> None:
     """Raises unless the components of a distributed value fit a spec per replica."""
     if not isinstance(spec, PerReplicaSpec):
         return
@@ -347,8 +361,12 @@ def _require_components(name: str, spec: Any, value: PerReplica) -> None:
             )
 
 
-def difference(old: Any, new: Any) -> str:
-    """Says in words how two keys of arguments differ."""
+# The entries of the leaves, and the structure.
+Key: TypeAlias = tuple[tuple[Hashable, ...], Hashable]
+
+
+def difference(old: Key, new: Key) -> str:
+    """Describes how two keys of arguments differ."""
     if old[1] != new[1]:
         return "the structure of the arguments changed"
     changed = [
@@ -361,7 +379,7 @@ def difference(old: Any, new: Any) -> str:
     return "; ".join(changed) or "settings of JAX or the strategy in scope changed"
 
 
-def _differ(a: Any, b: Any) -> bool:
+def _differ(a: object, b: object) -> bool:
     """Compares two entries of keys; variables in them are compared by identity."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) != len(b) or any(map(_differ, a, b))
@@ -370,7 +388,7 @@ def _differ(a: Any, b: Any) -> bool:
     return a != b
 
 
-def _show(key: Any) -> str:
+def _show(key: Hashable) -> str:
     if isinstance(key, tuple) and len(key) == 3 and isinstance(key[0], tuple):
         return f"{key[1]}{list(key[0])}"
     if isinstance(key, tuple) and key[:1] == ("static",):
@@ -378,12 +396,12 @@ def _show(key: Any) -> str:
     return f"{key}"
 
 
-def static_key(leaf: Any) -> Any:
-    """Returns what tells one constant of a trace from another."""
+def static_key(leaf: object) -> Hashable:
+    """Returns the entry of a Python value in a key."""
     if isinstance(leaf, ArraySurface):
         return ("static", "variable", leaf)
     if isinstance(leaf, float | complex):
-        # 0.0 and -0.0 are equal, nan is not equal to itself: the text tells them apart.
+        # By its text: 0.0 and -0.0 are equal, and nan is not equal to itself.
         return ("static", type(leaf), repr(leaf))
     try:
         hash(leaf)
@@ -397,7 +415,7 @@ def static_key(leaf: Any) -> Any:
     return ("static", type(leaf), leaf)
 
 
-def _structure_key(skeleton: Any) -> Any:
+def _structure_key(skeleton: tuple[tuple[Tree, ...], dict[str, Tree]]) -> Hashable:
     args, kwargs = skeleton
     if all(isinstance(a, Slot) for a in args) and not kwargs:
         return len(args)
@@ -405,5 +423,5 @@ def _structure_key(skeleton: Any) -> Any:
     return jax.tree.structure((args, kwargs), is_leaf=lambda x: isinstance(x, leaves))
 
 
-def _name(fn: Any) -> str:
+def _name(fn: Callable[..., Tree]) -> str:
     return f"`{getattr(fn, '__name__', type(fn).__name__)}`"

@@ -183,6 +183,8 @@ class Results(Structure):
                 return PerReplica([visit(v) for v in leaf.values], leaf.layout)
             return leaf.map_arrays(visit) if isinstance(leaf, IndexedSlices) else leaf
 
+        if type(self._numbered) is int:
+            return visit(leaves[0])
         return map_structure(lambda number: visit(leaves[number]), self._numbered)
 
 
@@ -204,7 +206,7 @@ def _result(
         copies = tuple(map(placement.uncommitted, copies))
         return Mirrored(copies if len(copies) == slot.count else copies[:1] * slot.count)
     first = array if mesh is None else array.addressable_data(0)
-    return placement.uncommitted(first)
+    return placement.uncommitted(first) if first.committed else first
 
 
 @overload

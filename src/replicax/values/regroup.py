@@ -19,7 +19,8 @@ from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout
 
 _SCALARS = (int, float, bool, complex, str, bytes, np.generic)
-_ATOMS = (jax.Array, *_SCALARS)
+# In the order of their cost: `isinstance` of jax.Array runs Python code.
+_ATOMS = (*_SCALARS, np.ndarray, jax.Array)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
