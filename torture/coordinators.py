@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 
 import replicax as rx
-from replicax.coordinator.scheduling.queue import LIMIT
+from replicax.coordinator.scheduling.closures import LIMIT
 from replicax.coordinator.scheduling.timing import Timing
 from replicax.foundation import errors
 from torture.bars import Outcome, Plan, bar

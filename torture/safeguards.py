@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from replicax.coordinator.scheduling.closures import ClosureQueue
 from replicax.coordinator.scheduling.policy import Policy
-from replicax.coordinator.scheduling.queue import ClosureQueue
 from replicax.foundation import errors
 from replicax.ps.store.applied_updates import AppliedUpdates
 from replicax.ps.store.jobs import Job

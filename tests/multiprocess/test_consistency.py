@@ -18,11 +18,9 @@ from parameter_store_client import Caller, exported, open_rows
 
 import replicax as rx
 from replicax.contexts.overlay import Change
-from replicax.coordinator.scheduling.closures import Closure
+from replicax.coordinator.scheduling.closures import Closure, ClosureQueue
 from replicax.coordinator.scheduling.pacing import BoundedStaleness, Rounds
-from replicax.coordinator.scheduling.pool import WorkerPool
-from replicax.coordinator.scheduling.queue import ClosureQueue
-from replicax.coordinator.scheduling.workers import WorkerState
+from replicax.coordinator.scheduling.pool import WorkerPool, WorkerState
 from replicax.foundation import errors
 from replicax.protocol import messages
 from replicax.protocol.tasks import Task

@@ -15,11 +15,10 @@ from parameter_servers import Desk, becomes
 
 import replicax as rx
 from replicax.coordinator import wait_report
-from replicax.coordinator.scheduling.closures import Closure
-from replicax.coordinator.scheduling.queue import ClosureQueue
+from replicax.coordinator.scheduling.closures import Closure, ClosureQueue
+from replicax.coordinator.scheduling.pool import Worker, WorkerState
 from replicax.coordinator.scheduling.servers import Server
 from replicax.coordinator.scheduling.timing import Timing
-from replicax.coordinator.scheduling.workers import Worker, WorkerState
 from replicax.coordinator.wait_report import WaitingThread
 from replicax.coordinator.watchdog import Change, StallDetector
 from replicax.foundation import errors, thread_stacks

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from replicax.coordinator.scheduling import actions as act
-from replicax.coordinator.scheduling.closures import Closure, State
+from replicax.coordinator.scheduling.closures import Closure, ClosureQueue, State
 from replicax.coordinator.scheduling.fencing import Fencing
 from replicax.coordinator.scheduling.policy import Policy
-from replicax.coordinator.scheduling.queue import ClosureQueue
+from replicax.coordinator.scheduling.pool import DEFAULT_LIMIT, WorkerState
 from replicax.coordinator.scheduling.timing import Timing
-from replicax.coordinator.scheduling.workers import DEFAULT_LIMIT, WorkerState
 from replicax.foundation import errors
 
 FAST = Timing.fast()

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import replicax as rx
-from replicax.coordinator.scheduling.closures import Closure, State
-from replicax.coordinator.scheduling.queue import ClosureQueue
+from replicax.coordinator.scheduling.closures import Closure, ClosureQueue, State
 from replicax.foundation import errors
 
 

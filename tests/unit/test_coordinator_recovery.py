@@ -12,7 +12,7 @@ from test_coordinator_policy import FAST, Desk, Shipped, of
 
 from replicax.coordinator.scheduling import actions as act
 from replicax.coordinator.scheduling.closures import Closure, State
-from replicax.coordinator.scheduling.workers import WorkerState
+from replicax.coordinator.scheduling.pool import WorkerState
 from replicax.foundation import errors
 from replicax.ps.process import mirror_log
 

@@ -16,11 +16,10 @@ import pytest
 from replicax.coordinator.core import Core
 from replicax.coordinator.outbox import Outbox
 from replicax.coordinator.scheduling import actions as act
-from replicax.coordinator.scheduling.closures import Closure, State
+from replicax.coordinator.scheduling.closures import Closure, ClosureQueue, State
 from replicax.coordinator.scheduling.policy import Policy
-from replicax.coordinator.scheduling.queue import ClosureQueue
+from replicax.coordinator.scheduling.pool import Worker
 from replicax.coordinator.scheduling.timing import Timing
-from replicax.coordinator.scheduling.workers import Worker
 from replicax.coordinator.shipping import serialization
 from replicax.foundation import errors
 from replicax.protocol import messages

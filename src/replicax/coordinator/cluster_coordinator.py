@@ -19,7 +19,7 @@ from replicax.coordinator.remote_value import (
     map_structure,
     require_no_remote_value,
 )
-from replicax.coordinator.scheduling.queue import LIMIT
+from replicax.coordinator.scheduling.closures import LIMIT
 from replicax.coordinator.scheduling.status import Status
 from replicax.coordinator.scheduling.timing import Timing
 from replicax.coordinator.shipping import serialization

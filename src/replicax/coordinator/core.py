@@ -14,12 +14,11 @@ from typing import Any
 from replicax.coordinator.outbox import Cluster, Kind, Outbox, Request, Sender
 from replicax.coordinator.scheduling import actions as act
 from replicax.coordinator.scheduling import error_messages, pacing
-from replicax.coordinator.scheduling.closures import Closure, ShippedFunction, State
+from replicax.coordinator.scheduling.closures import Closure, ClosureQueue, ShippedFunction, State
 from replicax.coordinator.scheduling.policy import Policy
-from replicax.coordinator.scheduling.queue import ClosureQueue
+from replicax.coordinator.scheduling.pool import WorkerState
 from replicax.coordinator.scheduling.status import Meter, Status
 from replicax.coordinator.scheduling.timing import Timing
-from replicax.coordinator.scheduling.workers import WorkerState
 from replicax.coordinator.shipping.remote_errors import rebuild_error
 from replicax.foundation import errors
 from replicax.protocol import messages

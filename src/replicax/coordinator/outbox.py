@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from replicax.coordinator.scheduling.closures import Closure, ShippedFunction
+from replicax.coordinator.scheduling.pool import Worker
 from replicax.coordinator.scheduling.timing import Timing
-from replicax.coordinator.scheduling.workers import Worker
 from replicax.foundation import errors
 from replicax.protocol import messages
 from replicax.protocol.codec import Buffer

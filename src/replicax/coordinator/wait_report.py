@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from replicax.coordinator.scheduling.closures import Closure
-from replicax.coordinator.scheduling.queue import ClosureQueue
+from replicax.coordinator.scheduling.closures import Closure, ClosureQueue
+from replicax.coordinator.scheduling.pool import Worker, WorkerState
 from replicax.coordinator.scheduling.servers import Server
-from replicax.coordinator.scheduling.workers import Worker, WorkerState
 from replicax.protocol.tasks import Task
 
 # A task that has missed so many heartbeats is reported as silent.

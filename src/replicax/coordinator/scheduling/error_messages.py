@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replicax.coordinator.scheduling.closures import Closure
+from replicax.coordinator.scheduling.pool import Worker
 from replicax.coordinator.scheduling.servers import Server
-from replicax.coordinator.scheduling.workers import Worker
 from replicax.foundation import errors
 
 REPLACED = "its process was replaced by one that has none of them"

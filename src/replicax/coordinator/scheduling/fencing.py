@@ -30,10 +30,9 @@ from replicax.coordinator.scheduling.actions import (
     Requeue,
 )
 from replicax.coordinator.scheduling.closures import Closure
-from replicax.coordinator.scheduling.pool import WorkerPool
+from replicax.coordinator.scheduling.pool import Worker, WorkerPool, WorkerState
 from replicax.coordinator.scheduling.servers import Server
 from replicax.coordinator.scheduling.timing import Timing
-from replicax.coordinator.scheduling.workers import Worker, WorkerState
 
 
 @dataclasses.dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from replicax.coordinator.scheduling.closures import ClosureQueue
 from replicax.coordinator.scheduling.policy import Policy
-from replicax.coordinator.scheduling.queue import ClosureQueue
+from replicax.coordinator.scheduling.pool import Worker, WorkerState
 from replicax.coordinator.scheduling.servers import Server
-from replicax.coordinator.scheduling.workers import Worker, WorkerState
 from replicax.foundation.notebook import html_table
 
 
