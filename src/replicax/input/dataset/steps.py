@@ -232,29 +232,21 @@ def batch(
     known = parent.cardinality
     if known >= 0:
         known = known // size if drops_remainder else -(-known // size)
-    name = "batch" if join is None else "padded_batch"
-    facts = {
-        "cardinality": known,
-        "batch_size": size,
-        "details": (*parent.details, size, drops_remainder),
-        "has_examples": False,
-        "drops_remainder": drops_remainder,
-        "is_padded": join is not None,
-    }
-    if parent.is_indexed and join is None:
-        return parent.then(
-            name,
-            lambda node, epoch: indexed.Batched(node, size, drops_remainder),
-            lambda iterator, epoch: iterator,
-            **facts,
-        )
-
-    def build(epoch: Epoch) -> IterNode:
-        return parent.stream(epoch).batch(
-            size, drop_remainder=drops_remainder, batch_fn=join or elements.stack
-        )
-
-    return parent.then_stream(name, build, **facts)
+    return parent.then(
+        "batch" if join is None else "padded_batch",
+        (lambda node, epoch: indexed.Batched(node, size, drops_remainder))
+        if join is None
+        else None,
+        lambda iterator, epoch: streams.Batched(
+            iterator, size, drops_remainder, join or elements.stack
+        ),
+        cardinality=known,
+        batch_size=size,
+        details=(*parent.details, size, drops_remainder),
+        has_examples=False,
+        drops_remainder=drops_remainder,
+        is_padded=join is not None,
+    )
 
 
 def unbatch(parent: Plan) -> Plan:
