@@ -65,14 +65,17 @@ def compare(burst: Callable[[], Any], directory: Path, num_snapshots: int) -> di
         start = time.perf_counter()
         burst()
         elapsed = time.perf_counter() - start
-        is_saving = any(directory.glob("*.tmp"))
+        is_saving = any(directory.glob("*.tmp-*"))
         if was_saving != is_saving:
             # Some of it was this, and some that.
             if phases or not is_saving:
                 phases.append([])
         elif phases:
             phases[-1].append(elapsed)
-        size = max((file.stat().st_size for file in directory.glob("*.rxs")), default=size)
+        size = max(
+            (file.stat().st_size for file in directory.glob("snapshot-*/data.safetensors")),
+            default=size,
+        )
     assert size > ROWS * WIDTH * 4, f"snapshots of {size} bytes only"
     between, saving = phases[:-1:2], phases[1:-1:2]
     ratios = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posix
+import shutil
 import stat
 import tempfile
 import threading
@@ -46,8 +47,8 @@ class Disk:
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="replicax-disk-", dir=_PLACE)
         self.path = Path(self._directory.name)
-        # What is safe: the names, and the contents of what they stand for.
-        self._names: dict[str, int] = {}
+        # What is safe, by inode: the names in each directory, and the contents of files.
+        self._names: dict[int, dict[str, int]] = {}
         self._contents: dict[int, bytes] = {}
         with _lock:
             _disks[os.path.realpath(self.path)] = self
@@ -65,31 +66,58 @@ class Disk:
 
     def cut_power(self) -> None:
         """Leaves of all files what was synced."""
-        left = {name: self._contents.get(node, b"") for name, node in self._names.items()}
-        for file in self.path.iterdir():
-            file.unlink()
-        self._contents = {}
-        for name, content in left.items():
-            file = self.path / name
-            file.write_bytes(content)
-            self._names[name] = file.stat().st_ino
-            self._contents[self._names[name]] = content
+        names, contents = self._names, self._contents
+        root = self.path.stat().st_ino
+        for entry in self.path.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        self._names, self._contents = {}, {}
+
+        def rebuild(directory: Path, node: int) -> None:
+            found = self._names[directory.stat().st_ino] = {}
+            for name, child in names.get(node, {}).items():
+                entry = directory / name
+                if child in names:
+                    entry.mkdir()
+                    rebuild(entry, child)
+                else:
+                    entry.write_bytes(contents.get(child, b""))
+                    self._contents[entry.stat().st_ino] = contents.get(child, b"")
+                found[name] = entry.stat().st_ino
+
+        rebuild(self.path, root)
 
     def note_synced(self, descriptor: int) -> None:
-        """A file, or the directory, was synced."""
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
-            self._names = {file.name: file.stat().st_ino for file in self.path.iterdir()}
-            nodes = set(self._names.values())
-            self._contents = {n: content for n, content in self._contents.items() if n in nodes}
+        """Records that a file, or the names in a directory, were synced."""
+        status = os.fstat(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}")
+        if stat.S_ISDIR(status.st_mode):
+            entries = list(path.iterdir())
+            self._names[status.st_ino] = {entry.name: entry.stat().st_ino for entry in entries}
+            # A directory whose name is synced exists, if only without content.
+            for entry in entries:
+                if entry.is_dir():
+                    self._names.setdefault(entry.stat().st_ino, {})
+            self._forget_removed()
         else:
-            self._contents[found.st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+            self._contents[status.st_ino] = path.read_bytes()
+
+    def _forget_removed(self) -> None:
+        """Drops what neither exists nor has a synced name."""
+        kept = {entry.stat().st_ino for entry in (self.path, *self.path.rglob("*"))}
+        kept |= {node for found in self._names.values() for node in found.values()}
+        self._names = {node: found for node, found in self._names.items() if node in kept}
+        self._contents = {node: one for node, one in self._contents.items() if node in kept}
 
 
 def _sync(descriptor: int) -> None:
     """Syncs as `os.fsync` does, and tells the disk that the file is on."""
     posix.fsync(descriptor)
-    path = os.readlink(f"/proc/self/fd/{descriptor}")
-    disk = _disks.get(path) or _disks.get(os.path.dirname(path))
-    if disk is not None:
-        disk.note_synced(descriptor)
+    path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    for place in (path, *path.parents):
+        disk = _disks.get(str(place))
+        if disk is not None:
+            disk.note_synced(descriptor)
+            return

@@ -299,11 +299,11 @@ def kill_while_saving(
         assert time.monotonic() < deadline
         closure += 1
         coordinator.push(closure)
-        if not list((directory / "ps-0").glob("*.tmp")):
+        if not list((directory / "ps-0").glob("*.tmp-*")):
             continue
         time.sleep(delay_s)
         process.send_signal(signal.SIGSTOP)
-        if list((directory / "ps-0").glob("*.tmp")):
+        if list((directory / "ps-0").glob("*.tmp-*")):
             process.kill()
             process.wait(60)
             return closure
@@ -327,9 +327,9 @@ def check_kills_while_saving(directory: Path, times: int) -> None:
                 coordinator.saved()
                 delay_s = rng.uniform(0, 0.02)
                 pushed = kill_while_saving(process, directory, coordinator, delay_s)
-        assert list((directory / "ps-0").glob("*.tmp")), "the kill came in time"
+        assert list((directory / "ps-0").glob("*.tmp-*")), "the kill came in time"
         with server(directory):
-            assert not list((directory / "ps-0").glob("*.tmp"))
+            assert not list((directory / "ps-0").glob("*.tmp-*"))
             coordinator.channel.reset()
             coordinator.attach([0, 1])
             assert times <= coordinator.read() <= pushed

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import errno
-import hashlib
 import itertools
+import json
 import logging
 import mmap
 import os
@@ -16,22 +17,23 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import pytest
+import safetensors.numpy
 from parameter_store_client import COORDINATOR, WORKER, Caller, exported, octets, open_rows
 from vocabulary import refused
 
 from replicax.foundation import errors
 from replicax.protocol import messages
 from replicax.ps.process import snapshot_files
-from replicax.ps.process.snapshot_files import FORMAT, GivenUpError, SnapshotDirectory
+from replicax.ps.process.snapshot_files import GivenUpError, SnapshotDirectory
 from replicax.ps.process.snapshots import Pace, Schedule
 from replicax.ps.store import frozen, memory
 from replicax.ps.store.parts import Part
@@ -82,12 +84,20 @@ def again(caller: Caller, directory: SnapshotDirectory, parts: list[int] | None 
     return other
 
 
-def file_of(directory: SnapshotDirectory, number: int) -> Path:
-    return directory._path / f"snapshot-{number:012d}.rxs"
+def bundle_of(directory: SnapshotDirectory, number: int) -> Path:
+    return directory._path / f"snapshot-{number:012d}"
+
+
+def data_of(directory: SnapshotDirectory, number: int) -> Path:
+    return bundle_of(directory, number) / "data.safetensors"
+
+
+def manifest_of(directory: SnapshotDirectory, number: int) -> Path:
+    return bundle_of(directory, number) / "manifest.json"
 
 
 def numbers_in(directory: SnapshotDirectory) -> list[int]:
-    return list(directory._files())
+    return list(directory._bundles())
 
 
 # The view of a part that is frozen.
@@ -319,7 +329,7 @@ def test_bar21_all_that_a_server_keeps_comes_back(directory: SnapshotDirectory) 
     versions = {number: caller.version(number) for number in caller.specs}
     save(caller.store, directory)
     # What nobody has written stays a hole.
-    file = file_of(directory, 1).stat()
+    file = data_of(directory, 1).stat()
     assert file.st_size > 80 << 20 and file.st_blocks * 512 < 40 << 20
 
     back = again(caller, directory)
@@ -502,7 +512,7 @@ def test_bar21_a_cut_that_is_given_up_thaws_all_parts(directory: SnapshotDirecto
         save(caller.store, directory, is_wanted=lambda _: next(answers))
     parts = [caller.store._storage.part(n) for n in range(3)]
     assert all(part._frozen is None for part in parts)
-    assert list(directory._path.glob("*.tmp")) == [] and numbers_in(directory) == []
+    assert list(directory._path.glob("*.tmp*")) == [] and numbers_in(directory) == []
     assert save(caller.store, directory) == 1
 
 
@@ -705,8 +715,9 @@ def test_the_last_two_snapshots_are_kept_and_the_number_counts(
     for _ in range(3):
         save(written.store, directory)
     assert numbers_in(directory) == [4, 5]
-    os.utime(file_of(directory, 4), (4e9, 4e9))
-    assert directory.load(lambda loaded: None) == (5, file_of(directory, 5).stat().st_size)
+    os.utime(bundle_of(directory, 4), (4e9, 4e9))
+    size = sum(file.stat().st_size for file in bundle_of(directory, 5).iterdir())
+    assert directory.load(lambda loaded: None) == (5, size)
     assert save(written.store, directory, num_kept=1) == 6
     assert numbers_in(directory) == [6]
     directory.clear()
@@ -718,15 +729,22 @@ def test_bar38_bit_flips_and_truncations_are_found_and_the_one_before_is_used(
     directory: SnapshotDirectory, written: Caller, caplog: pytest.LogCaptureFixture
 ) -> None:
     rng = random.Random(5)
-    path = file_of(directory, 2)
-    good = path.read_bytes()
-    header = int.from_bytes(good[12:20], "little") + snapshot_files._PREAMBLE.size
-    places = [rng.randrange(len(good)) for _ in range(60)]
-    places += [rng.randrange(header) for _ in range(60)] + list(range(52))
-    mutants = [good[:i] + bytes([good[i] ^ 1 << rng.randrange(8)]) + good[i + 1 :] for i in places]
-    mutants += [good[: rng.randrange(len(good))] for _ in range(50)]
-    mutants += [good[:n] for n in (0, 1, 51, 52, 53, header - 1, header, len(good) - 1)]
-    mutants += [good + b"x", good + bytes(5000)]
+
+    def mutants_of(path: Path) -> list[tuple[Path, bytes]]:
+        good = path.read_bytes()
+        header = int.from_bytes(good[:8], "little") + 8 if path.suffix != ".json" else len(good)
+        places = [rng.randrange(len(good)) for _ in range(40)]
+        places += [rng.randrange(header) for _ in range(40)] + list(range(30))
+        found = [
+            good[:i] + bytes([good[i] ^ 1 << rng.randrange(8)]) + good[i + 1 :] for i in places
+        ]
+        found += [good[: rng.randrange(len(good))] for _ in range(25)]
+        found += [good[:n] for n in (0, 1, 8, 20, header - 1, len(good) - 1)]
+        return [(path, mutant) for mutant in (*found, good + b"x", good + bytes(5000))]
+
+    mutants = mutants_of(data_of(directory, 2)) + mutants_of(manifest_of(directory, 2))
+    kept = {path: path.read_bytes() for path in bundle_of(directory, 2).iterdir()}
+    name = bundle_of(directory, 2).name
     used: list[float | None] = []
 
     def check(loaded: Any) -> None:
@@ -736,51 +754,53 @@ def test_bar38_bit_flips_and_truncations_are_found_and_the_one_before_is_used(
         used.append(float(pieces[0][0].view(np.float32)[0]))
 
     with caplog.at_level(logging.WARNING):
-        for mutant in mutants:
+        for path, mutant in mutants:
             path.write_bytes(mutant)
             caplog.clear()
             found = directory.load(check)
             assert found is not None and found.number == 1
-            assert path.name in caplog.text and file_of(directory, 1).name in caplog.text
+            assert name in caplog.text and bundle_of(directory, 1).name in caplog.text
+            path.write_bytes(kept[path])
     assert used == [1.0] * len(mutants)
+    data_of(directory, 2).unlink()
     # The store itself starts from the one before as well, or from nothing.
     assert value_of(load(directory)) == 1
-    file_of(directory, 1).write_bytes(b"")
+    data_of(directory, 1).write_bytes(b"")
     caplog.clear()
     assert load(directory) is None and "no snapshot left" in caplog.text
-    path.write_bytes(good)
+    for path, content in kept.items():
+        path.write_bytes(content)
     assert value_of(load(directory)) == 2
 
 
-def test_bar38_headers_that_lie_are_found(directory: SnapshotDirectory, written: Caller) -> None:
+def test_bar38_manifests_that_lie_are_found(directory: SnapshotDirectory, written: Caller) -> None:
     """Checksums are right, as of one who wants to do harm; what they protect is not."""
-    path = file_of(directory, 2)
-    good = path.read_bytes()
-    first = snapshot_files._PREAMBLE.size
-    length = int.from_bytes(good[12:20], "little")
-    header, data = good[first : first + length], good[snapshot_files._first_section(length) :]
+    path = manifest_of(directory, 2)
+    good = json.loads(path.read_bytes())
+    del good["crc32"]
 
-    def write(header: bytes, data: bytes = data) -> None:
-        digest = hashlib.sha256(header).digest()
-        preamble = snapshot_files._PREAMBLE.pack(b"RXPSSNAP", FORMAT, len(header), digest)
-        gap = snapshot_files._first_section(len(header)) - len(preamble) - len(header)
-        path.write_bytes(preamble + header + bytes(gap) + data)
+    def write(text: bytes) -> None:
+        path.write_bytes(b'{"crc32":"%08x",' % zlib.crc32(text) + text[1:])
 
     def read_all(loaded: Any) -> None:
         for section in range(len(loaded.state.sections())):
-            assert sum(piece.size for _, piece in loaded.pieces(section)) <= len(data)
+            assert sum(piece.size for _, piece in loaded.pieces(section)) < 1 << 24
 
     def lying(change: Callable[[dict[str, Any]], Any]) -> bytes:
-        other = msgspec.msgpack.decode(header)
+        other = copy.deepcopy(good)
         change(other)
-        return msgspec.msgpack.encode(other)
+        return json.dumps(other).encode()
 
     def set_part(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-        return lambda other: other["state"]["parts"][1].update({key: value})
+        return lambda other: other["contents"]["parts"][1].update({key: value})
 
     def set_shape(*shape: int, dtype: str = "float64") -> Callable[[dict[str, Any]], None]:
         def change(other: dict[str, Any]) -> None:
-            other["state"]["parts"][1]["spec"][3:5] = [shape, dtype]
+            other["contents"]["parts"][1]["spec"][3:5] = [shape, dtype]
+            (array,) = [one for one in other["arrays"] if one["name"].startswith("parts/1/")]
+            array.update(shape=shape, dtype=dtype)
+            for part in array["slices"]:
+                part.update(stop=shape[0])
 
         return change
 
@@ -796,29 +816,27 @@ def test_bar38_headers_that_lie_are_found(directory: SnapshotDirectory, written:
         set_shape(300_000, dtype="object"),
         set_shape(300_000, dtype="U8"),
         set_shape(600_000, dtype="nonsense"),
-        lambda other: other["state"].update(blobs=[1 << 50]),
-        lambda other: other["state"].update(blobs=[]),
-        lambda other: other["state"].update(epoch=None),
-        lambda other: other["state"]["parts"].append(other["state"]["parts"][0]),
-        lambda other: other["sums"].pop(),
-        lambda other: other["sums"].__setitem__(1, b"123"),
-        lambda other: other.pop("state"),
-        lambda other: other["state"]["optimizers"][0].update(trained=[10, 99]),
-        lambda other: other["state"]["optimizers"][0]["spec"].__setitem__(4, 7),
+        lambda other: other["contents"].update(blobs=[1 << 50]),
+        lambda other: other["contents"].update(blobs=[]),
+        lambda other: other["contents"].update(epoch=None),
+        lambda other: other["contents"]["parts"].append(other["contents"]["parts"][0]),
+        lambda other: other["arrays"].pop(),
+        lambda other: other["arrays"][1]["slices"][0].update(sums="MTIz"),
+        lambda other: other.pop("contents"),
+        lambda other: other["contents"]["optimizers"][0].update(trained=[10, 99]),
+        lambda other: other["contents"]["optimizers"][0]["spec"].__setitem__(4, 7),
     ]
     for number, lie in enumerate(lies):
         write(lying(lie))
         kept = value_of(load(directory))
         # An optimizer cannot train what it was not made for: that lie changes nothing.
         assert kept == (2.0 if number == 18 else 1.0), number
-    write(b"\x91" * 100_000)
-    assert value_of(load(directory)) == 1
-    # Not with a file that says more than there is, either.
-    path.write_bytes(snapshot_files._PREAMBLE.pack(b"RXPSSNAP", FORMAT, 1 << 62, bytes(32)))
+    write(b"[" * 100_000)
     assert value_of(load(directory)) == 1
     rng = random.Random(8)
+    text = json.dumps(good).encode()
     for _ in range(200):
-        mutant = bytearray(header)
+        mutant = bytearray(text)
         for _ in range(rng.randrange(1, 4)):
             mutant[rng.randrange(len(mutant))] = rng.randrange(256)
         write(bytes(mutant))
@@ -829,14 +847,61 @@ def test_bar38_headers_that_lie_are_found(directory: SnapshotDirectory, written:
 def test_bar38_a_newer_format_is_left_alone(
     directory: SnapshotDirectory, written: Caller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = file_of(directory, 2)
-    content = bytearray(path.read_bytes())
-    content[8] = FORMAT + 1
-    path.write_bytes(content)
+    path = manifest_of(directory, 2)
+    text = json.dumps(json.loads(path.read_bytes()) | {"version": 3}).encode()
+    text = b"{" + text.partition(b", ")[2]
+    path.write_bytes(b'{"crc32":"%08x",' % zlib.crc32(text) + text[1:])
+    content = path.read_bytes()
     with caplog.at_level(logging.WARNING):
         assert value_of(load(directory)) == 1
-    assert f"it is of format {FORMAT + 1}" in caplog.text
+    assert "its format is replicax.bundle 3" in caplog.text
     assert path.read_bytes() == content
+
+
+def test_files_of_the_format_before_bundles_are_named(
+    directory: SnapshotDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    (directory._path / "snapshot-000000000001.rxs").write_bytes(b"RXPSSNAP")
+    with caplog.at_level(logging.WARNING):
+        assert load(directory) is None
+    assert "snapshot-000000000001.rxs" in caplog.text and "format RXPSSNAP" in caplog.text
+
+
+def test_safetensors_reads_the_parts_of_a_snapshot(
+    directory: SnapshotDirectory, written: Caller
+) -> None:
+    found = safetensors.numpy.load_file(data_of(directory, 2))
+    parts = {int(name.split("/")[1]): one for name, one in found.items() if "parts/" in name}
+    assert parts[0] == 2 and np.array_equal(parts[1], np.arange(300_000.0))
+    assert [name for name in found if not name.startswith("parts/")] == ["blobs/0"]
+
+
+def test_a_snapshot_that_is_sent_is_checked_like_one_on_disk(
+    written: Caller, tmp_path: Path
+) -> None:
+    path = tmp_path / "packed"
+    with path.open("w+b") as file, cut_of(written.store) as cut:
+        size = snapshot_files.write(file, cut)
+    good = path.read_bytes()
+    assert len(good) == size
+
+    def value(content: bytes) -> float | None:
+        path.write_bytes(content)
+        with path.open("rb") as file:
+            loaded, found = snapshot_files.read(file, "The copy")
+            assert found == size
+            store = ParameterStore(task=3)
+            store.restore(loaded)
+            return value_of(store)
+
+    assert value(good) == 2
+    rng = random.Random(1)
+    mutants = [good[: rng.randrange(size)] for _ in range(30)] + [b"", good + b"x"]
+    places = [rng.randrange(size) for _ in range(20)] + [size - n for n in range(1, 3000, 97)]
+    mutants += [good[:i] + bytes([good[i] ^ 4]) + good[i + 1 :] for i in places]
+    for mutant in mutants:
+        with refused(errors.DataLossError):
+            value(mutant)
 
 
 @contextlib.contextmanager
@@ -854,15 +919,15 @@ def files_of_at_most(size: int) -> Iterator[None]:
 def test_bar37_without_room_the_last_snapshot_stays(
     directory: SnapshotDirectory, written: Caller, size: int
 ) -> None:
-    with files_of_at_most(size), pytest.raises(errors.CheckpointError, match="untouched") as info:
+    with files_of_at_most(size), pytest.raises(errors.CheckpointError, match="unchanged") as info:
         save(written.store, directory)
     assert info.value.errno == errno.EFBIG
-    assert numbers_in(directory) == [1, 2] and list(directory._path.glob("*.tmp")) == []
+    assert numbers_in(directory) == [1, 2] and list(directory._path.glob("*.tmp*")) == []
     assert all(part._frozen is None for part in written.store._storage.parts.values())
     assert save(written.store, directory) == 3
 
 
-@pytest.mark.parametrize("broken", range(2))
+@pytest.mark.parametrize("broken", range(4))
 def test_bar36_data_is_synced_before_the_name_and_any_failure_is_told(
     directory: SnapshotDirectory, written: Caller, broken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -870,7 +935,7 @@ def test_bar36_data_is_synced_before_the_name_and_any_failure_is_told(
     fsync, rename = os.fsync, os.rename
 
     def sync(descriptor: int) -> None:
-        happened.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).suffix)
+        happened.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.partition(".")[2][:5])
         fsync(descriptor)
 
     def move(*args: Any) -> None:
@@ -880,7 +945,7 @@ def test_bar36_data_is_synced_before_the_name_and_any_failure_is_told(
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "rename", move)
     save(written.store, directory)
-    assert happened == [".tmp", "rename", ""]
+    assert happened[:5] == ["safet", "json", "tmp-" + str(os.getpid())[:1], "rename", ""]
     calls = itertools.count()
 
     def fail(descriptor: int) -> None:
@@ -892,14 +957,14 @@ def test_bar36_data_is_synced_before_the_name_and_any_failure_is_told(
     with pytest.raises(errors.CheckpointError, match="Input/output error") as info:
         save(written.store, directory)
     assert info.value.errno == errno.EIO
-    assert numbers_in(directory) == [2, 3] and list(directory._path.glob("*.tmp")) == []
+    assert numbers_in(directory) == [2, 3] and list(directory._path.glob("*.tmp*")) == []
 
 
 HOLD = """
 import pathlib, sys, time
 from replicax.ps.process.snapshot_files import SnapshotDirectory
 directory = SnapshotDirectory(pathlib.Path(sys.argv[1]))
-(directory._path / "snapshot-000000000009.tmp").write_bytes(b"half")
+(directory._path / "snapshot-000000000009.tmp-1-2").mkdir()
 print("held", flush=True)
 time.sleep(60)
 """
@@ -914,13 +979,13 @@ def test_two_processes_cannot_share_a_directory_but_one_may_follow(tmp_path: Pat
             assert process.stdout is not None and process.stdout.readline() == "held\n"
             with refused(errors.CheckpointError, f"that of process {process.pid} does so"):
                 SnapshotDirectory(path)
-            assert (path / "snapshot-000000000009.tmp").exists(), "it is not ours to remove"
+            assert (path / "snapshot-000000000009.tmp-1-2").exists(), "it is not ours to remove"
             process.send_signal(signal.SIGKILL)
             process.wait(60)
             directory = SnapshotDirectory(path)
         finally:
             process.kill()
-    assert not list(path.glob("*.tmp"))
+    assert not list(path.glob("*.tmp*"))
     with refused(errors.CheckpointError, f"that of process {os.getpid()} does so"):
         SnapshotDirectory(path)
     directory.close()

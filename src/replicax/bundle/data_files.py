@@ -36,10 +36,6 @@ _LENGTH = struct.Struct("<Q")
 Piece = tuple[int, np.ndarray]
 
 
-class StoppedError(Exception):
-    """Raised when the caller stops the writing of a file."""
-
-
 @dataclass(frozen=True)
 class Source:
     """An array, or consecutive rows of one, that is written piece by piece.
@@ -163,7 +159,7 @@ def write_stream(
     target: Target,
     file: str,
     sources: Iterable[Source],
-    is_wanted: Callable[[float], bool] = lambda _: True,
+    on_progress: Callable[[float], None] = lambda _: None,
 ) -> Part:
     """Writes a safetensors file forwards, one piece in memory at a time.
 
@@ -173,10 +169,8 @@ def write_stream(
       target: An empty file.
       file: Its name in the bundle.
       sources: The arrays.
-      is_wanted: Called before each piece with the share of the file that is written.
-
-    Raises:
-      StoppedError: `is_wanted` returned False.
+      on_progress: Called before each piece with the share of the file that is written; what it
+        raises stops the writing.
     """
     layout = _Layout.of(sources)
     sums = layout.empty_sums()
@@ -184,8 +178,7 @@ def write_stream(
     target.write(layout.header)
     for source, offset, own in zip(layout.sources, layout.offsets, sums, strict=True):
         for start, piece in source.pieces():
-            if not is_wanted((offset + start) / layout.size):
-                raise StoppedError
+            on_progress((offset + start) / layout.size)
             found = zlib.crc32(piece.data)
             own[start // source.piece_bytes] = found
             if found != _sum_of_zeros(piece.size) or piece.any():

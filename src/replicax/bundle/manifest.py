@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import struct
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,6 +37,12 @@ MAX_BYTES = 64 << 20
 # What NumPy can make an array of.
 _MAX_DIMENSIONS = 32
 _MAX_ARRAY_BYTES = 1 << 60
+# A reader allocates a piece at a time.
+_MAX_PIECE_BYTES = 64 << 20
+
+# A bundle in one file: the data file, the manifest, and the length of the manifest.
+PACKED_FILE = "data.safetensors"
+PACKED_LENGTH = struct.Struct("<Q")
 
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,100}\.safetensors")
 _CHECKSUM = re.compile(rb'\{"crc32":"([0-9a-f]{8})",')
@@ -250,8 +257,10 @@ def _check_array(entry: ArrayEntry, files: dict[str, StoredFile]) -> None:
     row = 0
     for part in entry.slices:
         size = (part.stop - part.start) * entry.row_bytes
-        if part.start != row or part.stop < part.start or part.piece_bytes <= 0:
+        if part.start != row or part.stop < part.start:
             raise ValueError(f"the slices of {entry.name!r} do not follow each other")
+        if not 0 < part.piece_bytes <= _MAX_PIECE_BYTES:
+            raise ValueError(f"the pieces of {entry.name!r} have {part.piece_bytes} bytes")
         if part.file not in files or not 0 <= part.offset <= files[part.file].size - size:
             raise ValueError(f"{entry.name!r} is not within its file")
         if len(part.sums) != 4 * -(-size // part.piece_bytes):

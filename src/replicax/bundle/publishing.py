@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,7 +22,16 @@ import msgspec
 import numpy as np
 
 from replicax.bundle import data_files
-from replicax.bundle.manifest import FILE_NAME, Kind, Manifest, Part, merge
+from replicax.bundle.manifest import (
+    FILE_NAME,
+    MAX_BYTES,
+    PACKED_FILE,
+    PACKED_LENGTH,
+    Kind,
+    Manifest,
+    Part,
+    merge,
+)
 from replicax.foundation import durable_files, errors
 
 TEMPORARY = ".tmp-"
@@ -77,8 +86,7 @@ class BundleWriter:
     def publish(self, contents: msgspec.Struct) -> int:
         """Writes the manifest and makes the bundle visible; returns its size in bytes."""
         merged = merge(self._parts)
-        encoded = msgspec.Raw(msgspec.json.encode(contents))
-        manifest = Manifest(self._kind.name, merged.arrays, merged.files, encoded).encode()
+        manifest = encoded_manifest(merged, contents, self._kind)
         with durable_files.synced(self.directory / FILE_NAME) as file:
             file.write(manifest)
         durable_files.sync_directory(self.directory)
@@ -87,6 +95,43 @@ class BundleWriter:
 
     def _cannot_write(self, error: OSError) -> errors.CheckpointError:
         return cannot_write(self._path, error, self._kind)
+
+
+def encoded_manifest(part: Part, contents: msgspec.Struct, kind: Kind) -> bytes:
+    """Returns the text of a manifest.
+
+    Raises:
+      CheckpointError: It is longer than readers accept.
+    """
+    encoded = msgspec.Raw(msgspec.json.encode(contents))
+    text = Manifest(kind.name, part.arrays, part.files, encoded).encode()
+    if len(text) > MAX_BYTES:
+        raise errors.CheckpointError(
+            f"The manifest of a {kind.name} must have at most {MAX_BYTES} bytes",
+            f"it has {len(text)}",
+            "Save fewer variables, or smaller plain values and iterator states.",
+        )
+    return text
+
+
+def write_packed(
+    target: data_files.Target,
+    sources: Iterable[data_files.Source],
+    contents: msgspec.Struct,
+    kind: Kind,
+    on_progress: Callable[[float], None] = lambda _: None,
+) -> int:
+    """Writes a bundle into one file, to be sent: data file, manifest, length of the manifest.
+
+    Returns:
+      The number of bytes.
+    """
+    part = data_files.write_stream(target, PACKED_FILE, sources, on_progress)
+    text = encoded_manifest(part, contents, kind)
+    start = part.files[PACKED_FILE].size
+    target.seek(start)
+    target.write(text + PACKED_LENGTH.pack(len(text)))
+    return start + len(text) + PACKED_LENGTH.size
 
 
 def cannot_write(path: Path, error: OSError, kind: Kind) -> errors.CheckpointError:

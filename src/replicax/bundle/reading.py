@@ -8,15 +8,18 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import IO, NamedTuple, Self, TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from replicax.bundle.data_files import ALIGNMENT, Piece, thread_pool
 from replicax.bundle.dtypes import dtype_named
 from replicax.bundle.manifest import (
     FILE_NAME,
     MAX_BYTES,
+    PACKED_FILE,
+    PACKED_LENGTH,
     ArrayEntry,
     Kind,
     Manifest,
@@ -54,6 +57,7 @@ class Bundle:
     Attributes:
       manifest: Its manifest, checked.
       arrays: Its arrays, by name.
+      num_bytes: The size of all its files.
 
     Raises:
       CheckpointError: There is no readable bundle of this kind and format.
@@ -83,6 +87,7 @@ class Bundle:
             self.close()
             raise
         self.arrays = {entry.name: entry for entry in self.manifest.arrays}
+        self.num_bytes = len(text) + sum(file.size for file in self.manifest.files.values())
 
     def __enter__(self) -> Self:
         return self
@@ -208,6 +213,41 @@ class Bundle:
         descriptor = os.open(FILE_NAME, _FLAGS, dir_fd=self._directory)
         with open(descriptor, "rb") as file:
             return file.read(MAX_BYTES + 1)
+
+
+class PackedBundle(Bundle):
+    """A bundle in one file, as `publishing.write_packed` writes it.
+
+    Args:
+      file: The file, which stays open for as long as the bundle is used.
+      kind: The kind that the bundle must be of.
+      label: What errors call the file.
+
+    Raises:
+      DataLossError: It is not as it was written.
+    """
+
+    def __init__(self, file: IO[bytes], kind: Kind, label: str) -> None:
+        self._path = Path(label)
+        self._kind = kind
+        self._directory = -1
+        self.num_bytes = file.seek(0, os.SEEK_END)
+        end = self.num_bytes - PACKED_LENGTH.size
+        file.seek(max(end, 0))
+        length = PACKED_LENGTH.unpack(file.read())[0] if end >= 0 else 0
+        if not 0 < length <= min(end, MAX_BYTES):
+            raise damaged(label, f"it has {self.num_bytes} bytes, without a manifest", kind)
+        file.seek(end - length)
+        self.manifest = parse(file.read(length), label, kind)
+        stored = self.manifest.files.get(PACKED_FILE)
+        if len(self.manifest.files) != 1 or stored is None or stored.size != end - length:
+            raise damaged(label, "its size is not that of its data and its manifest", kind)
+        self._descriptors = {PACKED_FILE: file.fileno()}
+        self.arrays = {entry.name: entry for entry in self.manifest.arrays}
+
+    @override
+    def close(self) -> None:
+        self._descriptors = {}
 
 
 def _pieces_of(entry: ArrayEntry) -> Iterator[_StoredPiece]:

@@ -1,88 +1,59 @@
-"""Snapshots on disk: written all or not at all, and proved whole before they are used.
+"""Snapshots on disk: a directory of numbered bundles; see Note [The format of a bundle].
 
-Note [What is in a snapshot file]
-    magic, number of the format, length and SHA-256 of the header | header | zeros up to a whole
-    block of the disk | sections, end to end.
-    The header is a `State` and, for each piece of each section, its CRC-32. Nothing in a file is
-    code, and its word is not trusted: no memory is taken before sizes agree with that of the file.
-
-Note [The order of a save]
-    temporary file -> its content -> fsync -> rename -> fsync of the directory. Then older
-    snapshots go. Whoever sees a snapshot sees a whole one, after a crash of the process or of
-    the machine; and whatever fails, the one before is there.
+The value of each part is an array of its own, `parts/<number>/<name>`; programs of optimizers and
+sums of gradients are arrays of bytes, `blobs/<index>`. The rest of the state is in the manifest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
-import math
 import os
 import re
-import struct
-import zlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from typing import IO, NamedTuple
 
-import msgspec
-import numpy as np
+import jax.numpy as jnp
 
+from replicax.bundle import names, publishing
+from replicax.bundle.data_files import Source, Target, write_stream
+from replicax.bundle.dtypes import name_of_dtype
+from replicax.bundle.manifest import PACKED_FILE, SNAPSHOT
+from replicax.bundle.publishing import BundleWriter
+from replicax.bundle.reading import Bundle, PackedBundle
 from replicax.foundation import durable_files, errors, exclusive_files, uncached_files
 from replicax.ps.store.snapshot import Cut, Loaded, Piece, State
 
-# Raised whenever `State`, or a message that is part of it, changes.
-FORMAT = 2
-_MAGIC = b"RXPSSNAP"
-_PREAMBLE = struct.Struct("<8sIQ32s")
-_MAX_HEADER_BYTES = 64 << 20
-# What NumPy can make an array of.
-_MAX_DIMENSIONS = 32
-_MAX_ARRAY_BYTES = 1 << 60
-
-_NUMBERED = re.compile(r"snapshot-(?P<number>[0-9]{1,18})\.rxs")
-_TEMPORARY = ".tmp"
+_NUMBERED = re.compile(r"snapshot-(?P<number>[0-9]{1,18})")
+# Single files were the format before bundles.
+_OLD_FORMAT = "*.rxs"
 _LOCK_FILE = ".writer.lock"
 
 _log = logging.getLogger(__name__)
 
 
 class GivenUpError(Exception):
-    """Raised when a snapshot is not wanted any more while it is written."""
+    """Raised when a snapshot is no longer wanted while it is written."""
 
 
 class Saved(NamedTuple):
-    """A snapshot on disk: its number, and how long it is."""
+    """A snapshot on disk: its number, and its size."""
 
     number: int
     num_bytes: int
 
 
-class _Target(Protocol):
-    """A file that a snapshot is written to."""
-
-    def seek(self, offset: int, /) -> object: ...
-    def write(self, data: bytes | memoryview, /) -> object: ...
-    def truncate(self, size: int, /) -> object: ...
-
-
-class _Header(msgspec.Struct, frozen=True):
-    """What a file says of itself; `sums` are the checksums of pieces, by section."""
-
-    state: State
-    sums: list[bytes]
-
-
 class SnapshotDirectory:
-    """The snapshots of one server; one process at a time may have it.
+    """The snapshots of one server. One process at a time holds it.
 
     Args:
-      path: The directory; it is made if need be.
+      path: The directory; created if it does not exist.
 
     Raises:
-      CheckpointError: Another process has it, or it cannot be written.
+      CheckpointError: Another process holds it, or it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,9 +62,8 @@ class SnapshotDirectory:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = exclusive_files.hold(path / _LOCK_FILE)
-            for leftover in path.glob(f"*{_TEMPORARY}"):
-                leftover.unlink()
-            self._next = max(self._files(), default=0) + 1
+            publishing.remove_leftovers(path)
+            self._next = max(self._bundles(), default=0) + 1
         except exclusive_files.HeldError as error:
             raise errors.CheckpointError(
                 f"One parameter server may keep its snapshots in {path}",
@@ -102,10 +72,10 @@ class SnapshotDirectory:
             ) from error
         except OSError as error:
             self.close()
-            raise _cannot_write(path, error) from error
+            raise publishing.cannot_write(path, error, SNAPSHOT) from error
 
     def close(self) -> None:
-        """Lets another process have it; again is harmless."""
+        """Releases the directory. Idempotent."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
@@ -117,58 +87,52 @@ class SnapshotDirectory:
 
         Args:
           cut: What to write; it is not closed.
-          num_kept: How many snapshots stay, with this one.
-          is_wanted: Asked before each piece, with the share of all bytes that is written.
+          num_kept: How many snapshots to keep, this one included.
+          is_wanted: Called before each piece with the share of all bytes that is written.
 
         Raises:
-          CheckpointError: It could not be written; those that were there before still are.
-          GivenUpError: It is not wanted any more.
+          CheckpointError: It could not be written; the older ones are unchanged.
+          GivenUpError: `is_wanted` returned False.
         """
         number = self._next
-        path = self._path / f"snapshot-{number:012d}.rxs"
-        temporary = path.with_suffix(_TEMPORARY)
-        try:
-            with uncached_files.synced(temporary) as file:
-                num_bytes = write(file, cut, is_wanted)
-            os.rename(temporary, path)
-            try:
-                durable_files.sync_directory(self._path)
-            except OSError:
-                # Not safe on disk, so not there at all.
-                path.unlink()
-                raise
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            if isinstance(error, OSError) and not isinstance(error, errors.DistributeError):
-                raise _cannot_write(path, error) from error
-            raise
+        on_progress = functools.partial(_check_wanted, is_wanted)
+        with BundleWriter(self._path / f"snapshot-{number:012d}", SNAPSHOT) as writer:
+            with uncached_files.synced(writer.directory / PACKED_FILE) as file:
+                writer.add(write_stream(file, PACKED_FILE, _sources(cut), on_progress))
+            num_bytes = writer.publish(cut.state)
         self._next += 1
-        self._remove_all_but(num_kept)
+        # One that stays for now is no failure of the save; the next one tries again.
+        with contextlib.suppress(OSError):
+            _remove(list(self._bundles().values())[:-num_kept])
         return Saved(number, num_bytes)
 
     def load(self, use: Callable[[Loaded], None]) -> Saved | None:
-        """Gives the newest good snapshot to a function; None if there is none.
+        """Passes the newest good snapshot to a function; returns None if there is none.
 
-        Should that raise an error of ours, the one before is tried, and a warning names both.
+        If the function raises an error of ours, the snapshot before is used, with a warning.
 
         Raises:
           ResourceExhaustedError: There is not enough memory; an older one would not help.
         """
-        failures: list[str] = []
-        files = self._files()
-        newest = files[max(files)] if files else self._path
-        for number, path in reversed(files.items()):
+        failures = [
+            f"{path.name} cannot be used: an older, unreleased replicax wrote it in format RXPSSNAP"
+            for path in self._path.glob(_OLD_FORMAT)
+        ]
+        bundles = self._bundles()
+        newest = bundles[max(bundles)] if bundles else self._path
+        for number, path in reversed(bundles.items()):
             try:
-                with _opened(path) as (loaded, num_bytes):
-                    use(loaded)
+                with Bundle(path, SNAPSHOT) as bundle:
+                    bundle.check_files()
+                    use(_loaded(bundle))
+                    num_bytes = bundle.num_bytes
             except errors.ResourceExhaustedError:
                 raise
             except (errors.DistributeError, OSError) as error:
                 failures.append(f"{path.name} cannot be used: {error}")
                 continue
             if failures:
-                # For people: the times of files are not relied on.
+                # For people: the times of files decide nothing.
                 older_s = max(0.0, newest.stat().st_mtime - path.stat().st_mtime)
                 text = "%s is used, which is %.1f s older, because newer snapshots are lost: %s"
                 _log.warning(text, path, older_s, "; ".join(failures))
@@ -179,20 +143,19 @@ class SnapshotDirectory:
         return None
 
     def clear(self) -> None:
-        """Removes all snapshots: their job is over.
+        """Removes all snapshots, when their job has ended.
 
         Raises:
           CheckpointError: They cannot be removed.
         """
         try:
-            for file in self._files().values():
-                file.unlink()
+            _remove(list(self._bundles().values()))
             durable_files.sync_directory(self._path)
         except OSError as error:
-            raise _cannot_write(self._path, error) from error
+            raise publishing.cannot_write(self._path, error, SNAPSHOT) from error
 
-    def _files(self) -> dict[int, Path]:
-        """Returns the snapshots by number, the newest last; the time of a file does not count."""
+    def _bundles(self) -> dict[int, Path]:
+        """Returns the snapshots by number, the newest last; the times of files decide nothing."""
         found = {
             int(match["number"]): entry
             for entry in self._path.iterdir()
@@ -200,153 +163,66 @@ class SnapshotDirectory:
         }
         return dict(sorted(found.items()))
 
-    def _remove_all_but(self, num_kept: int) -> None:
-        # One that stays for now is no failure of the save; the next one tries again.
-        with contextlib.suppress(OSError):
-            for file in list(self._files().values())[:-num_kept]:
-                file.unlink()
+
+def _remove(paths: list[Path]) -> None:
+    for aside in [publishing.put_aside(path) for path in paths]:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
-def write(file: _Target, cut: Cut, is_wanted: Callable[[float], bool] = lambda _: True) -> int:
-    """Writes a snapshot into an empty file; returns its length."""
-    sections = cut.state.sections()
-    sums = [np.zeros(-(-size // piece), "<u4") for size, piece in sections]
-    # Its length does not depend on the checksums, which are known last.
-    first = _first_section(len(_encoded(cut.state, sums)))
-    if first > _MAX_HEADER_BYTES:
-        found = f"that of job {cut.state.job!r} has {first} bytes"
-        required = f"The header of a snapshot has at most {_MAX_HEADER_BYTES} bytes"
-        todo = "Use fewer variables on each parameter server."
-        raise errors.CheckpointError(required, found, todo)
-    offset, end = first, first + sum(size for size, _ in sections)
-    for section, (size, piece_size) in enumerate(sections):
-        for start, piece in cut.pieces(section):
-            if not is_wanted((offset + start) / end):
-                raise GivenUpError
-            found_sum = zlib.crc32(piece.data)
-            sums[section][start // piece_size] = found_sum
-            # What is zero stays a hole in the file, as it is one in memory.
-            if found_sum != _sum_of_zeros(piece.size) or piece.any():
-                file.seek(offset + start)
-                file.write(piece.data)
-        offset += size
-    file.truncate(offset)
-    header = _encoded(cut.state, sums)
-    file.seek(0)
-    digest = hashlib.sha256(header).digest()
-    file.write(_PREAMBLE.pack(_MAGIC, FORMAT, len(header), digest) + header)
-    return offset
+def _check_wanted(is_wanted: Callable[[float], bool], share: float) -> None:
+    if not is_wanted(share):
+        raise GivenUpError
 
 
-def _first_section(header_bytes: int) -> int:
-    """Returns where what follows the header begins: it can be written apart from the header."""
-    block = uncached_files.BLOCK_BYTES
-    return -(-(_PREAMBLE.size + header_bytes) // block) * block
+def write(file: Target, cut: Cut, is_wanted: Callable[[float], bool] = lambda _: True) -> int:
+    """Writes a snapshot into one empty file, to be sent; returns its length."""
+    on_progress = functools.partial(_check_wanted, is_wanted)
+    return publishing.write_packed(file, _sources(cut), cut.state, SNAPSHOT, on_progress)
 
 
-def _encoded(state: State, sums: list[np.ndarray]) -> bytes:
-    return msgspec.msgpack.encode(_Header(state, [one.tobytes() for one in sums]))
-
-
-@functools.lru_cache(maxsize=64)
-def _sum_of_zeros(size: int) -> int:
-    return zlib.crc32(bytes(size))
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[Loaded, int]]:
-    """Opens a snapshot for as long as the block takes, and yields its length with it."""
-    with path.open("rb", buffering=0) as file:
-        yield read(file, path)
-
-
-def read(file: IO[bytes], path: Path | str) -> tuple[Loaded, int]:
-    """Returns the snapshot in a file, which stays open for as long as it is used, and its length.
+def read(file: IO[bytes], label: str) -> tuple[Loaded, int]:
+    """Returns the snapshot in one file, which stays open for as long as it is used, and its length.
 
     Raises:
-      DistributeError: It is none that can be used; errors call the file `path`.
+      DistributeError: It cannot be used.
     """
-    num_bytes = os.fstat(file.fileno()).st_size
-    file.seek(0)
-    header, first = _read_header(file, num_bytes, path)
-    sections = header.state.sections()
-    ends = np.cumsum([first, *(size for size, _ in sections)]).tolist()
+    bundle = PackedBundle(file, SNAPSHOT, label)
+    return _loaded(bundle), bundle.num_bytes
+
+
+def _array_names(state: State) -> list[str]:
+    """Returns the name of the array of each section."""
+    parts = [names.child_name(f"parts/{p.spec.part}", p.spec.name) for p in state.parts]
+    return parts + [f"blobs/{index}" for index in range(len(state.blobs))]
+
+
+def _shapes(state: State) -> list[tuple[str | None, tuple[int, ...]]]:
+    """Returns type and shape of the array of each section."""
+    parts = [(name_of_dtype(jnp.dtype(p.spec.dtype)), p.spec.shape) for p in state.parts]
+    return parts + [("uint8", (size,)) for size in state.blobs]
+
+
+def _sources(cut: Cut) -> Iterator[Source]:
+    forms = zip(_array_names(cut.state), _shapes(cut.state), cut.state.sections(), strict=True)
+    for section, (name, (dtype, shape), (_, piece_bytes)) in enumerate(forms):
+        assert dtype is not None, name
+        rows = 0, shape[0] if shape else 1
+        pieces = functools.partial(cut.pieces, section)
+        yield Source(name, dtype, shape, rows, piece_bytes, pieces)
+
+
+def _loaded(bundle: Bundle) -> Loaded:
+    state = bundle.contents(State)
+    found = _array_names(state)
+    try:
+        expected = dict(zip(found, _shapes(state), strict=True))
+    except TypeError as error:
+        raise bundle.damaged("", f"a part has an unknown type ({error})") from error
+    stored = {name: (entry.dtype, entry.shape) for name, entry in bundle.arrays.items()}
+    if expected != stored or len(expected) != len(found):
+        raise bundle.damaged("", "its arrays are not those of its state")
 
     def pieces(section: int) -> Iterator[Piece]:
-        size, piece_size = sections[section]
-        buffer = np.empty(min(size, piece_size), np.uint8)
-        for number, found in enumerate(np.frombuffer(header.sums[section], "<u4").tolist()):
-            start = number * piece_size
-            piece = buffer[: min(piece_size, size - start)]
-            file.seek(ends[section] + start)
-            if _fill(file, piece) != piece.size or zlib.crc32(piece.data) != found:
-                raise _damaged(path, f"piece {number} of section {section} differs")
-            yield start, piece
+        return bundle.pieces(found[section])
 
-    return Loaded(header.state, pieces), num_bytes
-
-
-def _fill(file: IO[bytes], piece: np.ndarray) -> int:
-    filled = 0
-    while filled < piece.size and (count := file.readinto(piece[filled:].data)):  # type: ignore[attr-defined]
-        filled += count
-    return filled
-
-
-def _read_header(file: IO[bytes], num_bytes: int, path: Path | str) -> tuple[_Header, int]:
-    """Returns the header, once it agrees with the length of the file, and where it ends."""
-    preamble = file.read(_PREAMBLE.size)
-    if len(preamble) < _PREAMBLE.size:
-        raise _damaged(path, f"it has {num_bytes} bytes")
-    magic, number, length, digest = _PREAMBLE.unpack(preamble)
-    if magic != _MAGIC:
-        raise _damaged(path, "it is no snapshot")
-    if number != FORMAT:
-        raise errors.UnsupportedError(
-            f"{path} must be of format {FORMAT}, which this version of replicax reads",
-            f"it is of format {number}",
-            "Use the version that wrote it.",
-        )
-    if length > min(_MAX_HEADER_BYTES, num_bytes - _PREAMBLE.size):
-        raise _damaged(path, f"its header has {length} bytes, and the file {num_bytes}")
-    encoded = file.read(length)
-    if hashlib.sha256(encoded).digest() != digest:
-        raise _damaged(path, "the checksum of its header differs")
-    try:
-        header = msgspec.msgpack.decode(encoded, type=_Header)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _damaged(path, f"its header is of another kind ({error})") from error
-    first = _first_section(length)
-    if any(file.read(first - _PREAMBLE.size - length)):
-        raise _damaged(path, "there is something between its header and its sections")
-    _check(header, num_bytes - first, path)
-    return header, first
-
-
-def _check(header: _Header, num_bytes: int, path: Path | str) -> None:
-    """Raises unless the sections that a header speaks of are what follows it."""
-    sections = header.state.sections()
-    if any(size < 0 for size, _ in sections) or sum(size for size, _ in sections) != num_bytes:
-        raise _damaged(path, f"{num_bytes} bytes follow its header, which speaks of others")
-    if [len(one) for one in header.sums] != [4 * -(-size // piece) for size, piece in sections]:
-        raise _damaged(path, "its checksums are not those of its sections")
-    for part in header.state.parts:
-        shape = part.spec.shape
-        # Also a part without elements must be one that NumPy can make.
-        extent = math.prod(max(size, 1) for size in shape[:_MAX_DIMENSIONS])
-        if len(shape) > _MAX_DIMENSIONS or extent > _MAX_ARRAY_BYTES // 16:
-            raise _damaged(path, f"part {part.spec.part} has the shape {shape}"[:200])
-
-
-def _damaged(path: Path | str, found: str) -> errors.DataLossError:
-    return errors.DataLossError(f"{path} must hold what was saved", found, "Use an older snapshot.")
-
-
-def _cannot_write(path: Path, error: OSError) -> errors.CheckpointError:
-    wrapped = errors.CheckpointError(
-        f"The snapshot {path} must be written and synced to disk",
-        f"that failed: {error.strerror or error}",
-        "Those before are untouched; make room or repair the disk.",
-    )
-    wrapped.errno = error.errno
-    return wrapped
+    return Loaded(state, pieces)
