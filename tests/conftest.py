@@ -84,6 +84,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         fast = names
         if definition.get_closest_marker("every_strategy") is None:
             fast = default_strategies(names)
+        if definition.get_closest_marker("one_strategy") is not None:
+            fast = fast[:1]
         params = [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
         metafunc.parametrize("strategy", params, indirect=True)
     if "run" in metafunc.fixturenames:

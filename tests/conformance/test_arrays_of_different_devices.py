@@ -23,7 +23,9 @@ _PLACES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(params=list(_PLACES))
+@pytest.fixture(
+    params=[pytest.param(n, marks=pytest.mark.slow) if n == "mirrored_4" else n for n in _PLACES]
+)
 def placed(request: pytest.FixtureRequest) -> Any:
     return _PLACES[request.param]()
 

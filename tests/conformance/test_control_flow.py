@@ -163,6 +163,7 @@ def test_replicas_meet_inside_loops(strategy: Any, run: Any) -> None:
     assert float(v) == 1.0 + 2 * (0.5 + 2.0)
 
 
+@pytest.mark.one_strategy
 @pytest.mark.strategies("one_device", "mirrored_2", "virtual_2", "central_2")
 def test_a_loop_of_training_steps(strategy: Any, run: Any) -> None:
     with strategy.scope():

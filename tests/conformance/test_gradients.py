@@ -170,6 +170,7 @@ def test_losses_that_are_no_numbers_are_refused() -> None:
 # Writes inside.
 
 
+@pytest.mark.one_strategy
 @pytest.mark.strategies(*SOME)
 def test_batch_norm_statistics_inside_the_loss(strategy: Any, run: Any) -> None:
     with strategy.scope():
@@ -333,6 +334,7 @@ def test_t41_the_gradient_of_an_all_gather(strategy: Any, run: Any) -> None:
         np.testing.assert_allclose(local(strategy, grad)[i], expected, rtol=1e-6)
 
 
+@pytest.mark.one_strategy
 @pytest.mark.strategies(*FEW, "central_2")
 def test_all_reduced_gradients_train_like_one_device(strategy: Any, run: Any) -> None:
     with strategy.scope():
@@ -450,6 +452,7 @@ def lookups_unused(table: Any, lookup: Any, ids: Any) -> Any:
     return jnp.sum(ids) * 1.0
 
 
+@pytest.mark.one_strategy
 @pytest.mark.strategies("mirrored_2")
 @pytest.mark.parametrize(
     "loss",

@@ -246,6 +246,7 @@ def test_a_metric_from_outside_the_scope_is_refused(strategy: Any) -> None:
     assert local_values(strategy, strategy.run(metric.result)) == [3.0, 3.0]
 
 
+@pytest.mark.one_strategy
 @pytest.mark.strategies("default", "mirrored_2", "virtual_2")
 def test_counts_stay_exact_beyond_24_bits(strategy: Any, run: Any) -> None:
     total, mean = make(strategy, M.Sum), make(strategy, M.Mean)
@@ -341,6 +342,7 @@ def test_nan_predictions_are_not_positive() -> None:
     assert float(M.Recall()([1, 1], [np.nan, 0.9])) == 0.5
 
 
+@pytest.mark.one_strategy
 @pytest.mark.strategies("default", "mirrored_2", "virtual_2")
 def test_mean_tensor_keeps_the_shape(strategy: Any, run: Any) -> None:
     metric = make(strategy, M.MeanTensor, shape=(2,))
@@ -383,6 +385,7 @@ def test_S217_a_metric_of_the_user(strategy: Any, run: Any) -> None:
     assert int(metric.seen.read_value()) == 0
 
 
+@pytest.mark.one_strategy
 @pytest.mark.strategies("mirrored_2", "virtual_2", "one_device")
 def test_metrics_inside_a_gradient(strategy: Any, run: Any) -> None:
     metric = make(strategy, M.Mean)

@@ -119,6 +119,7 @@ def test_numbers_are_those_of_keras(name: str, kind: str) -> None:
     assert not np.any(metric.result())
 
 
+@pytest.mark.one_strategy
 @pytest.mark.strategies("mirrored_2", "virtual_2")
 @pytest.mark.parametrize(
     ("name", "kind"),

@@ -13,6 +13,8 @@ from flax import linen, nnx
 
 import replicax as rx
 
+pytestmark = pytest.mark.one_strategy
+
 FOUR = ("mirrored_2", "mirrored_4", "virtual_2", "central_2")
 MEAN = rx.VariableAggregation.MEAN
 ON_READ = rx.VariableSynchronization.ON_READ

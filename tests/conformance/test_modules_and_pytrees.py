@@ -81,6 +81,7 @@ def test_module_searches_containers_and_submodules_once() -> None:
     assert len(model.variables) == before + 1
 
 
+@pytest.mark.one_strategy
 @FEW
 def test_module_trains_alike_in_both_executors(strategy: Any, run: Any) -> None:
     with strategy.scope():
@@ -187,6 +188,7 @@ def check(after: Any, want: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.one_strategy
 @FEW
 def test_a_dict_of_parameters_trains(strategy: Any, run: Any) -> None:
     parameters = {"w": jnp.asarray([[1.0, 2.0]]), "b": jnp.asarray([0.5])}

@@ -114,6 +114,7 @@ def test_safe_lookup_of_more_dimensions() -> None:
         rx.nn.embedding_lookup_sparse(ARRAY, ids, None)
 
 
+@pytest.mark.one_strategy
 @pytest.mark.strategies("mirrored_2", "virtual_2", "one_device")
 def test_the_gradient_of_a_sparse_lookup_comes_by_rows(strategy: Any, run: Any) -> None:
     with strategy.scope():

@@ -40,6 +40,7 @@ def state_of(strategy: Any, optimizer: Any, trained: Any) -> list[Any]:
     return [np.asarray(copy) for v in [*trained, *kept] for copy in copies(strategy, v)]
 
 
+@pytest.mark.one_strategy
 @pytest.mark.strategies("mirrored_2", "central_2")
 def test_a_step_with_a_bad_gradient_changes_nothing_on_any_replica(strategy: Any, run: Any) -> None:
     trained, optimizer = make(strategy, skip_nonfinite=True)

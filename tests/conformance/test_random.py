@@ -85,6 +85,7 @@ def test_update_code_has_no_replica(strategy: Any) -> None:
             strategy.extended.update(v, lambda v: rx.random.replica_key(0))
 
 
+@pytest.mark.one_strategy
 @pytest.mark.strategies(*SOME)
 def test_a_generator_goes_on(strategy: Any, run: Any) -> None:
     with strategy.scope():

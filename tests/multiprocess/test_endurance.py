@@ -137,7 +137,7 @@ def test_twenty_thousand_unawaited_steps(devices: int, pool: str) -> None:
     run_alone(STEPS, devices, 4, 20_000, timeout=380, pool=pool)
 
 
-@pytest.mark.parametrize("pool", [NARROW, WIDE])
+@pytest.mark.parametrize("pool", [NARROW, pytest.param(WIDE, marks=pytest.mark.slow)])
 def test_two_strategies_from_two_threads(pool: str) -> None:
     run_alone(TWO_STRATEGIES, 500, pool=pool)
 

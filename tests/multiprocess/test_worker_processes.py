@@ -170,7 +170,9 @@ def test_a_forked_process_that_stays_holds_no_address_and_no_connection(protocol
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("then", ["return", "sleep", pytest.param("read", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "then", ["return", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sleep", "read"))]
+)
 def test_a_worker_whose_descriptors_a_closure_closes_ends_at_once(desk: Desk, then: str) -> None:
     strategy = desk.strategy()
     coordinator = desk.coordinator(strategy)
