@@ -334,7 +334,7 @@ class Bindings:
 
     def __init__(self, reach: Reach) -> None:
         self._labels: dict[tuple[int, Any], str] = {}
-        self._cells: dict[types.CellType, tuple[object, str]] = {}
+        self._cells: list[tuple[types.CellType, object, str]] = []
         self._lists: list[tuple[list[Any], tuple[Any, ...], str]] = []
         dictionaries: _Groups = {}
         modules: _Groups = {}
@@ -347,7 +347,7 @@ class Bindings:
     def _add(self, binding: Binding, dictionaries: _Groups, modules: _Groups) -> None:
         owner, name, value = binding.owner, binding.name, binding.value
         if isinstance(owner, types.CellType):
-            self._cells[owner] = value, binding.label
+            self._cells.append((owner, value, binding.label))
             return
         if isinstance(owner, list):
             if len(value) <= _MOST_COMPARED:
@@ -365,7 +365,7 @@ class Bindings:
         for owner, names, values in self._dictionaries:
             if not all(map(same, map(owner.get, names), values)):
                 return self._first(owner, names, values)
-        for cell, (value, label) in self._cells.items():
+        for cell, value, label in self._cells:
             try:
                 if cell.cell_contents is not value:
                     return label
