@@ -301,7 +301,7 @@ def harmed_cluster() -> Iterator[rx.testing.LocalCluster]:
 
 @pytest.fixture
 def desk(harmed_cluster: rx.testing.LocalCluster, tmp_path: Path) -> Iterator[Desk]:
-    # What tests before have left, so that nobody waits for it after the last one.
+    # Restarts the tasks that earlier tests ended, so that the next test does not wait for them.
     mend(harmed_cluster)
     desk = Desk(harmed_cluster)
     yield desk

@@ -165,8 +165,8 @@ def test_variables_of_different_devices_in_one_expression(called: Any) -> None:
         total += 2
     plain = rx.Variable(jnp.ones(2))
     with rx.device("CPU:5"):
-        elsewhere = rx.Variable(jnp.ones(2))
-    variables = [one, central, plain, elsewhere, *mirrored]
+        on_fifth = rx.Variable(jnp.ones(2))
+    variables = [one, central, plain, on_fifth, *mirrored]
 
     def add() -> Any:
         return sum(variables[1:], variables[0] + 0.0), jnp.concatenate(variables).sum()
@@ -178,12 +178,12 @@ def test_variables_of_different_devices_in_one_expression(called: Any) -> None:
     one.assign_add(mirrored[0])
     mirrored[0].assign_add(one.read_value())
     plain.assign(mirrored[0] * central)
-    elsewhere.assign_sub(plain)
+    on_fifth.assign_sub(plain)
     places = [v.placement for v in variables]
 
     def write() -> Any:
         for v in variables:
-            v.assign(plain + v * 0.0 + elsewhere * 0.0)
+            v.assign(plain + v * 0.0 + on_fifth * 0.0)
         return [v.read_value() for v in variables]
 
     for _ in range(2):

@@ -365,7 +365,7 @@ def test_the_condition_of_a_loop_cannot_write() -> None:
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
-def test_the_refusal_of_jax_lax_names_the_loops_that_carry_variables(is_compiled: bool) -> None:
+def test_the_error_of_jax_lax_names_the_loops_that_carry_variables(is_compiled: bool) -> None:
     v = rx.Variable(0.0)
 
     def fn() -> Any:

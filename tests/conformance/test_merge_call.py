@@ -269,7 +269,7 @@ def test_variables_written_and_created_by_merge_fn(strategy: Any, run: Any) -> N
     assert strategy is rx.get_strategy() or strategy.extended.variable_created_in_scope(made[0])
 
 
-# Refusals.
+# Errors.
 
 
 @pytest.mark.strategies("default", "mirrored_2")
@@ -370,7 +370,7 @@ def test_t12_different_functions_are_refused(case: str) -> None:
     assert strategy.run(lambda: merge(_largest, 1)) == "largest"
 
 
-def test_t12_one_function_made_anew_by_each_replica_is_accepted(run: Any) -> None:
+def test_t12_one_function_made_by_each_replica_is_accepted(run: Any) -> None:
     strategy = rx.MirroredStrategy(["CPU:0", "CPU:1"])
 
     def fn(x: Any) -> Any:

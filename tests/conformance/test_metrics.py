@@ -440,7 +440,7 @@ def test_names_types_and_state() -> None:
 
 
 def test_state_moves_to_another_strategy() -> None:
-    """What a checkpoint does: one logical value per variable, whoever counted it."""
+    """What a checkpoint does: one logical value per variable, whichever replica counted it."""
     source = STRATEGIES["mirrored_4"]()
     metric = make(source, M.Mean)
     source.run(lambda: metric.update_state(number()))

@@ -474,7 +474,7 @@ def test_1_7_another_strategy_in_force_refuses_reads_and_writes(strategy: Any, h
 # Writing.
 
 
-def refusal_of(strategy: Any, kind: str, aggregation: Any) -> Any:
+def expected_error(strategy: Any, kind: str, aggregation: Any) -> Any:
     """The error that a replica's write to a mirrored variable must raise, if any."""
     if is_plain(strategy):
         return None
@@ -488,7 +488,7 @@ def refusal_of(strategy: Any, kind: str, aggregation: Any) -> Any:
 @pytest.mark.every_strategy
 @pytest.mark.strategies(*MATRIX)
 def test_s96_s97_t44_t49_x4_replica_writes(strategy: Any, run: Any) -> None:
-    """Every kind of write by every replica; refusals leave the value and the run alone."""
+    """Every kind of write by every replica; a refused write changes nothing."""
     with strategy.scope():
         variables = {
             (k, a): rx.Variable(START, name=f"{k}_{a.name}", aggregation=a)
@@ -505,7 +505,7 @@ def test_s96_s97_t44_t49_x4_replica_writes(strategy: Any, run: Any) -> None:
                 refused[kind, aggregation] = error
 
     run(strategy, fn)
-    expected = {key: refusal_of(strategy, *key) for key in variables}
+    expected = {key: expected_error(strategy, *key) for key in variables}
     assert set(refused) == {key for key, kind in expected.items() if kind is not None}
     for key, error in refused.items():
         assert isinstance(error, expected[key])

@@ -256,7 +256,7 @@ def test_a_flax_nnx_state_trains(strategy: Any, run: Any) -> None:
 
 @jax.tree_util.register_pytree_node_class
 class Scaled:
-    """A node of a library that nobody has heard of."""
+    """A pytree node that belongs to no known library."""
 
     def __init__(self, weight: Any, scale: Any, name: str = "scaled") -> None:
         self.weight, self.scale, self.name = weight, scale, name

@@ -338,7 +338,7 @@ def test_s124_s125_colocated_variables_meet_in_update(strategy: Any, how: str) -
 
 
 @pytest.mark.strategies(*HAS_DEVICES)
-def test_s126_s127_colocation_outside_its_scope_or_with_strangers(strategy: Any) -> None:
+def test_s126_s127_colocation_outside_its_scope_or_with_other_variables(strategy: Any) -> None:
     outside = rx.Variable(1.0)
     other = STRATEGIES["mirrored_2"]()
     with other.scope():

@@ -253,7 +253,7 @@ def test_t30_a_variable_created_once_in_a_traced_step(strategy: Any) -> None:
         result = step(jnp.asarray(2.0))
         assert on_each(strategy, result) == [1.0 + 2.0 * n * k] * n
     assert float(kept["v"]) == 1.0 + 6.0 * n
-    # A new signature traces anew and finds the variable.
+    # A new signature causes a new trace, which finds the variable.
     step(jnp.asarray(2))
     assert float(kept["v"]) == 1.0 + 8.0 * n
 

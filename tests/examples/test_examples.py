@@ -116,7 +116,7 @@ SLOW = {"custom_loop", "export_serve", "flax_model", "equinox_model", "sparse_em
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CHECKS]
 )
-def test_example_prints_what_it_promises(name: str) -> None:
+def test_example_prints_its_documented_output(name: str) -> None:
     CHECKS[name](run(name))
 
 

@@ -1,7 +1,7 @@
-"""A program that counts on parameter servers, and goes on where its job stands.
+"""Counts on parameter servers, and continues from the count of its job.
 
-Run as: counting.py CLUSTER NUMBER, where CLUSTER is JSON. It counts NUMBER more: where the job
-stands is known only to whoever has taken it over.
+Run as: counting.py CLUSTER NUMBER, where CLUSTER is JSON. It adds NUMBER to the count: only the
+program that has taken over the job can read the count.
 """
 
 import json

@@ -125,7 +125,7 @@ class Training:
         self.train_step(batch, 0.1 * self._jax.random.normal(key, (NUM_TRAIN, 64)))
 
     def start_epoch(self) -> None:
-        """Counts visits and hits anew."""
+        """Resets the counts of visits and hits."""
         self.accuracy.reset_state()
         with self.strategy.scope():
             self.visits.assign(np.zeros(NUM_TRAIN, np.int32))
