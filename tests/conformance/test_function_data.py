@@ -243,3 +243,16 @@ def test_generators_may_be_captured_and_not_advanced() -> None:
     assert [float(creates()), float(creates())] == [3.0, 3.0]
     with pytest.raises(rx.errors.TracingError, match="advances 'numbers'"):
         rx.function(lambda: jnp.asarray(next(numbers)))()
+
+
+@pytest.mark.strategies("mirrored_2", "virtual_2")
+def test_calls_do_not_split_batches(strategy: Any) -> None:
+    """The key of a call is made of the stored array; taking a batch apart costs time."""
+    data = strategy.experimental_distribute_dataset(rx.data.Dataset.range(12).batch(4))
+    total = rx.function(lambda batch: strategy.run(lambda x: x.sum(), args=(batch,)))
+    doubled = rx.function(lambda x: x * 2)
+    for batch in data:
+        assert not batch.is_split
+        total(batch)
+        strategy.run(doubled, args=(batch,))
+        assert not batch.is_split

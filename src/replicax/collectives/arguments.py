@@ -1,20 +1,28 @@
-"""Checks of what is passed to collectives, shared by all executors."""
+"""Checks and conversions of the arguments of collectives."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.foundation import errors, jax_compat
+from replicax.foundation import devices, errors, jax_compat
+from replicax.foundation.jax_compat import Device
 from replicax.values.array_surface import as_operand
-from replicax.values.distributed_values import is_array_like
+from replicax.values.distributed_values import (
+    Mirrored,
+    PerReplica,
+    is_array_like,
+)
 from replicax.values.indexed_slices import IndexedSlices
 
+# An array of one replica, or rows of one.
+Component = jax.Array | IndexedSlices
 
-def require_array(api: str, leaf: Any) -> Any:
+
+def require_array(api: str, leaf: object) -> Component:
     """Returns a leaf as an array (or IndexedSlices), or raises."""
     leaf = as_operand(leaf)
     if isinstance(leaf, IndexedSlices | jax.Array):
@@ -26,7 +34,15 @@ def require_array(api: str, leaf: Any) -> Any:
     return jnp.asarray(leaf)
 
 
-def checked_axis(axis: Any, rank: int) -> int:
+def require_dense(api: str, leaf: object) -> jax.Array:
+    """Returns a leaf as an array, or raises; also for IndexedSlices."""
+    array = require_array(api, leaf)
+    if isinstance(array, IndexedSlices):
+        raise gather_of_slices()
+    return array
+
+
+def checked_axis(axis: object, rank: int) -> int:
     """Returns an axis counted from 0, or raises if there is no such axis."""
     if isinstance(axis, jax.Array | np.integer) and not jax_compat.is_traced(axis):
         axis = int(axis)
@@ -54,3 +70,47 @@ def gather_of_slices() -> errors.UnsupportedError:
         "IndexedSlices were given",
         "Call `to_dense()` first, or reduce them, which joins their rows.",
     )
+
+
+def resolve_pairs(
+    pairs: Sequence[tuple[object, object]],
+) -> list[tuple[object, tuple[Device, ...]]]:
+    """Resolves the destinations of a batch of values."""
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise errors.InvalidArgumentError(
+                "`value_destination_pairs` must hold tuples (value, destinations)",
+                f"it holds {pair!r}",
+                "Pass a list of 2-tuples.",
+            )
+    return [(value, resolve_destinations(destinations)) for value, destinations in pairs]
+
+
+def resolve_destinations(destinations: object) -> tuple[Device, ...]:
+    """Returns the devices of a name, a list of names, a variable or a value."""
+    found = getattr(destinations, "placement", None)
+    if found is not None:
+        return found
+    if isinstance(destinations, str | Device):
+        return (devices.resolve(destinations),)
+    if isinstance(destinations, PerReplica) and destinations.layout is not None:
+        return destinations.layout.devices
+    if isinstance(destinations, PerReplica | Mirrored):
+        return tuple(device_of(v) for v in destinations.values)
+    if isinstance(destinations, list | tuple) and destinations:
+        return tuple(devices.resolve(d) for d in destinations)
+    if isinstance(destinations, jax.Array):
+        return (device_of(destinations),)
+    raise errors.InvalidArgumentError(
+        "`destinations` must be a variable, a distributed value, an array, a device name or "
+        "a non-empty list of device names",
+        f"it is {destinations!r}",
+        "Name at least one device.",
+    )
+
+
+def device_of(value: object) -> Device:
+    """Returns the device of an array; the current one for anything else."""
+    if isinstance(value, jax.Array) and not jax_compat.is_traced(value):
+        return next(iter(value.devices()))
+    return devices.current()

@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax.collectives import eager, in_replica
-from replicax.collectives.destinations import (
+from replicax.collectives.arguments import (
+    Component,
+    checked_axis,
     device_of,
-    mirrored,
-    place,
-    place_all,
+    gather_of_slices,
     resolve_destinations,
     resolve_pairs,
 )
-from replicax.foundation import devices, errors, gate, jax_compat
+from replicax.collectives.eager import mirrored, place, place_all
+from replicax.foundation import devices, errors, gate, jax_compat, placement
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import CommunicationOptions, ReduceOp
+from replicax.foundation.types import Tree
 from replicax.values import printing
 from replicax.values.array_surface import as_operand
 from replicax.values.distributed_values import (
     DistributedValues,
+    Mirrored,
     PerReplica,
     TracedPerReplica,
     is_array_like,
+    require_number,
 )
+from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout
+
+# Resolved destinations: every device that gets a copy of the result.
+Targets: TypeAlias = Sequence[Device]
+_DEFAULTS = CommunicationOptions()
 
 
 class CrossDeviceOps:
     """Base of the reduction algorithms; a subclass overrides the `*_implementation` hooks.
 
-    The hooks see a `PerReplica` whose `.values` are the components. In compiled code the
-    components are known to the compiler only, and the same hooks work.
+    The hooks get a `PerReplica` whose `.values` are the components, and destinations as a tuple
+    of devices. In compiled code the components are traced, and the same hooks work.
     """
 
     def __repr__(self) -> str:
@@ -44,39 +54,41 @@ class CrossDeviceOps:
     def reduce(
         self,
         reduce_op: ReduceOp,
-        per_replica_value: Any,
-        destinations: Any,
+        per_replica_value: object,
+        destinations: object,
         options: CommunicationOptions | None = None,
-    ) -> Any:
+    ) -> Tree:
         """Combines the components of one value and puts the result on `destinations`."""
         _require_op(reduce_op)
         targets = resolve_destinations(destinations)
         value = _as_per_replica(per_replica_value)
-        return self.reduce_implementation(
-            reduce_op, value, targets, options or CommunicationOptions()
-        )
+        return self.reduce_implementation(reduce_op, value, targets, options or _DEFAULTS)
 
     def batch_reduce(
         self,
         reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[Any, Any]],
+        value_destination_pairs: Sequence[tuple[object, object]],
         options: CommunicationOptions | None = None,
-    ) -> list[Any]:
+    ) -> list[Tree]:
         """Combines several values together; one result per pair, in order."""
         _require_op(reduce_op)
         resolved = resolve_pairs(value_destination_pairs)
         pairs = [(_as_per_replica(value), targets) for value, targets in resolved]
         if not pairs:
             return []
-        return self.batch_reduce_implementation(reduce_op, pairs, options or CommunicationOptions())
+        return self.batch_reduce_implementation(reduce_op, pairs, options or _DEFAULTS)
 
-    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast(self, tensor: object, destinations: object) -> Tree:
         """Copies a value to `destinations`."""
         return self.broadcast_implementation(as_operand(tensor), resolve_destinations(destinations))
 
     def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: Any
-    ) -> Any:
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Targets,
+        options: CommunicationOptions,
+    ) -> Tree:
         """Hook of `reduce`."""
         raise errors.UnsupportedError(
             "A CrossDeviceOps subclass must define `reduce_implementation`",
@@ -85,33 +97,140 @@ class CrossDeviceOps:
         )
 
     def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
-    ) -> list[Any]:
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Targets]],
+        options: CommunicationOptions,
+    ) -> list[Tree]:
         """Hook of `batch_reduce`; by default one `reduce_implementation` per pair."""
         return [
             self.reduce_implementation(reduce_op, value, destinations, options)
             for value, destinations in value_destination_pairs
         ]
 
-    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast_implementation(self, tensor: Tree, destinations: Targets) -> Tree:
         """Hook of `broadcast`."""
-        return place(tensor, resolve_destinations(destinations))
+        return place(tensor, destinations)
+
+    # The `Reducer` of a strategy: see contexts/frames.py.
+
+    def reduce_values(
+        self,
+        op: ReduceOp,
+        values: Sequence[object],
+        targets: Sequence[Targets],
+        count: int,
+        options: CommunicationOptions | None = None,
+    ) -> list[Tree]:
+        """Combines several values over `count` replicas; plain and mirrored ones are equal."""
+        pairs: list[tuple[PerReplica, Targets]] = []
+        for value, target in zip(values, targets, strict=True):
+            if isinstance(value, PerReplica):
+                value.require_numbers(count)
+                pairs.append((value, target))
+        if count == 1:
+            reduced = [place(_alone(op, v.values[0]), t) for v, t in pairs]
+        elif pairs:
+            reduced = self.batch_reduce_implementation(op, pairs, options or _DEFAULTS)
+        else:
+            reduced = []
+        if len(pairs) == len(values):
+            return reduced
+        found = iter(reduced)
+        return [
+            next(found)
+            if isinstance(value, PerReplica)
+            else place(_equal_everywhere(op, value, count), target)
+            for value, target in zip(values, targets, strict=True)
+        ]
+
+    def gather_values(self, value: object, axis: int, target: Device, count: int) -> Tree:
+        """Concatenates the components of a value along an axis, on one device."""
+        if isinstance(value, IndexedSlices):
+            raise gather_of_slices()
+        if isinstance(value, Mirrored):
+            value = PerReplica(value.values)
+        if not isinstance(value, PerReplica):
+            return value
+        if isinstance(value, TracedPerReplica):
+            if isinstance(value.local, IndexedSlices):
+                raise gather_of_slices()
+            return in_replica.all_gather(value.local, checked_axis(axis, jnp.ndim(value.local)))
+        parts = value.values
+        if any(isinstance(p, IndexedSlices) for p in parts):
+            raise gather_of_slices()
+        value.require_numbers(count)
+        axis = _common_axis(axis, [np.shape(p) for p in parts])
+        if jax_compat.is_eager():
+            moved = jax.device_put([jnp.asarray(p) for p in parts], target)
+            return placement.uncommitted(jnp.concatenate(moved, axis))
+        return _gather_in_trace(value, axis)
+
+    def broadcast_value(self, value: object, targets: Targets) -> Tree:
+        """Copies a value to devices."""
+        return self.broadcast_implementation(as_operand(value), targets)
+
+
+def _alone(op: ReduceOp, value: object) -> Component:
+    if isinstance(value, IndexedSlices):
+        return value
+    return in_replica.summable(op, require_number(value))
+
+
+def _equal_everywhere(op: ReduceOp, value: object, count: int) -> Component:
+    """Combines `count` equal values by arithmetic."""
+    if isinstance(value, Mirrored):
+        value = value.values[0]
+    if isinstance(value, IndexedSlices):
+        return value if op is ReduceOp.MEAN else value.map_values(lambda v: v * count)
+    array = in_replica.summable(op, require_number(value))
+    return array if op is ReduceOp.MEAN or count == 1 else array * count
+
+
+def _common_axis(axis: int, shapes: list[tuple[int, ...]]) -> int:
+    """Returns the axis to gather along, or raises if shapes differ in another one."""
+    axis = checked_axis(axis, len(shapes[0]))
+    rest = {(len(shape), shape[:axis] + shape[axis + 1 :]) for shape in shapes}
+    if len(rest) > 1:
+        raise errors.InvalidArgumentError(
+            f"Gathering along axis {axis} needs components that agree in every other dimension",
+            f"their shapes are {', '.join(map(str, shapes))}",
+            "Gather along the dimension in which they differ.",
+        )
+    return axis
+
+
+def _gather_in_trace(value: PerReplica, axis: int) -> jax.Array:
+    layout = value.layout
+    stored = None if layout is None else value.stored(layout)
+    if stored is None or layout is None or layout.num_replicas == 1:
+        return jnp.concatenate([jnp.asarray(p) for p in value.values], axis)
+    return layout.map_replicas(
+        lambda x: [in_replica.all_gather(x, axis)], stored, (), value.scalars, num_equal=1
+    )[0]
 
 
 class _PackedReduction(CrossDeviceOps):
-    """What the algorithms of this library share: three places where values can be."""
+    """Shared by the algorithms of this library: eager, in replica code, in a trace around it."""
 
     def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: Any
-    ) -> Any:
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Targets,
+        options: CommunicationOptions,
+    ) -> Tree:
         pairs = [(per_replica_value, destinations)]
         return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
 
     def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
-    ) -> list[Any]:
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Targets]],
+        options: CommunicationOptions,
+    ) -> list[Tree]:
         values = [v for v, _ in value_destination_pairs]
-        targets = [resolve_destinations(d) for _, d in value_destination_pairs]
+        targets = [tuple(d) for _, d in value_destination_pairs]
         for value in values:
             if not isinstance(value, PerReplica):
                 raise errors.InvalidArgumentError(
@@ -123,26 +242,40 @@ class _PackedReduction(CrossDeviceOps):
         if traced is None:
             return self._eager_on(reduce_op, [v.values for v in values], targets, options)
         if all(isinstance(v, TracedPerReplica) for v in values):
-            local = [v.local for v in values]
+            local = [v.local for v in values if isinstance(v, TracedPerReplica)]
             results = self.in_trace(reduce_op, local, traced.num_replicas, options)
         else:
             results = self._in_outer_trace(reduce_op, values, traced, options)
         return place_all(results, targets)
 
-    def in_trace(self, op: ReduceOp, leaves: Sequence[Any], count: int, options: Any) -> list[Any]:
+    def in_trace(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Component],
+        count: int,
+        options: CommunicationOptions,
+    ) -> list[Component]:
         """Combines inside compiled replica code."""
         raise NotImplementedError
 
     def _eager_on(
-        self, op: ReduceOp, columns: Sequence[Sequence[Any]], targets: Sequence[Any], options: Any
-    ) -> list[Any]:
+        self,
+        op: ReduceOp,
+        columns: Sequence[Sequence[Component]],
+        targets: Sequence[Targets],
+        options: CommunicationOptions,
+    ) -> list[Tree]:
         return place_all(self._eager(op, columns, targets, options), targets)
 
     def _in_outer_trace(
-        self, op: ReduceOp, values: Sequence[PerReplica], layout: ReplicaLayout, options: Any
-    ) -> list[Any]:
+        self,
+        op: ReduceOp,
+        values: Sequence[PerReplica],
+        layout: ReplicaLayout,
+        options: CommunicationOptions,
+    ) -> list[Component]:
         """Combines stored arrays inside compiled code that acts for all replicas."""
-        stored: list[Any] = []
+        stored: list[jax.Array] = []
         scalars: list[bool] = []
         values = [_of_one_type(value, layout) for value in values]
         for value in values:
@@ -157,7 +290,7 @@ class _PackedReduction(CrossDeviceOps):
             scalars += value.scalars
         treedefs: list[Any] = []
 
-        def on_replica(*local: Any) -> list[Any]:
+        def on_replica(*local: jax.Array) -> list[jax.Array]:
             flat = iter(local)
             trees = [jax.tree.unflatten(v.treedef, [next(flat) for _ in v.scalars]) for v in values]
             results = self.in_trace(op, trees, layout.num_replicas, options)
@@ -168,18 +301,22 @@ class _PackedReduction(CrossDeviceOps):
         return [jax.tree.unflatten(t, [next(outs) for _ in range(t.num_leaves)]) for t in treedefs]
 
     def _eager(
-        self, op: ReduceOp, columns: Sequence[Sequence[Any]], targets: Sequence[Any], options: Any
-    ) -> list[Any]:
+        self,
+        op: ReduceOp,
+        columns: Sequence[Sequence[Component]],
+        targets: Sequence[Targets],
+        options: CommunicationOptions,
+    ) -> list[Component]:
         del options
         by_device: dict[Device, list[int]] = {}
         for i, target in enumerate(targets):
             by_device.setdefault(target[0], []).append(i)
-        results: list[Any] = [None] * len(columns)
+        results: dict[int, Component] = {}
         for device, indices in by_device.items():
             reduced = eager.reduce_to_device(op, [columns[i] for i in indices], device)
             for i, result in zip(indices, reduced, strict=True):
                 results[i] = result
-        return results
+        return [results[i] for i in range(len(columns))]
 
 
 class CollectiveAllReduce(_PackedReduction):
@@ -192,14 +329,24 @@ class CollectiveAllReduce(_PackedReduction):
     def __init__(self, is_cpu_mesh: bool = False) -> None:
         self._is_cpu_mesh = is_cpu_mesh
 
-    def in_trace(self, op: ReduceOp, leaves: Sequence[Any], count: int, options: Any) -> list[Any]:
-        reducer = in_replica.by_size(count) if self._is_cpu_mesh else in_replica.psum
+    def in_trace(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Component],
+        count: int,
+        options: CommunicationOptions,
+    ) -> list[Component]:
+        array_sum = in_replica.by_size(count) if self._is_cpu_mesh else in_replica.psum
         size = options.bytes_per_pack
-        return in_replica.all_reduce(op, leaves, count, reducer=reducer, bytes_per_pack=size)
+        return in_replica.all_reduce(op, leaves, count, array_sum=array_sum, bytes_per_pack=size)
 
     def _eager_on(
-        self, op: ReduceOp, columns: Sequence[Sequence[Any]], targets: Sequence[Any], options: Any
-    ) -> list[Any]:
+        self,
+        op: ReduceOp,
+        columns: Sequence[Sequence[Component]],
+        targets: Sequence[Targets],
+        options: CommunicationOptions,
+    ) -> list[Tree]:
         if len(set(targets)) == 1 and eager.are_small(columns):
             copies = eager.reduce_packed(op, columns, targets[0])
             return [parts[0] if len(parts) == 1 else mirrored(parts) for parts in copies]
@@ -214,7 +361,9 @@ class ReductionToOneDevice(_PackedReduction):
       accumulation_fn: Takes the list of components and returns their sum.
     """
 
-    def __init__(self, reduce_to_device: str | None = None, accumulation_fn: Any = None) -> None:
+    def __init__(
+        self, reduce_to_device: str | None = None, accumulation_fn: eager.Accumulate | None = None
+    ) -> None:
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn or eager.add_n
 
@@ -222,21 +371,35 @@ class ReductionToOneDevice(_PackedReduction):
         shown = "" if self.reduce_to_device is None else repr(self.reduce_to_device)
         return f"rx.ReductionToOneDevice({shown})"
 
-    def in_trace(self, op: ReduceOp, leaves: Sequence[Any], count: int, options: Any) -> list[Any]:
-        reducer = in_replica.gather_and_add(self.accumulation_fn, count)
-        return in_replica.all_reduce(op, leaves, count, reducer=reducer, num_packs=0)
+    def in_trace(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Component],
+        count: int,
+        options: CommunicationOptions,
+    ) -> list[Component]:
+        array_sum = in_replica.gather_and_add(self.accumulation_fn, count)
+        return in_replica.all_reduce(op, leaves, count, array_sum=array_sum, num_packs=0)
 
     def _eager(
-        self, op: ReduceOp, columns: Sequence[Sequence[Any]], targets: Sequence[Any], options: Any
-    ) -> list[Any]:
+        self,
+        op: ReduceOp,
+        columns: Sequence[Sequence[Component]],
+        targets: Sequence[Targets],
+        options: CommunicationOptions,
+    ) -> list[Component]:
         del options
-        results = []
+        results: list[Component] = []
         for column, target in zip(columns, targets, strict=True):
             device = target[0]
             if self.reduce_to_device is not None:
                 device = devices.resolve(self.reduce_to_device)
             results += eager.reduce_to_device(op, [column], device, self.accumulation_fn)
         return results
+
+
+# Of each value: which of its leaves are scalars, and its structure.
+_Kinds: TypeAlias = tuple[tuple[tuple[bool, ...], Any], ...]
 
 
 class _AllReduce(_PackedReduction):
@@ -250,28 +413,38 @@ class _AllReduce(_PackedReduction):
                 "Pass 0 to send every tensor on its own.",
             )
         self.num_packs = num_packs
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[object, Callable[..., tuple[list[Component], jax.Array]]] = {}
 
     def __repr__(self) -> str:
         return f"{printing.public_name(type(self))}(num_packs={self.num_packs})"
 
-    def _reducer(self, count: int) -> in_replica.Reducer:
+    def _array_sum(self, count: int) -> in_replica.ArraySum:
         del count
         return in_replica.psum
 
-    def in_trace(self, op: ReduceOp, leaves: Sequence[Any], count: int, options: Any) -> list[Any]:
+    def in_trace(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Component],
+        count: int,
+        options: CommunicationOptions,
+    ) -> list[Component]:
         return in_replica.all_reduce(
             op,
             leaves,
             count,
-            reducer=self._reducer(count),
+            array_sum=self._array_sum(count),
             bytes_per_pack=options.bytes_per_pack,
             num_packs=None if options.bytes_per_pack else self.num_packs,
         )
 
     def _eager(
-        self, op: ReduceOp, columns: Sequence[Sequence[Any]], targets: Sequence[Any], options: Any
-    ) -> list[Any]:
+        self,
+        op: ReduceOp,
+        columns: Sequence[Sequence[Component]],
+        targets: Sequence[Targets],
+        options: CommunicationOptions,
+    ) -> list[Component]:
         for column in columns:
             eager.require_same_shape(column)
         layout = _mesh_of(columns[0])
@@ -292,8 +465,10 @@ class _AllReduce(_PackedReduction):
             gate.set_running(token)
         return [jax.tree.map(lambda a: a.addressable_shards[0].data, r) for r in results]
 
-    def _compile(self, op: ReduceOp, layout: ReplicaLayout, options: Any, kinds: Any) -> Any:
-        def reduce_all(stored: Any) -> tuple[list[Any], jax.Array]:
+    def _compile(
+        self, op: ReduceOp, layout: ReplicaLayout, options: CommunicationOptions, kinds: _Kinds
+    ) -> Callable[..., tuple[list[Component], jax.Array]]:
+        def reduce_all(stored: list[tuple[jax.Array, ...]]) -> tuple[list[Component], jax.Array]:
             values = [
                 PerReplica.from_stored(arrays, scalars, treedef, layout)
                 for arrays, (scalars, treedef) in zip(stored, kinds, strict=True)
@@ -324,7 +499,7 @@ class HierarchicalCopyAllReduce(_AllReduce):
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__(num_packs)
 
-    def _reducer(self, count: int) -> in_replica.Reducer:
+    def _array_sum(self, count: int) -> in_replica.ArraySum:
         return in_replica.scatter_and_gather(count)
 
 
@@ -338,7 +513,7 @@ def select_cross_device_ops(worker_devices: Sequence[Device]) -> CrossDeviceOps:
     return CollectiveAllReduce(platforms == {"cpu"} and len(worker_devices) > 1)
 
 
-def _as_per_replica(value: Any) -> Any:
+def _as_per_replica(value: object) -> Any:
     """Returns the copies of a mirrored value or of a variable as a value per replica."""
     if isinstance(value, PerReplica) or not isinstance(value, DistributedValues):
         return value
@@ -356,12 +531,12 @@ def _traced_layout(values: Sequence[PerReplica]) -> ReplicaLayout | None:
     return next((v.layout for v in values if v.layout is not None), None)
 
 
-def _mesh_of(column: Sequence[Any]) -> ReplicaLayout | None:
+def _mesh_of(column: Sequence[Component]) -> ReplicaLayout | None:
     found = tuple(device_of(jax.tree.leaves(c)[0]) for c in column)
     return ReplicaLayout(found) if len(set(found)) == len(found) > 1 else None
 
 
-def _require_op(reduce_op: Any) -> None:
+def _require_op(reduce_op: object) -> None:
     if not isinstance(reduce_op, ReduceOp):
         raise errors.InvalidArgumentError(
             "CrossDeviceOps need a ReduceOp",

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from replicax.collectives import in_replica
-from replicax.collectives.arguments import require_array
-from replicax.foundation import errors, placement
+from replicax.collectives.arguments import Component, require_array
+from replicax.foundation import errors, jax_compat, placement
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp
+from replicax.foundation.types import Tree
+from replicax.values.distributed_values import Mirrored, register_components
 from replicax.values.indexed_slices import IndexedSlices, concatenate
 
 Accumulate = Callable[[Sequence[jax.Array]], jax.Array]
@@ -27,10 +29,10 @@ def add_n(values: Sequence[jax.Array]) -> jax.Array:
 
 def reduce_to_device(
     op: ReduceOp,
-    columns: Sequence[Sequence[Any]],
+    columns: Sequence[Sequence[Component]],
     device: Device,
     accumulate: Accumulate = add_n,
-) -> list[Any]:
+) -> list[Component]:
     """Copies the components of several values to one device and combines them there."""
     for column in columns:
         require_same_shape(column)
@@ -40,11 +42,35 @@ def reduce_to_device(
     return [_combine_column(op, column, accumulate) for column in moved]
 
 
+def place(value: Tree, targets: Sequence[Device]) -> Tree:
+    """Puts a value on one device, or a copy on each of several as `Mirrored`."""
+    return place_all([value], [targets])[0]
+
+
+def place_all(values: Sequence[Tree], targets: Sequence[Sequence[Device]]) -> list[Tree]:
+    """Puts each value on its devices; all copies are made by one call."""
+    if not jax_compat.is_eager() or any(map(jax_compat.is_traced, jax.tree.leaves(values))):
+        copies = [(v,) * len(t) for v, t in zip(values, targets, strict=True)]
+    else:
+        sources = [v for v, t in zip(values, targets, strict=True) for _ in t]
+        moved = jax.device_put(sources, [device for t in targets for device in t])
+        moved = iter(jax.tree.map(placement.uncommitted, moved))
+        copies = [tuple(next(moved) for _ in t) for t in targets]
+    return [parts[0] if len(parts) == 1 else mirrored(parts) for parts in copies]
+
+
+def mirrored(copies: tuple[Tree, ...]) -> Mirrored:
+    """Wraps the copies of a value, and registers them as its components."""
+    result = Mirrored(copies)
+    register_components(result, copies)
+    return result
+
+
 # Below this size a copy between devices costs more than packing does.
 _SMALL_BYTES = 64 << 10
 
 
-def are_small(columns: Sequence[Sequence[Any]]) -> bool:
+def are_small(columns: Sequence[Sequence[Component]]) -> bool:
     """Tells whether values are worth being sent together."""
     return len(columns) > 1 and all(
         isinstance(c, jax.Array) and c.nbytes <= _SMALL_BYTES for column in columns for c in column
@@ -52,7 +78,7 @@ def are_small(columns: Sequence[Sequence[Any]]) -> bool:
 
 
 def reduce_packed(
-    op: ReduceOp, columns: Sequence[Sequence[jax.Array]], targets: Sequence[Device]
+    op: ReduceOp, columns: Sequence[Sequence[Tree]], targets: Sequence[Device]
 ) -> list[tuple[jax.Array, ...]]:
     """Combines small arrays over replicas, one transfer for all; returns a copy per target.
 
@@ -85,7 +111,9 @@ def _on_own_device(pack: Callable[..., Any], row: Sequence[jax.Array]) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _packed_programs(op: ReduceOp, kinds: Any, count: int) -> tuple[Any, Any, Any]:
+def _packed_programs(
+    op: ReduceOp, kinds: tuple[tuple[tuple[int, ...], str], ...], count: int
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Returns the programs that join arrays, add joined arrays, and take the sum apart."""
 
     def joined(row: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -111,7 +139,7 @@ def _packed_programs(op: ReduceOp, kinds: Any, count: int) -> tuple[Any, Any, An
     return jax.jit(joined), jax.jit(combined), jax.jit(apart)
 
 
-def require_same_shape(column: Sequence[Any]) -> None:
+def require_same_shape(column: Sequence[Component]) -> None:
     """Raises unless the components of one value can be combined element by element."""
     if not column:
         raise errors.InvalidArgumentError(
@@ -126,7 +154,9 @@ def require_same_shape(column: Sequence[Any]) -> None:
             "some are IndexedSlices and some are arrays",
             "Call `to_dense()` on the IndexedSlices first.",
         )
-    shapes = [require_array("reduce", c).shape for c in column]
+    shapes = [
+        c.shape if isinstance(c, jax.Array) else require_array("reduce", c).shape for c in column
+    ]
     if any(shape != shapes[0] for shape in shapes):
         raise errors.InvalidArgumentError(
             "A reduction across replicas needs components of one shape",
@@ -136,15 +166,17 @@ def require_same_shape(column: Sequence[Any]) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _combine(op: str, columns: list[list[Any]]) -> list[Any]:
+def _combine(op: str, columns: list[list[Component]]) -> list[Component]:
     return [_combine_column(ReduceOp(op), column, add_n) for column in columns]
 
 
-def _combine_column(op: ReduceOp, column: Sequence[Any], accumulate: Accumulate) -> Any:
-    if isinstance(column[0], IndexedSlices):
-        joined = concatenate(column)
+def _combine_column(op: ReduceOp, column: Sequence[Component], accumulate: Accumulate) -> Component:
+    slices = [c for c in column if isinstance(c, IndexedSlices)]
+    if slices:
+        joined = concatenate(slices)
         if op is ReduceOp.SUM:
             return joined
         return joined.map_values(lambda v: in_replica.summable(op, v) / len(column))
-    total = accumulate([in_replica.summable(op, c) for c in column])
+    arrays = [c for c in column if isinstance(c, jax.Array)]
+    total = accumulate([in_replica.summable(op, array) for array in arrays])
     return total / len(column) if op is ReduceOp.MEAN else total

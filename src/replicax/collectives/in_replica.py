@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
 from replicax.foundation.options import ReduceOp
 from replicax.values.indexed_slices import IndexedSlices
@@ -17,10 +18,11 @@ from replicax.values.layout import AXIS
 _PACKED_BYTES = 32 << 10
 _PACK_LENGTH = 128
 
-Reducer = Callable[[jax.Array], jax.Array]
+# Sums one array over replicas.
+ArraySum = Callable[[jax.Array], jax.Array]
 
 
-def summable(op: ReduceOp, value: Any) -> jax.Array:
+def summable(op: ReduceOp, value: ArrayLike) -> jax.Array:
     """Returns a value as an array of a type that the reduction can work in."""
     array = jnp.asarray(value)
     if array.dtype == jnp.bool_:
@@ -35,7 +37,7 @@ def psum(array: jax.Array) -> jax.Array:
     return jax.lax.psum(array, AXIS)
 
 
-def scatter_and_gather(num_replicas: int) -> Reducer:
+def scatter_and_gather(num_replicas: int) -> ArraySum:
     """Returns a sum in two stages: each replica sums one part, then all exchange parts."""
 
     def reduce(array: jax.Array) -> jax.Array:
@@ -55,7 +57,7 @@ def scatter_and_gather(num_replicas: int) -> Reducer:
 _TWO_STAGES_BYTES = 4 << 20
 
 
-def by_size(num_replicas: int) -> Reducer:
+def by_size(num_replicas: int) -> ArraySum:
     """Returns the sum that is fastest on CPU devices, whichever it is for a size."""
     two_stages = scatter_and_gather(num_replicas)
 
@@ -65,7 +67,7 @@ def by_size(num_replicas: int) -> Reducer:
     return reduce
 
 
-def gather_and_add(accumulate: Callable[[Sequence[jax.Array]], jax.Array], count: int) -> Reducer:
+def gather_and_add(accumulate: Callable[[Sequence[jax.Array]], jax.Array], count: int) -> ArraySum:
     """Returns a sum in replica order: every replica collects all values and adds them."""
 
     def reduce(array: jax.Array) -> jax.Array:
@@ -77,25 +79,26 @@ def gather_and_add(accumulate: Callable[[Sequence[jax.Array]], jax.Array], count
 
 def all_reduce(
     op: ReduceOp,
-    leaves: Sequence[Any],
+    leaves: Sequence[jax.Array | IndexedSlices],
     num_replicas: int,
     *,
-    reducer: Reducer = psum,
+    array_sum: ArraySum = psum,
     bytes_per_pack: int = 0,
     num_packs: int | None = None,
-) -> list[Any]:
+) -> list[jax.Array | IndexedSlices]:
     """Combines arrays and IndexedSlices over replicas; small arrays travel together.
 
     Args:
       op: The reduction.
       leaves: This replica's values.
       num_replicas: How many replicas take part.
-      reducer: How one array is summed.
+      array_sum: Sums one array.
       bytes_per_pack: Upper size of a pack; 0 packs only what measurably gains.
       num_packs: If given, all arrays of a type travel in this many packs; 0 never packs.
     """
-    results: list[Any] = [None] * len(leaves)
+    results: dict[int, jax.Array | IndexedSlices] = {}
     arrays: dict[int, jax.Array] = {}
+    reduced: dict[int, jax.Array] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, IndexedSlices):
             results[i] = _all_reduce_slices(op, leaf, num_replicas)
@@ -103,21 +106,20 @@ def all_reduce(
             arrays[i] = summable(op, leaf)
     for pack in _packs(arrays, bytes_per_pack, num_packs):
         if len(pack) == 1:
-            results[pack[0]] = reducer(arrays[pack[0]])
+            reduced[pack[0]] = array_sum(arrays[pack[0]])
             continue
-        joined = reducer(jnp.concatenate([arrays[i].reshape(-1) for i in pack]))
+        joined = array_sum(jnp.concatenate([arrays[i].reshape(-1) for i in pack]))
         start = 0
         for i in pack:
             size = arrays[i].size
-            results[i] = joined[start : start + size].reshape(arrays[i].shape)
+            reduced[i] = joined[start : start + size].reshape(arrays[i].shape)
             start += size
-    if op is ReduceOp.MEAN:
-        for i in arrays:
-            results[i] = results[i] / num_replicas
-    return results
+    for i, array in reduced.items():
+        results[i] = array / num_replicas if op is ReduceOp.MEAN else array
+    return [results[i] for i in range(len(leaves))]
 
 
-def first_replica(leaf: Any) -> Any:
+def first_replica(leaf: ArrayLike) -> jax.Array:
     """Gives every replica the value of replica 0."""
     array = jnp.asarray(leaf)
     own = jax.lax.axis_index(AXIS) == 0
@@ -145,7 +147,7 @@ def _packs(
     arrays: dict[int, jax.Array], bytes_per_pack: int, num_packs: int | None
 ) -> list[list[int]]:
     """Decides which arrays travel together; arrays of one pack have one type."""
-    by_type: dict[Any, list[int]] = {}
+    by_type: dict[np.dtype, list[int]] = {}
     for i, array in arrays.items():
         by_type.setdefault(array.dtype, []).append(i)
     packs: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""The stack of frames that says, per thread, where the running code stands."""
+"""The per-thread stack of frames: the strategy, mode and replica of the running code."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import contextlib
 import contextvars
 import enum
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from replicax.foundation import errors
+from replicax.foundation.jax_compat import Device
+from replicax.foundation.options import CommunicationOptions, ReduceOp
+from replicax.foundation.types import Tree
 
 if TYPE_CHECKING:
     from replicax.contexts.overlay import EagerReads, Overlay
+    from replicax.contexts.rendezvous import Rendezvous
+    from replicax.contexts.replica_context import ReplicaContext
     from replicax.values.layout import ReplicaLayout
+
+_T = TypeVar("_T")
 
 
 class Mode(enum.Enum):
@@ -24,29 +32,107 @@ class Mode(enum.Enum):
     UPDATE = "update"  # entered by `extended.update`
 
 
+class Strategy(Protocol):
+    """The part of `rx.Strategy` that lower layers use."""
+
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+
+    def scope(self) -> AbstractContextManager[object]: ...
+
+    def _enter_replica_context(self, context: ReplicaContext) -> AbstractContextManager[None]: ...
+
+
+class StrategyHooks(Protocol):
+    """The part of `rx.StrategyExtended` that lower layers use; owns variables."""
+
+    layout: ReplicaLayout | None
+
+    @property
+    def container_strategy(self) -> Strategy: ...
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]: ...
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> object: ...
+
+    def colocate_vars_with(
+        self, colocate_with_variable: object
+    ) -> AbstractContextManager[None]: ...
+
+    def update(
+        self,
+        var: object,
+        fn: Callable[..., Tree],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+        group: bool = True,
+    ) -> Tree: ...
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[object, object]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Tree]: ...
+
+
+class Reducer(Protocol):
+    """Combines the values of several devices; destinations are resolved devices.
+
+    A value is a `PerReplica`, or anything else, which counts as equal on all `count` replicas.
+    """
+
+    def reduce_values(
+        self,
+        op: ReduceOp,
+        values: Sequence[object],
+        targets: Sequence[Sequence[Device]],
+        count: int,
+        options: CommunicationOptions | None = None,
+    ) -> list[Tree]:
+        """Combines several values together; returns one result per value."""
+        ...
+
+    def gather_values(self, value: object, axis: int, target: Device, count: int) -> Tree:
+        """Concatenates the components of a value along an axis, on one device."""
+        ...
+
+    def broadcast_value(self, value: object, targets: Sequence[Device]) -> Tree:
+        """Copies a value to devices."""
+        ...
+
+
 class ReplicaExecutor(Protocol):
-    """What the replica code of one `run` may ask of the machinery that runs it."""
+    """Runs the replica code of one `run`, and serves its calls across replicas."""
 
-    def merge_call(self, merge_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def merge_call(
+        self, merge_fn: Callable[..., Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree: ...
 
-    def all_reduce(self, op: Any, value: Any, options: Any) -> Any: ...
+    def all_reduce(
+        self, op: ReduceOp, value: Tree, options: CommunicationOptions | None
+    ) -> Tree: ...
 
-    def all_gather(self, value: Any, axis: int) -> Any: ...
+    def all_gather(self, value: object, axis: int) -> Tree: ...
 
-    def shared_variable(self, name: str, create: Any) -> Any: ...
+    def shared_variable(self, name: str, create: Callable[[], _T]) -> _T: ...
 
 
 class Frame:
-    """One entry of the stack. Frames are made, pushed, popped and never changed.
+    """One entry of the stack; immutable.
 
     Attributes:
       mode: What kind of code is running.
-      strategy: The strategy in force.
+      strategy: The current strategy.
+      hooks: Its `StrategyExtended`, which owns the variables of the scope.
       layout: Its replicas, or None for the default strategy outside `run`.
-      replica_id: Which replica this is; None outside replica and update code, and in
+      reducer: Combines values of its devices.
+      replica_id: The index of the running replica; None outside replica and update code, and in
         compiled code, where one trace stands for all replicas.
       replica_context: What `get_replica_context` returns.
-      executor: What runs the replicas, in replica mode.
+      executor: Serves calls across replicas, in replica mode.
+      rendezvous: Where replicas of an eager run meet; None where one thread stands for all.
       overlay: Values of variables inside the innermost trace or gradient, if any.
       eager_reads: Makes reads inside traces safe, in eager replica code.
       is_scope: Whether `scope` pushed this frame.
@@ -57,12 +143,15 @@ class Frame:
     __slots__ = (
         "eager_reads",
         "executor",
+        "hooks",
         "is_default",
         "is_scope",
         "layout",
         "mode",
         "opened_at",
         "overlay",
+        "reducer",
+        "rendezvous",
         "replica_context",
         "replica_id",
         "strategy",
@@ -71,12 +160,14 @@ class Frame:
     def __init__(
         self,
         mode: Mode,
-        strategy: Any,
-        layout: ReplicaLayout | None = None,
+        hooks: StrategyHooks,
+        layout: ReplicaLayout | None,
+        reducer: Reducer,
         *,
         replica_id: int | None = None,
-        replica_context: Any = None,
+        replica_context: ReplicaContext | None = None,
         executor: ReplicaExecutor | None = None,
+        rendezvous: Rendezvous | None = None,
         overlay: Overlay | None = None,
         eager_reads: EagerReads | None = None,
         is_scope: bool = False,
@@ -84,11 +175,14 @@ class Frame:
         opened_at: str = "",
     ) -> None:
         self.mode = mode
-        self.strategy = strategy
+        self.strategy = hooks.container_strategy
+        self.hooks = hooks
         self.layout = layout
+        self.reducer = reducer
         self.replica_id = replica_id
         self.replica_context = replica_context
         self.executor = executor
+        self.rendezvous = rendezvous
         self.overlay = overlay
         self.eager_reads = eager_reads
         self.is_scope = is_scope
@@ -96,26 +190,53 @@ class Frame:
         self.opened_at = opened_at
 
     def describe(self) -> str:
-        """Says in words where this frame stands."""
+        """Describes the frame for messages."""
         name = type(self.strategy).__name__
         where = f" opened at {self.opened_at}" if self.opened_at else ""
         return f"the {self.mode.value} context of {name}{where}"
 
+    def entered(
+        self,
+        mode: Mode,
+        *,
+        replica_id: int | None = None,
+        replica_context: ReplicaContext | None = None,
+        executor: ReplicaExecutor | None = None,
+        rendezvous: Rendezvous | None = None,
+        overlay: Overlay | None = None,
+        eager_reads: EagerReads | None = None,
+    ) -> Frame:
+        """Returns a frame of the same strategy, for code that is called from this one."""
+        inner = Frame.__new__(Frame)
+        inner.mode = mode
+        inner.strategy = self.strategy
+        inner.hooks = self.hooks
+        inner.layout = self.layout
+        inner.reducer = self.reducer
+        inner.replica_id = replica_id
+        inner.replica_context = replica_context
+        inner.executor = executor
+        inner.rendezvous = rendezvous
+        inner.overlay = overlay
+        inner.eager_reads = eager_reads
+        inner.is_scope = False
+        inner.is_default = self.is_default
+        inner.opened_at = self.opened_at
+        return inner
+
     def with_overlay(self, overlay: Overlay | None) -> Frame:
         """Returns the same frame with other variable values on top."""
-        return Frame(
+        inner = self.entered(
             self.mode,
-            self.strategy,
-            self.layout,
             replica_id=self.replica_id,
             replica_context=self.replica_context,
             executor=self.executor,
+            rendezvous=self.rendezvous,
             overlay=overlay,
             eager_reads=self.eager_reads,
-            is_scope=self.is_scope,
-            is_default=self.is_default,
-            opened_at=self.opened_at,
         )
+        inner.is_scope = self.is_scope
+        return inner
 
 
 _stack: contextvars.ContextVar[tuple[Frame, ...]] = contextvars.ContextVar(
@@ -126,7 +247,7 @@ _stack: contextvars.ContextVar[tuple[Frame, ...]] = contextvars.ContextVar(
 class _Base:
     """The frames at the bottom of every thread's stack."""
 
-    # Set once by strategies/default.py; the stack itself knows no strategy.
+    # Set once by strategies/default.py.
     default: Frame
     # Set by `experimental_set_strategy`, for all threads.
     installed: Frame | None = None
@@ -180,11 +301,6 @@ def pop(frame: Frame) -> None:
             "Leave the inner scope first (a scope nesting error).",
         )
     _stack.set(frames[:-1])
-
-
-def replace_stack(frames: tuple[Frame, ...]) -> None:
-    """Gives this thread a stack of its own, when it starts to work for another thread."""
-    _stack.set(frames)
 
 
 def caller_location() -> str:

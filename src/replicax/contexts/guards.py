@@ -1,11 +1,9 @@
-"""Checks of where a call is made, and the words of the errors when it is elsewhere."""
+"""Checks of the context that a call is made in."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from replicax.contexts import frames
-from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.frames import Frame, Mode, Strategy
 from replicax.foundation import errors
 
 
@@ -20,7 +18,7 @@ def require_cross_replica(api: str, instead: str = "") -> Frame:
     return frame
 
 
-def require_replica(api: str, context: Any) -> Frame:
+def require_replica(api: str, context: object) -> Frame:
     """Raises unless `context` is the replica context of the current code."""
     frame = frames.current()
     if frame.mode is not Mode.REPLICA:
@@ -34,17 +32,17 @@ def require_replica(api: str, context: Any) -> Frame:
             f"`{api}` needs the ReplicaContext of the running replica",
             "this object belongs to another run or another thread (mismatching "
             "ReplicaContext or Strategy objects)",
-            "Ask `rx.get_replica_context()` inside the function that `run` calls.",
+            "Call `rx.get_replica_context()` inside the function that `run` calls.",
         )
     return frame
 
 
-def require_same_strategy(api: str, strategy: Any) -> None:
-    """Raises if another strategy than `strategy` is in force."""
+def require_same_strategy(api: str, strategy: Strategy) -> None:
+    """Raises if another strategy than `strategy` is current."""
     frame = frames.current()
     if frame.strategy is not strategy and not frame.is_default:
         raise errors.ContextError(
-            f"`{api}` needs {type(strategy).__name__} to be in force, or nothing",
+            f"`{api}` needs {type(strategy).__name__}, or no strategy, to be current",
             f"this is {frame.describe()}",
             "Mixing different strategies is not possible: leave the other scope first.",
         )

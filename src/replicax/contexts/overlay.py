@@ -2,7 +2,7 @@
 
 Note [Variables inside nested traces]
     JAX caches the bodies of jit, scan, cond and while by the identity of the Python
-    function. A body that reads a variable would keep the value of the day it was traced.
+    function. A body that reads a variable would keep the value that it had when it was traced.
     So code that has an overlay runs under `jax_compat.trace_epoch`, which is part of the
     key of those caches, and the epoch moves on when a variable that was read in an inner
     trace is written, and when an overlay with such reads closes.
@@ -15,9 +15,17 @@ import enum
 import itertools
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import jax
+from jax.typing import ArrayLike
 
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.types import Tree
+from replicax.values.layout import ReplicaLayout
+
+if TYPE_CHECKING:
+    from replicax.contexts.frames import Frame
 
 _epochs = itertools.count(2)
 
@@ -38,20 +46,54 @@ class View(enum.Enum):
     READ = "read"  # what a read returns, in eager code that acts for all replicas
 
 
+class TracedState(Protocol):
+    """The part of `rx.Variable` that overlays use."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_per_replica: bool
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def replicas(self) -> ReplicaLayout: ...
+
+    @property
+    def components(self) -> tuple[TracedState, ...]: ...
+
+    def read_value(self) -> jax.Array: ...
+
+    def follows(self, change: Change) -> bool: ...
+
+    def value_after(self, change: Change, value: Tree) -> Tree: ...
+
+
+class ChangeTarget(Protocol):
+    """Remote state that a change is made to."""
+
+    @property
+    def name(self) -> str: ...
+
+    def touches(self, variable: object) -> bool: ...
+
+    def apply_directly(self, frame: Frame, kind: str, payload: Tree) -> None: ...
+
+
 class Change(NamedTuple):
-    """An update of something that lives elsewhere, which is told of it afterwards.
+    """An update of remote state, sent off after the program has run.
 
     Attributes:
       target: A remote variable, or an optimizer whose state is remote.
-      kind: How it changes.
-      payload: By what: a structure of arrays.
-      condition: Whether it is made at all, if that is not known before the program has run.
+      kind: The kind of update.
+      payload: Its arrays.
+      condition: Whether it is made at all, if that is computed by the program.
     """
 
-    target: Any
+    target: ChangeTarget
     kind: str
-    payload: Any
-    condition: Any = None
+    payload: Tree
+    condition: Tree = None
 
 
 class Overlay:
@@ -70,14 +112,14 @@ class Overlay:
         self.meets_other_replicas = meets_other_replicas
         # Current value per variable, in the view of this trace. Insertion order is the
         # order of first use, which fixes the order of a program's inputs.
-        self.values: dict[Any, Any] = {}
-        self.written: dict[Any, None] = {}
-        # What is to be changed elsewhere, in order.
+        self.values: dict[TracedState, Tree] = {}
+        self.written: dict[TracedState, None] = {}
+        # Updates of remote state, in order.
         self.changes: list[Change] = []
-        # So many of them are sent off before what is read from now on is fetched.
+        # How many of them are sent off before the next fetch.
         self.num_sent = 0
-        # What reads in a scope of `cache_variable_reads` gave first, by scope and variable.
-        self.kept_reads: dict[tuple[Any, Any], Any] = {}
+        # First reads in scopes of `cache_variable_reads`, by scope and variable.
+        self.kept_reads: dict[tuple[object, TracedState], Tree] = {}
         self.trace: Any = None
         self._state: object = None
         self._has_inner_reads = False
@@ -99,8 +141,8 @@ class Overlay:
         """Tells whether JAX operations go to this overlay's trace, not to one inside it."""
         return jax_compat.trace_state() == self._state
 
-    def read(self, variable: Any) -> Any:
-        """Returns the value of a variable as this trace sees it."""
+    def read(self, variable: TracedState) -> Tree:
+        """Returns the value of a variable in this trace."""
         if not self.is_current_trace():
             self._has_inner_reads = True
         value = self.values.get(variable)
@@ -116,66 +158,66 @@ class Overlay:
                 self.values[variable] = value
         return value
 
-    def unsent(self, *variables: Any) -> list[Change]:
-        """Returns the changes of variables that what is fetched now does not show."""
+    def unsent(self, *variables: TracedState) -> list[Change]:
+        """Returns the changes of variables that a fetch would not include."""
         recent = self.changes[self.num_sent :]
         return [c for c in recent if any(c.target.touches(v) for v in variables)]
 
-    def send_changes(self, variable: Any) -> None:
-        """Has all changes sent off before the variable is fetched, if this trace can wait."""
+    def send_changes(self, variable: TracedState) -> None:
+        """Schedules all changes before the fetch of a variable, if this trace can wait."""
         raise errors.UnsupportedError(
-            f"The value of {variable.name!r} after `apply_gradients` is known on "
+            f"The value of {variable.name!r} after `apply_gradients` is computed on "
             f"{variable.device}, where the optimizer runs",
             "a function that is being differentiated, or that runs replica by replica, "
-            "applies the gradients and asks for it",
+            "applies the gradients and reads it",
             "Apply the gradients outside of that function, or read the value before.",
         )
 
-    def read_rows(self, variable: Any, ids: Any) -> Any:
-        """Returns rows of a remote variable as this trace sees them."""
+    def read_rows(self, variable: TracedState, ids: ArrayLike) -> jax.Array:
+        """Returns rows of a remote variable in this trace."""
         if self.parent is not None and not self.knows(variable) and self.is_current_trace():
             return self.parent.read_rows(variable, ids)
         return variable.read_value()[ids]
 
-    def note_slice(self, variable: Any) -> None:
-        """Notes that rows were read by an index, the gradient of which is an array."""
+    def note_slice(self, variable: TracedState) -> None:
+        """Records that rows were read by an index, the gradient of which is an array."""
 
-    def holds(self, variable: Any) -> bool:
+    def holds(self, variable: TracedState) -> bool:
         """Tells whether this trace has a value of its own for a variable as a whole."""
         return variable in self.values or (self.parent is not None and self.parent.holds(variable))
 
-    def knows(self, variable: Any) -> bool:
+    def knows(self, variable: TracedState) -> bool:
         """Tells whether this trace has read or changed a variable, or a part of it."""
         mine = (variable, *variable.components)
         is_read = any(v in self.values for v in mine)
         return is_read or any(c.target.touches(v) for c in self.changes for v in mine)
 
-    def first_read(self, variable: Any) -> Any:
-        """Brings the value of a variable into this trace."""
+    def first_read(self, variable: TracedState) -> Tree:
+        """Returns the value of a variable at the first read in this trace."""
         if self.parent is not None:
             return self.parent.read(variable)
         raise NotImplementedError
 
-    def write(self, variable: Any, value: Any) -> None:
-        """Sets the value of a variable as this trace sees it."""
+    def write(self, variable: TracedState, value: Tree) -> None:
+        """Sets the value of a variable in this trace."""
         self._require_own_trace(variable)
         self.values[variable] = value
         self.written[variable] = None
         self._forget_inner_reads()
 
     def record(self, change: Change) -> None:
-        """Notes an update of something elsewhere; later reads in this trace see it."""
+        """Records an update of remote state; later reads in this trace include it."""
         self._require_own_trace(change.target)
         for variable in [v for v in self.values if change.target.touches(v)]:
             if variable.follows(change):
                 self.values[variable] = variable.value_after(change, self.values[variable])
             else:
-                # Known only on the servers; `read` fetches it, should it be asked for.
+                # Computed by the servers only; `read` fetches it.
                 del self.values[variable]
         self.changes.append(change)
         self._forget_inner_reads()
 
-    def _require_own_trace(self, target: Any) -> None:
+    def _require_own_trace(self, target: ChangeTarget | TracedState) -> None:
         if not self.is_current_trace():
             raise errors.TracingError(
                 f"A write to {target.name!r} must happen where its result can be kept",
@@ -190,16 +232,16 @@ class Overlay:
             self._epoch_stack.enter_context(jax_compat.trace_epoch(next_epoch()))
 
     def outside_program(self) -> contextlib.AbstractContextManager[None]:
-        """Is entered while code runs that no program repeats: initial values, data iterators."""
+        """Returns a context for code that no program repeats: initial values, data iterators."""
         return contextlib.nullcontext() if self.parent is None else self.parent.outside_program()
 
-    def note_creation(self, variable: Any) -> None:
-        """Notes that a variable was created inside the trace."""
+    def note_creation(self, variable: object) -> None:
+        """Records that a variable was created inside the trace."""
         if self.parent is not None:
             self.parent.note_creation(variable)
 
-    def adopt(self, variable: Any, initial_value: Any) -> None:
-        """Takes in a variable that was created inside the trace."""
+    def adopt(self, variable: TracedState, initial_value: jax.Array) -> None:
+        """Adds a variable that was created inside the trace."""
         if self.parent is None:
             raise errors.TracingError(
                 f"Variable {variable.name!r} must be created outside of a gradient, or "
@@ -211,23 +253,26 @@ class Overlay:
 
 
 class EagerReads:
-    """Remembers that eager replica code read variables in traces of its own, such as a scan.
+    """Makes reads safe that eager replica code does in traces of its own, such as a scan.
 
-    While it is entered, such reads are safe: see Note [Variables inside nested traces].
+    See Note [Variables inside nested traces].
+
+    Attributes:
+      has_inner_reads: Whether there were such reads since the last `renew`.
     """
 
     def __init__(self) -> None:
-        self._has_inner_reads = False
+        self.has_inner_reads = False
         self._epochs = contextlib.ExitStack()
 
     def note(self) -> None:
-        """Notes a read inside a trace."""
-        self._has_inner_reads = True
+        """Records a read inside a trace."""
+        self.has_inner_reads = True
 
     def renew(self) -> None:
-        """Forgets the traces that read variables, after variables were written."""
-        if self._has_inner_reads:
-            self._has_inner_reads = False
+        """Invalidates the traces that read variables, after variables were written."""
+        if self.has_inner_reads:
+            self.has_inner_reads = False
             self._epochs.enter_context(jax_compat.trace_epoch(next_epoch()))
 
     def __enter__(self) -> EagerReads:
@@ -236,7 +281,7 @@ class EagerReads:
 
     def __exit__(self, *_: object) -> None:
         self._epochs.close()
-        if self._has_inner_reads:
+        if self.has_inner_reads:
             next_epoch()
 
 

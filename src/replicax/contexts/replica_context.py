@@ -1,15 +1,18 @@
-"""What replica code may ask: which replica it is, and the reductions across replicas."""
+"""`ReplicaContext`: the API of replica code, its id and the calls across replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Self, TypeVar, overload
 
 import jax
 import numpy as np
 
-from replicax.contexts import guards
+from replicax.contexts import frames, guards
+from replicax.contexts.frames import Strategy
 from replicax.foundation import devices, errors, jax_compat, options, tracebacks
+from replicax.foundation.types import Tree
 from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.regroup import map_structure
 
@@ -19,7 +22,9 @@ _Nest = TypeVar("_Nest")
 class ReplicaContext:
     """The API of the code that `Strategy.run` calls once per replica."""
 
-    def __init__(self, strategy: Any, replica_id_in_sync_group: Any) -> None:
+    def __init__(
+        self, strategy: Strategy, replica_id_in_sync_group: int | np.integer | jax.Array | None
+    ) -> None:
         is_id = replica_id_in_sync_group is None or isinstance(
             replica_id_in_sync_group, int | np.integer | jax.Array
         )
@@ -31,7 +36,7 @@ class ReplicaContext:
             )
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
-        self._entered: list[Any] = []
+        self._entered: list[AbstractContextManager[None]] = []
 
     @property
     def strategy(self) -> Any:
@@ -45,11 +50,11 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> Any:
-        """This replica's number, a scalar array; in compiled code known to the compiler only."""
+        """The index of this replica, a scalar array; traced in compiled code."""
         return self._replica_id
 
     @property
-    def devices(self) -> Any:
+    def devices(self) -> tuple[str, ...]:
         """The devices of this replica."""
         frame = guards.require_replica("ReplicaContext.devices", self)
         if frame.layout is None:
@@ -60,10 +65,10 @@ class ReplicaContext:
 
     def merge_call(
         self,
-        merge_fn: Callable[..., Any],
-        args: list[Any] | tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        merge_fn: Callable[..., Tree],
+        args: list[Tree] | tuple[Tree, ...] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+    ) -> Tree:
         """Waits for all replicas, then calls `merge_fn(strategy, *args)` once for all.
 
         Args:
@@ -105,9 +110,9 @@ class ReplicaContext:
     def all_reduce(
         self,
         reduce_op: options.ReduceOp | str,
-        value: Any,
+        value: Tree,
         options: options.CommunicationOptions | None = None,
-    ) -> Any:
+    ) -> Tree:
         """Combines a nest of values over all replicas and gives every replica the result.
 
         Differentiable: the gradient of an all-reduce is an all-reduce.
@@ -129,26 +134,25 @@ class ReplicaContext:
 
     def update(
         self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: list[Any] | tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        var: object,
+        fn: Callable[..., Tree],
+        args: list[Tree] | tuple[Tree, ...] = (),
+        kwargs: Mapping[str, Tree] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Tree:
         """Calls `fn(component, *args)` on every copy of `var`, from replica code.
 
-        The caller promises that the arguments are equal on all replicas, as the results of
-        `all_reduce` are.
+        The arguments must be equal on all replicas, as the results of `all_reduce` are.
         """
 
-        def merged(strategy: Any, args: Any, kwargs: Any) -> Any:
-            args, kwargs = map_structure(_promise_mirrored, (args, kwargs))
-            return strategy.extended.update(var, fn, args, kwargs, group)
+        def merged(strategy: Strategy, args: Tree, kwargs: Tree) -> Tree:
+            args, kwargs = map_structure(_as_mirrored, (args, kwargs))
+            return frames.current().hooks.update(var, fn, args, kwargs, group)
 
         return self.merge_call(merged, (tuple(args), dict(kwargs or {})))
 
     def __enter__(self) -> Self:
-        scope = self._strategy.extended.enter_replica_context(self)
+        scope = self._strategy._enter_replica_context(self)
         self._entered.append(scope)
         scope.__enter__()
         return self
@@ -162,7 +166,7 @@ class ReplicaContext:
 
 
 class ValueContext:
-    """What `value_fn` of `experimental_distribute_values_from_function` is told.
+    """The argument of `value_fn` of `experimental_distribute_values_from_function`.
 
     >>> ValueContext(1, 2).replica_id_in_sync_group
     1
@@ -181,11 +185,11 @@ class ValueContext:
         )
 
 
-def _resolve_op(reduce_op: Any) -> options.ReduceOp:
+def _resolve_op(reduce_op: options.ReduceOp | str) -> options.ReduceOp:
     return options.resolve_reduce_op(reduce_op)
 
 
-def _promise_mirrored(leaf: Any) -> Any:
+def _as_mirrored(leaf: Tree) -> Tree:
     if isinstance(leaf, TracedPerReplica):
         assert leaf.layout is not None
         return Mirrored((leaf.local,) * leaf.layout.num_replicas)

@@ -1,8 +1,6 @@
-"""The component of a per-replica value that replica code means when it captures the whole."""
+"""The component of a per-replica value that replica code uses when it captures the whole."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +8,13 @@ import jax.numpy as jnp
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.types import Tree
 from replicax.values import own_component
 from replicax.values.distributed_values import PerReplica, TracedPerReplica
 from replicax.values.layout import AXIS, ReplicaLayout
 
 
-def own_component_of(value: PerReplica) -> Any:
+def own_component_of(value: PerReplica) -> Tree:
     """Returns the running replica's component, or NOT_HERE outside of replica code."""
     frame = frames.current()
     if frame.mode is not Mode.REPLICA or frame.is_default or frame.layout is None:
@@ -24,19 +23,19 @@ def own_component_of(value: PerReplica) -> Any:
         return value.local
     value.require_components(frame.layout.num_replicas)
     if frame.replica_id is not None or frame.layout.num_replicas == 1:
-        _note_read(frame)
+        _record_read(frame)
         return value.values[frame.replica_id or 0]
     return _in_trace(value, frame.layout)
 
 
-def _note_read(frame: Frame) -> None:
-    """Keeps traces that replica code makes for itself from being used by other replicas."""
+def _record_read(frame: Frame) -> None:
+    """Keeps traces of replica code from being reused by other replicas."""
     if frame.eager_reads is not None and jax_compat.is_staging():
         frame.eager_reads.note()
 
 
-def _in_trace(value: PerReplica, layout: ReplicaLayout) -> Any:
-    """Picks the component by the replica id, which only the compiler knows."""
+def _in_trace(value: PerReplica, layout: ReplicaLayout) -> Tree:
+    """Picks the component by the replica id, which is traced."""
     stored = value.stored(layout)
     if stored is None:
         raise errors.InvalidArgumentError(

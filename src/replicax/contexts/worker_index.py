@@ -1,4 +1,4 @@
-"""Which worker the running code is on."""
+"""The index of the worker that runs the current code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def experimental_get_current_worker_index() -> int:
     if index is None:
         raise errors.ContextError(
             "The index of the worker is known inside functions that a worker runs",
-            "this code runs elsewhere",
+            "this code runs on no worker",
             "Call it in a function that is given to `schedule` or `create_per_worker_dataset`.",
         )
     return index
@@ -36,7 +36,7 @@ def experimental_get_current_worker_index() -> int:
 
 @contextlib.contextmanager
 def on_worker(index: int) -> Iterator[None]:
-    """Says that the code inside runs on a worker."""
+    """Sets the index of the worker for the code inside."""
     token = _index.set(index)
     try:
         yield

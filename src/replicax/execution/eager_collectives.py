@@ -2,42 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.collectives.arguments import checked_axis, gather_of_slices, require_array
+from replicax.collectives.arguments import Component, checked_axis, require_array, require_dense
 from replicax.contexts import frames
+from replicax.contexts.frames import Frame
+from replicax.contexts.rendezvous import acting_for_all, different_calls, require_meeting
 from replicax.foundation import errors, jax_compat
-from replicax.foundation.options import ReduceOp
+from replicax.foundation.options import CommunicationOptions, ReduceOp
+from replicax.foundation.types import Tree
 from replicax.values.distributed_values import PerReplica
 from replicax.values.indexed_slices import IndexedSlices
-from replicax.values.regroup import leaves_of, map_structure
+from replicax.values.regroup import leaves_of, map_structure, select
+
+_Leaves = list[Tree]
+_Call = TypeVar("_Call", bound=tuple)
+_Result = TypeVar("_Result")
 
 
-def exchange_reduced(run: Any, op: ReduceOp, value: Any, options: Any) -> Any:
-    """Combines a nest of values that nobody differentiates."""
-    leaves = [require_array("all_reduce", leaf) for leaf in leaves_of(value)]
-    found = iter(run.merge_call(_reduce_merged, (op, leaves, options), {}))
-    return map_structure(lambda _: next(found), value)
+class Run(Protocol):
+    """A run whose replicas are traced one by one; see execution/unrolled.py."""
+
+    num_replicas: int
+
+    def merge_call(
+        self, merge_fn: Callable[..., Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree: ...
 
 
-def exchange_gathered(run: Any, value: Any, axis: int) -> Any:
-    """Concatenates a value that nobody differentiates."""
-    array, axis = _checked_gather(value, axis)
-    return run.merge_call(_gather_merged, (array, axis), {})[0]
+class _Reduction(NamedTuple):
+    """What one replica passes to `all_reduce`."""
+
+    op: ReduceOp
+    leaves: Sequence[Tree]
+    options: CommunicationOptions | None
 
 
-def all_reduce(run: Any, op: ReduceOp, value: Any, options: Any) -> Any:
+class _Gathering(NamedTuple):
+    """What one replica passes to `all_gather`."""
+
+    array: jax.Array
+    axis: int
+
+
+class _Size(NamedTuple):
+    """The number of rows that one replica put into a collective."""
+
+    rows: int
+
+
+def all_reduce(run: Run, op: ReduceOp, value: Tree, options: CommunicationOptions | None) -> Tree:
     """Combines a nest of values over the replicas of an eager run."""
-    leaves = [require_array("all_reduce", leaf) for leaf in leaves_of(value)]
+    leaves: _Leaves = [require_array("all_reduce", leaf) for leaf in leaves_of(value)]
 
-    def exchange(leaves: list[Any]) -> list[Any]:
-        return run.merge_call(_reduce_merged, (op, list(leaves), options), {})
+    def exchange(leaves: _Leaves) -> _Leaves:
+        return _reduced(_Reduction(op, leaves, options))
 
-    def pull_back(leaves: list[Any], cts: list[Any]) -> list[Any]:
+    def pull_back(leaves: _Leaves, cts: _Leaves) -> _Leaves:
         return [_pull_back_leaf(run, op, leaf, ct) for leaf, ct in zip(leaves, cts, strict=True)]
 
     if any(map(jax_compat.is_traced, jax.tree.leaves(leaves))):
@@ -48,41 +74,15 @@ def all_reduce(run: Any, op: ReduceOp, value: Any, options: Any) -> Any:
     return map_structure(lambda _: next(found), value)
 
 
-def _pull_back_leaf(run: Any, op: ReduceOp, leaf: Any, cotangent: Any) -> Any:
-    """Returns the gradient of one all-reduced value.
-
-    For an array it is the same all-reduce of the gradients. All-reduced rows lie side by
-    side, so the gradient of a replica's rows is its part of the summed gradients.
-    """
-    if isinstance(leaf, IndexedSlices):
-        rows = _own_part(run, leaf.values.shape[0], cotangent.values, 0)
-        if op is ReduceOp.MEAN:
-            rows = rows / run.num_replicas
-        return IndexedSlices(rows, _no_gradient(leaf.indices), leaf.dense_shape)
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return _no_gradient(leaf)
-    return run.merge_call(_reduce_merged, (op, [cotangent], None), {})[0]
-
-
-def _own_part(run: Any, size: int, cotangent: Any, axis: int) -> Any:
-    """Sums the gradients of all replicas and cuts out what this replica put in."""
-    sizes = run.merge_call(_sizes_merged, (size,), {})
-    total = run.merge_call(_reduce_merged, (ReduceOp.SUM, [cotangent], None), {})[0]
-    return jax.lax.dynamic_slice_in_dim(total, sum(sizes[: _own_id()]), size, axis)
-
-
-def _no_gradient(leaf: Any) -> Any:
-    return np.zeros(leaf.shape, jax.dtypes.float0)
-
-
-def all_gather(run: Any, value: Any, axis: int) -> Any:
+def all_gather(run: Run, value: object, axis: int) -> jax.Array:
     """Concatenates a value over the replicas of an eager run."""
-    array, axis = _checked_gather(value, axis)
+    array = require_dense("all_gather", value)
+    axis = checked_axis(axis, array.ndim)
 
-    def exchange(leaves: list[Any]) -> list[Any]:
-        return run.merge_call(_gather_merged, (leaves[0], axis), {})
+    def exchange(leaves: _Leaves) -> _Leaves:
+        return [_meet(_Gathering(leaves[0], axis), _gather_all)]
 
-    def pull_back(leaves: list[Any], cts: list[Any]) -> list[Any]:
+    def pull_back(leaves: _Leaves, cts: _Leaves) -> _Leaves:
         if not jnp.issubdtype(leaves[0].dtype, jnp.inexact):
             return [_no_gradient(leaves[0])]
         return [_own_part(run, leaves[0].shape[axis], cts[0], axis)]
@@ -92,31 +92,128 @@ def all_gather(run: Any, value: Any, axis: int) -> Any:
     return _concrete(exchange, [array])[0]
 
 
-def _checked_gather(value: Any, axis: int) -> tuple[Any, int]:
-    if isinstance(value, IndexedSlices):
-        raise gather_of_slices()
-    array = require_array("all_gather", value)
-    return array, checked_axis(axis, array.ndim)
+# What replicas do where they meet.
 
 
-def _through_gradients(exchange: Any, pull_back: Any, leaves: list[Any]) -> list[Any]:
+def _meet(call: _Call, act: Callable[[Frame, list[_Call]], Sequence[_Result]]) -> _Result:
+    """Waits for the other replicas; the last one calls `act`, which returns all results."""
+    frame = frames.current()
+    replica_id = require_meeting(frame)
+    rendezvous, reads = frame.rendezvous, frame.eager_reads
+    assert rendezvous is not None
+    if reads is not None:
+        # What this replica traced for itself is not for the replicas that run meanwhile.
+        reads.renew()
+    meeting = rendezvous.arrive(replica_id, call)
+    if meeting is None:
+        result = rendezvous.result_of(replica_id)
+    else:
+        with acting_for_all(frame, rendezvous, meeting):
+            for i, other in enumerate(meeting.calls):
+                if type(other) is not type(call):
+                    raise different_calls(i, meeting.calls[0], other)
+            meeting.results = act(frame, meeting.calls)
+        result = meeting.results[replica_id]
+    if reads is not None:
+        reads.renew()
+    return result  # type: ignore[return-value]
+
+
+def _reduced(call: _Reduction) -> _Leaves:
+    return list(_meet(call, _reduce_all))
+
+
+def _reduce_all(frame: Frame, calls: list[_Reduction]) -> list[_Leaves]:
+    layout, first = frame.layout, calls[0]
+    assert layout is not None
+    for i, call in enumerate(calls):
+        if call.op is not first.op:
+            raise different_calls(i, first.op, call.op)
+        if len(call.leaves) != len(first.leaves):
+            raise errors.StructureError(
+                "All replicas must pass the same structure to `all_reduce`",
+                f"replica 0 passed {len(first.leaves)} values and replica {i} passed "
+                f"{len(call.leaves)}",
+                "Make every replica pass the same containers, lengths and keys.",
+            )
+    values: list[object] = []
+    for column in zip(*(call.leaves for call in calls), strict=True):
+        is_one = all(leaf is column[0] for leaf in column)
+        values.append(column[0] if is_one else PerReplica(column, layout))
+    targets = [layout.devices] * len(values)
+    reduced = frame.reducer.reduce_values(
+        first.op, values, targets, layout.num_replicas, first.options
+    )
+    return [select(i, reduced) for i in range(layout.num_replicas)]
+
+
+def _gather_all(frame: Frame, calls: list[_Gathering]) -> list[jax.Array]:
+    layout = frame.layout
+    assert layout is not None
+    value = PerReplica([call.array for call in calls], layout)
+    count, devices = layout.num_replicas, layout.devices
+    gathered = frame.reducer.gather_values(value, calls[0].axis, devices[0], count)
+    copies = frame.reducer.broadcast_value(gathered, devices)
+    return [select(i, copies) for i in range(count)]
+
+
+def _all_sizes(frame: Frame, calls: list[_Size]) -> list[list[int]]:
+    return [[call.rows for call in calls]] * len(calls)
+
+
+# Gradients.
+
+
+def _pull_back_leaf(run: Run, op: ReduceOp, leaf: Component, cotangent: Tree) -> Tree:
+    """Returns the gradient of one all-reduced value.
+
+    For an array it is the same all-reduce of the gradients. All-reduced rows are concatenated,
+    so the gradient of a replica's rows is its part of the summed gradients.
+    """
+    if isinstance(leaf, IndexedSlices):
+        rows = _own_part(run, leaf.values.shape[0], cotangent.values, 0)
+        if op is ReduceOp.MEAN:
+            rows = rows / run.num_replicas
+        return IndexedSlices(rows, _no_gradient(leaf.indices), leaf.dense_shape)
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return _no_gradient(leaf)
+    return _reduced(_Reduction(op, [cotangent], None))[0]
+
+
+def _own_part(run: Run, size: int, cotangent: jax.Array, axis: int) -> jax.Array:
+    """Sums the gradients of all replicas and returns the part of this replica's input."""
+    sizes = _meet(_Size(size), _all_sizes)
+    total = _reduced(_Reduction(ReduceOp.SUM, [cotangent], None))[0]
+    replica_id = frames.current().replica_id
+    return jax.lax.dynamic_slice_in_dim(total, sum(sizes[:replica_id]), size, axis)
+
+
+def _no_gradient(leaf: jax.Array) -> np.ndarray:
+    return np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def _through_gradients(
+    exchange: Callable[[_Leaves], _Leaves],
+    pull_back: Callable[[_Leaves, _Leaves], _Leaves],
+    leaves: _Leaves,
+) -> _Leaves:
     """Calls `exchange` on the concrete values behind values that are being differentiated."""
 
     @jax.custom_vjp
-    def meet(leaves: list[Any]) -> list[Any]:
+    def meet(leaves: _Leaves) -> _Leaves:
         return _concrete(exchange, leaves)
 
-    def forward(leaves: list[Any]) -> Any:
+    def forward(leaves: _Leaves) -> tuple[_Leaves, _Leaves]:
         return _concrete(exchange, leaves), leaves
 
-    def backward(leaves: list[Any], cotangents: list[Any]) -> Any:
+    def backward(leaves: _Leaves, cotangents: _Leaves) -> tuple[_Leaves]:
         return (_concrete(lambda cts: pull_back(leaves, cts), list(cotangents)),)
 
     meet.defvjp(forward, backward)
     return meet(leaves)
 
 
-def _concrete(exchange: Any, leaves: list[Any]) -> list[Any]:
+def _concrete(exchange: Callable[[_Leaves], _Leaves], leaves: _Leaves) -> _Leaves:
     if any(map(jax_compat.is_traced, jax.tree.leaves(leaves))) or jax_compat.is_staging():
         raise errors.TracingError(
             "A collective in eager replica code needs concrete values",
@@ -128,32 +225,37 @@ def _concrete(exchange: Any, leaves: list[Any]) -> list[Any]:
         return exchange(leaves)
 
 
-def _own_id() -> int:
-    replica_id = frames.current().replica_id
-    assert replica_id is not None
-    return replica_id
+# The same in a trace of each replica: by `merge_call`.
 
 
-def _reduce_merged(strategy: Any, op: ReduceOp, values: list[Any], options: Any) -> list[Any]:
-    extended = strategy.extended
-    if isinstance(options, PerReplica):
-        options = options.values[0]
-    return extended.batch_reduce(op, [(v, extended.layout.devices) for v in values], options)
+def reduce_in_trace(
+    run: Run, op: ReduceOp, value: Tree, options: CommunicationOptions | None
+) -> Tree:
+    """Combines a nest of values over replicas that are traced one by one."""
+    leaves = [require_array("all_reduce", leaf) for leaf in leaves_of(value)]
+
+    def merged(strategy: object, values: list[object]) -> list[Tree]:
+        frame = frames.current()
+        assert frame.layout is not None
+        targets = [frame.layout.devices] * len(values)
+        return frame.reducer.reduce_values(op, values, targets, run.num_replicas, options)
+
+    found = iter(run.merge_call(merged, (leaves,), {}))
+    return map_structure(lambda _: next(found), value)
 
 
-def _gather_merged(strategy: Any, value: Any, axis: int) -> list[Any]:
-    extended = strategy.extended
-    if not isinstance(value, PerReplica):
-        value = PerReplica((value,) * strategy.num_replicas_in_sync)
-    gathered = extended.gather_components(value, axis)
-    return [extended.broadcast_to(gathered, extended.layout.devices)]
+def gather_in_trace(run: Run, value: object, axis: int) -> jax.Array:
+    """Concatenates a value over replicas that are traced one by one."""
+    array = require_dense("all_gather", value)
+    axis = checked_axis(axis, array.ndim)
 
+    def merged(strategy: object, value: object) -> Tree:
+        frame = frames.current()
+        assert frame.layout is not None
+        if not isinstance(value, PerReplica):
+            value = PerReplica((value,) * run.num_replicas)
+        devices = frame.layout.devices
+        gathered = frame.reducer.gather_values(value, axis, devices[0], run.num_replicas)
+        return frame.reducer.broadcast_value(gathered, devices)
 
-def _sizes_merged(strategy: Any, size: Any) -> Any:
-    if isinstance(size, PerReplica):
-        return _Sizes(size.values)
-    return _Sizes((size,) * strategy.num_replicas_in_sync)
-
-
-class _Sizes(tuple[int, ...]):
-    """Sizes of all replicas, handed to each replica whole."""
+    return run.merge_call(merged, (array,), {})

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
+import jax
+
+from replicax.contexts.overlay import Overlay
 from replicax.foundation import jax_compat
+from replicax.foundation.types import Tree
 from replicax.tracing import capture as capturing
 from replicax.tracing.capture import filled
 from replicax.tracing.segments import Segment, segments_of
 from replicax.values.layout import ReplicaLayout
 from replicax.variables import read_cache
+from replicax.variables.variable import Variable
+
+_T = TypeVar("_T")
 
 
 class ReplicaInputs(Protocol):
     """The arguments of a replica program: arrays of each replica, and arrays for all."""
 
-    mapped: list[Any]
+    mapped: list[jax.Array]
     mapped_scalars: list[bool]
-    whole: list[Any]
+    whole: list[jax.Array]
 
-    def in_order(self, mapped: Any, whole: Any) -> list[Any]: ...
+    def in_order(self, mapped: Sequence[_T], whole: Sequence[_T]) -> list[_T]: ...
 
 
 def run_captured(
-    captured: capturing.Capture, layout: ReplicaLayout, outer: Any, inputs: ReplicaInputs
-) -> list[Any]:
+    captured: capturing.Capture, layout: ReplicaLayout, outer: Overlay, inputs: ReplicaInputs
+) -> list[jax.Array]:
     """Emits the captured replica program; outputs come in the order of its last segment.
 
     Values of variables with equal copies are equal on all replicas, so they leave the
     program as one, as do changes of remote variables; values of ON_READ variables, row
     numbers and results leave as stored arrays. Changes that have to be made before the program
-    goes on are handed to the trace around it on the way.
+    continues are recorded in the trace around it.
     """
     if layout.is_mesh and layout.devices[0].platform == "cpu":
         jaxpr = jax_compat.transposes_after_sums(captured.jaxpr)
@@ -55,12 +63,12 @@ def run_captured(
 class _Input:
     """An input of a replica program: an array for all replicas, or the stored one of all."""
 
-    array: Any
+    array: jax.Array
     is_mapped: bool = False
     is_scalar: bool = False
 
 
-def _read(overlay: Any, variable: Any) -> Any:
+def _read(overlay: Overlay, variable: Variable) -> jax.Array:
     return overlay.read(variable)
 
 
@@ -68,7 +76,11 @@ class _Emitter:
     """Emits the parts of a replica program, and keeps what they need."""
 
     def __init__(
-        self, captured: capturing.Capture, layout: ReplicaLayout, outer: Any, inputs: ReplicaInputs
+        self,
+        captured: capturing.Capture,
+        layout: ReplicaLayout,
+        outer: Overlay,
+        inputs: ReplicaInputs,
     ) -> None:
         self._captured = captured
         self._layout = layout
@@ -105,7 +117,7 @@ class _Emitter:
             array = rows.reshape(self._layout.global_shape(local))
             self._rows[place] = _Input(array, True, not local)
 
-    def hand_on(self, program: capturing.Capture, arrays: list[Any]) -> None:
+    def hand_on(self, program: capturing.Capture, arrays: list[jax.Array]) -> None:
         """Keeps what a segment computed for the next one."""
         values = program.jaxpr.outvars[program.num_changed :]
         self._handed = [
@@ -113,16 +125,16 @@ class _Emitter:
             for array, value in zip(arrays, values, strict=True)
         ]
 
-    def emit(self, program: capturing.Capture, is_equal: list[bool]) -> list[Any]:
+    def emit(self, program: capturing.Capture, is_equal: list[bool]) -> list[jax.Array]:
         """Emits a program, the first outputs of which may be equal on all replicas."""
         groups = [self._variables, self._constants, self._rows, self._arguments, self._handed]
         given = [one for group in groups for one in group if one is not None]
         mapped = [one for one in given if one.is_mapped]
         whole = [one for one in given if not one.is_mapped]
 
-        def on_replica(*local: Any) -> list[Any]:
+        def on_replica(*local: jax.Array) -> list[jax.Array]:
             own, shared = iter(local[: len(mapped)]), iter(local[len(mapped) :])
-            found: list[list[Any]] = [
+            found: list[list[Tree]] = [
                 [None if one is None else next(own if one.is_mapped else shared) for one in group]
                 for group in groups
             ]

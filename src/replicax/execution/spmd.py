@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from replicax.collectives import in_replica
-from replicax.collectives.arguments import checked_axis, gather_of_slices, require_array
+from replicax.collectives.arguments import checked_axis, require_array, require_dense
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
-from replicax.contexts.overlay import View
+from replicax.contexts.overlay import Overlay, View
 from replicax.contexts.replica_context import ReplicaContext
 from replicax.contexts.running_replica import own_component_of
 from replicax.execution.replica_program import run_captured
 from replicax.execution.unrolled import UnrolledRun
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import CommunicationOptions, ReduceOp
+from replicax.foundation.types import Tree
 from replicax.tracing import capture as capturing
 from replicax.tracing.program import note_layout
 from replicax.values.distributed_values import (
@@ -33,70 +34,60 @@ from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import AXIS, ReplicaLayout
 from replicax.values.regroup import leaves_of, map_structure
 
+_T = TypeVar("_T")
 _ARRAYS = (jax.Array, np.ndarray, IndexedSlices)
 
 
 class SpmdExecutor:
-    """What replica code may ask while it is being compiled: one trace stands for all."""
+    """Serves the calls across replicas of compiled replica code: one trace stands for all."""
 
-    def __init__(self, strategy: Any, layout: ReplicaLayout) -> None:
-        self._strategy = strategy
-        self._layout = layout
+    def __init__(self, frame: Frame) -> None:
+        assert frame.layout is not None
+        self._frame = frame
+        self._layout = frame.layout
 
-    def merge_call(self, merge_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        frame = frames.current()
+    def merge_call(
+        self, merge_fn: Callable[..., Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
         merged_args, merged_kwargs = map_structure(self._merge, (args, kwargs))
-        inner = Frame(
-            Mode.CROSS_REPLICA,
-            self._strategy,
-            self._layout,
-            overlay=frame.overlay,
-            opened_at=frame.opened_at,
-        )
-        with frames.pushed(inner):
-            result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
+        overlay = frames.current().overlay
+        with frames.pushed(self._frame.entered(Mode.CROSS_REPLICA, overlay=overlay)):
+            result = merge_fn(self._frame.strategy, *merged_args, **merged_kwargs)
         return map_structure(_select, result)
 
-    def _merge(self, leaf: Any) -> Any:
+    def _merge(self, leaf: Tree) -> Tree:
         if isinstance(leaf, PerReplica):
             leaf = own_component_of(leaf)
         return TracedPerReplica(leaf, self._layout) if isinstance(leaf, _ARRAYS) else leaf
 
-    def all_reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:
+    def all_reduce(self, op: ReduceOp, value: Tree, options: CommunicationOptions | None) -> Tree:
         leaves = [require_array("all_reduce", leaf) for leaf in leaves_of(value)]
-        ops = self._strategy.extended.cross_device_ops
         values = [TracedPerReplica(leaf, self._layout) for leaf in leaves]
-        devices = self._layout.devices
-        reduced = ops.batch_reduce(
-            op, [(v, devices) for v in values], options or CommunicationOptions()
-        )
+        targets = [self._layout.devices] * len(values)
+        count = self._layout.num_replicas
+        reduced = self._frame.reducer.reduce_values(op, values, targets, count, options)
         found = iter(r.values[0] if isinstance(r, Mirrored) else r for r in reduced)
         return map_structure(lambda _: next(found), value)
 
-    def all_gather(self, value: Any, axis: int) -> Any:
-        if isinstance(value, IndexedSlices):
-            raise gather_of_slices()
-        array = require_array("all_gather", value)
-        axis = checked_axis(axis, array.ndim)
-        return in_replica.all_gather(array, axis)
+    def all_gather(self, value: object, axis: int) -> jax.Array:
+        array = require_dense("all_gather", value)
+        return in_replica.all_gather(array, checked_axis(axis, array.ndim))
 
-    def shared_variable(self, name: str, create: Any) -> Any:
+    def shared_variable(self, name: str, create: Callable[[], _T]) -> _T:
         del name
         return create()
 
 
 def run_replicas(
-    strategy: Any,
-    layout: ReplicaLayout,
-    fn: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    frame: Frame,
+    fn: Callable[..., Tree],
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
     mode: Mode = Mode.REPLICA,
-) -> Any:
+) -> Tree:
     """Runs `fn` on all replicas inside the program that is being compiled."""
-    frame = frames.current()
-    outer = frame.overlay
-    assert outer is not None
+    outer, layout = frame.overlay, frame.layout
+    assert outer is not None and layout is not None
     if outer.view is View.READ:
         raise errors.ContextError(
             "`strategy.run` inside a gradient needs `rx.function` around both",
@@ -104,28 +95,20 @@ def run_replicas(
             "Take the gradient inside the function that `run` calls.",
         )
     if outer.view is View.LOCAL:
-        return _run_in_merge_call(strategy, layout, fn, args, kwargs)
+        return _run_in_merge_call(frame, fn, args, kwargs)
     note_layout(outer, layout)
     if mode is Mode.REPLICA and _is_ragged(layout, args, kwargs):
-        return UnrolledRun(strategy, layout, fn, args, kwargs).run()
+        return UnrolledRun(frame, fn, args, kwargs).run()
     inputs = _Inputs(layout, args, kwargs)
     overlay = capturing.CapturingOverlay(outer, View.LOCAL)
-    executor = SpmdExecutor(strategy, layout)
+    executor = SpmdExecutor(frame)
     outputs: list[_Outputs] = []
 
-    def body(*local: Any) -> list[Any]:
+    def body(*local: jax.Array) -> list[jax.Array]:
         own_args, own_kwargs = inputs.for_replica(local)
         replica_id = jax.lax.axis_index(AXIS)
-        context = ReplicaContext(strategy, replica_id) if mode is Mode.REPLICA else None
-        inner = Frame(
-            mode,
-            strategy,
-            layout,
-            replica_context=context,
-            executor=executor,
-            overlay=overlay,
-            opened_at=frame.opened_at,
-        )
+        context = ReplicaContext(frame.strategy, replica_id) if mode is Mode.REPLICA else None
+        inner = frame.entered(mode, replica_context=context, executor=executor, overlay=overlay)
         with frames.pushed(inner):
             result = fn(*own_args, **own_kwargs)
         outputs.append(_Outputs(result, local, inputs))
@@ -136,8 +119,8 @@ def run_replicas(
     return outputs[0].merge(results, layout)
 
 
-def _pass_on(captured: capturing.Capture, outs: list[Any], outer: Any) -> list[Any]:
-    """Hands what a replica program wrote, created and changed to the trace around it.
+def _pass_on(captured: capturing.Capture, outs: list[jax.Array], outer: Overlay) -> list[jax.Array]:
+    """Passes the writes, new variables and remote updates of a program to the trace around it.
 
     Returns:
       The other outputs: the results.
@@ -155,25 +138,23 @@ def _pass_on(captured: capturing.Capture, outs: list[Any], outer: Any) -> list[A
 
 
 def _run_in_merge_call(
-    strategy: Any, layout: ReplicaLayout, fn: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+    frame: Frame, fn: Callable[..., Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
+) -> Tree:
     """Runs `fn` from `merge_call`: the trace around it already stands for all replicas."""
-    frame = frames.current()
-    inner = Frame(
+    layout = frame.layout
+    assert layout is not None
+    inner = frame.entered(
         Mode.REPLICA,
-        strategy,
-        layout,
-        replica_context=ReplicaContext(strategy, jax.lax.axis_index(AXIS)),
-        executor=SpmdExecutor(strategy, layout),
+        replica_context=ReplicaContext(frame.strategy, jax.lax.axis_index(AXIS)),
+        executor=SpmdExecutor(frame),
         overlay=frame.overlay,
-        opened_at=frame.opened_at,
     )
     own_args, own_kwargs = map_structure(_select, (args, kwargs))
     given = {id(leaf) for leaf in leaves_of((args, kwargs))}
     with frames.pushed(inner):
         result = fn(*own_args, **own_kwargs)
 
-    def wrap(leaf: Any) -> Any:
+    def wrap(leaf: Tree) -> Tree:
         is_own = isinstance(leaf, _ARRAYS) and id(leaf) not in given
         return TracedPerReplica(leaf, layout) if is_own else leaf
 
@@ -192,22 +173,24 @@ class _Leaf:
 class _Inputs:
     """The arguments of a run, split into arrays of each replica and arrays for all."""
 
-    def __init__(self, layout: ReplicaLayout, args: Any, kwargs: Any) -> None:
+    def __init__(
+        self, layout: ReplicaLayout, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> None:
         self._layout = layout
-        self.mapped: list[Any] = []
+        self.mapped: list[jax.Array] = []
         self.mapped_scalars: list[bool] = []
-        self.whole: list[Any] = []
+        self.whole: list[jax.Array] = []
         self._is_mapped: list[bool] = []
-        # The object that an array given to all replicas came from, by its position.
-        self.origins: dict[int, Any] = {}
+        # The argument that each array of all replicas was made from, by its position.
+        self.sources: dict[int, jax.Array | np.ndarray] = {}
         self._skeleton = map_structure(self._add, (args, kwargs))
 
-    def _add(self, leaf: Any) -> Any:
+    def _add(self, leaf: Tree) -> Tree:
         start = len(self._is_mapped)
         if isinstance(leaf, Mirrored):
             leaf = leaf.values[0]
         if isinstance(leaf, PerReplica):
-            values = leaf.values if not isinstance(leaf, TracedPerReplica) else ()
+            values = leaf.values if leaf.is_split else ()
             if values and _are_one_python_value(values):
                 return values[0]
             stored = leaf.stored(self._layout)
@@ -222,7 +205,7 @@ class _Inputs:
             self._is_mapped += [True] * len(stored)
             return _Leaf(start, len(stored), leaf.treedef)
         if isinstance(leaf, jax.Array | np.ndarray):
-            self.origins[start] = leaf
+            self.sources[start] = leaf
             self.whole.append(jnp.asarray(leaf))
             self._is_mapped.append(False)
             return _Leaf(start, 1)
@@ -230,8 +213,8 @@ class _Inputs:
             return leaf.map_arrays(self._add)
         return leaf
 
-    def local_shapes(self) -> list[Any]:
-        """Returns what one replica gets, in argument order."""
+    def local_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of one replica's arguments, in order."""
         mapped = [
             jax.ShapeDtypeStruct(self._layout.local_shape(a.shape, s), a.dtype)
             for a, s in zip(self.mapped, self.mapped_scalars, strict=True)
@@ -239,15 +222,15 @@ class _Inputs:
         whole = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.whole]
         return self.in_order(mapped, whole)
 
-    def in_order(self, mapped: Any, whole: Any) -> list[Any]:
+    def in_order(self, mapped: Sequence[_T], whole: Sequence[_T]) -> list[_T]:
         """Interleaves the two kinds of arrays in argument order."""
         own, shared = iter(mapped), iter(whole)
         return [next(own) if is_mapped else next(shared) for is_mapped in self._is_mapped]
 
-    def for_replica(self, local: Any) -> Any:
+    def for_replica(self, local: Sequence[jax.Array]) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
         """Returns the arguments of one replica."""
 
-        def visit(leaf: Any) -> Any:
+        def visit(leaf: Tree) -> Tree:
             if isinstance(leaf, IndexedSlices):
                 return leaf.map_arrays(visit)
             if not isinstance(leaf, _Leaf):
@@ -259,21 +242,21 @@ class _Inputs:
 
 
 class _Outputs:
-    """What one replica returned, and how the values of all replicas are merged."""
+    """The results of one replica, and how those of all replicas are merged."""
 
-    def __init__(self, result: Any, local: Any, inputs: _Inputs) -> None:
-        self._arrays: list[Any] = []
+    def __init__(self, result: Tree, local: Sequence[jax.Array], inputs: _Inputs) -> None:
+        self._arrays: list[jax.Array] = []
         self._scalars: list[bool] = []
-        # Arrays that all replicas were given: what hands one back, hands back that object.
-        self._given = {id(local[i]): origin for i, origin in inputs.origins.items()}
+        # Arrays that all replicas were given; a replica that returns one returns that object.
+        self._given = {id(local[i]): source for i, source in inputs.sources.items()}
         self._skeleton = map_structure(self._record, result)
 
-    def take_arrays(self) -> list[Any]:
-        """Hands the traced arrays over; keeping them would leak the trace."""
+    def take_arrays(self) -> list[jax.Array]:
+        """Returns the traced arrays and drops them; keeping them would leak the trace."""
         arrays, self._arrays = self._arrays, []
         return arrays
 
-    def _record(self, leaf: Any) -> Any:
+    def _record(self, leaf: Tree) -> _Leaf | _Constant:
         if id(leaf) in self._given:
             return _Constant(self._given[id(leaf)])
         if isinstance(leaf, Mirrored):
@@ -289,10 +272,10 @@ class _Outputs:
             return _Leaf(start, len(children), treedef)
         return _Constant(leaf)
 
-    def merge(self, arrays: list[Any], layout: ReplicaLayout) -> Any:
+    def merge(self, arrays: list[jax.Array], layout: ReplicaLayout) -> Tree:
         """Returns the merged structure, around the arrays of all replicas."""
 
-        def visit(leaf: Any) -> Any:
+        def visit(leaf: Tree) -> Tree:
             if isinstance(leaf, _Constant):
                 return leaf.value
             end = leaf.index + leaf.count
@@ -307,10 +290,10 @@ class _Outputs:
 class _Constant:
     """Wraps a result that is the same object on all replicas."""
 
-    value: Any
+    value: object
 
 
-def _select(leaf: Any) -> Any:
+def _select(leaf: Tree) -> Tree:
     if isinstance(leaf, TracedPerReplica):
         return leaf.local
     if isinstance(leaf, Mirrored):
@@ -321,10 +304,10 @@ def _select(leaf: Any) -> Any:
     return leaf
 
 
-def _is_ragged(layout: ReplicaLayout, args: Any, kwargs: Any) -> bool:
+def _is_ragged(layout: ReplicaLayout, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> bool:
     """Tells whether arguments are arrays of different shapes on different replicas."""
     for leaf in leaves_of((args, kwargs)):
-        if isinstance(leaf, TracedPerReplica) or not isinstance(leaf, PerReplica):
+        if not isinstance(leaf, PerReplica) or isinstance(leaf, TracedPerReplica) or leaf.is_stored:
             continue
         is_arrays = all(is_array_like(x) for v in leaf.values for x in jax.tree.leaves(v))
         if is_arrays and leaf.stored(layout) is None:
@@ -332,7 +315,7 @@ def _is_ragged(layout: ReplicaLayout, args: Any, kwargs: Any) -> bool:
     return False
 
 
-def _are_one_python_value(values: Any) -> bool:
+def _are_one_python_value(values: Sequence[object]) -> bool:
     first = values[0]
     # Equal structures of arrays are arrays of each replica, and their `==` has no truth value.
     is_python = isinstance(first, int | float | bool) or not any(

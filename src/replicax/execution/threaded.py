@@ -1,11 +1,6 @@
 """The eager executor: replica code runs as ordinary Python, replica after replica.
 
-Note [Order of replicas]
-    Replica 0 runs up to its next `merge_call`, or to its end; then replica 1, and so on.
-    All replicas but the last have a thread each; the last one runs in the caller's
-    thread. When it reaches `merge_call`, all others are parked at theirs, so it calls
-    `merge_fn` at once, lets the others go on one after the other, and continues. Only
-    one thread runs at any time.
+See Note [Order of replicas] in contexts/rendezvous.py.
 """
 
 from __future__ import annotations
@@ -13,109 +8,103 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import queue
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import NamedTuple, TypeVar
+
+import jax
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import EagerReads
+from replicax.contexts.rendezvous import Rendezvous, different_calls, require_meeting
 from replicax.contexts.replica_context import ReplicaContext
 from replicax.execution import eager_collectives
 from replicax.execution.local_arguments import LocalArguments, explained_devices, localized
-from replicax.execution.replica_threads import replica_threads
 from replicax.foundation import devices, errors, jax_compat
-from replicax.values.layout import ReplicaLayout
+from replicax.foundation.options import CommunicationOptions, ReduceOp
+from replicax.foundation.types import Tree
 from replicax.values.regroup import map_structure, regroup, select
 
-_CHECK_S = 5.0
+_T = TypeVar("_T")
+_IDLE_S = 1.0
 
 
-class _Aborted(BaseException):
-    """Unwinds a parked replica after another one failed."""
+class _MergeCall(NamedTuple):
+    """The arguments of `merge_call` on one replica."""
 
-
-class _Replica:
-    """What one replica waits for and what it has come to."""
-
-    def __init__(self) -> None:
-        self.may_go = threading.Lock()
-        self.may_go.acquire()
-        self.parked = threading.Lock()
-        self.parked.acquire()
-        self.is_done = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-        # Set while the replica waits in merge_call.
-        self.call: tuple[Any, Any, Any] | None = None
-        self.answer: Any = None
+    merge_fn: Callable[..., Tree]
+    args: tuple[Tree, ...]
+    kwargs: dict[str, Tree]
 
 
 class ThreadedRun:
-    """One eager `run`: the executor that its replica code talks to."""
+    """One eager `run`; serves the calls across replicas of its replica code.
 
-    def __init__(self, strategy: Any, layout: ReplicaLayout, fn: Any, args: Any, kwargs: Any):
-        self._strategy = strategy
-        self._layout = layout
+    Args:
+      frame: The frame of the scope that `run` is called in.
+      fn: The replica code.
+      args: Its arguments on all replicas.
+      kwargs: Its keyword arguments on all replicas.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        fn: Callable[..., Tree],
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+    ) -> None:
+        assert frame.layout is not None
+        self._frame = frame
+        self._layout = frame.layout
         self._fn = fn
         self._args = args
         self._kwargs = kwargs
-        self.num_replicas = self._count = layout.num_replicas
-        self._others = [_Replica() for _ in range(self._count - 1)]
-        self._is_aborted = False
-        # What went wrong while replicas met. It reaches the caller even if the code of the
-        # replica in whose thread it happened would have caught it.
-        self._failure: BaseException | None = None
-        self._opened_at = frames.current().opened_at
+        self.num_replicas = self._layout.num_replicas
+        self._rendezvous = Rendezvous(self.num_replicas)
         self._given = LocalArguments()
         # Variables created in this run, by canonical name, and how many of each a replica
-        # has asked for.
-        self._created: dict[str, list[Any]] = {}
-        self._asked: list[dict[str, int]] = [{} for _ in range(self._count)]
+        # has requested.
+        self._created: dict[str, list[object]] = {}
+        self._requested: list[dict[str, int]] = [{} for _ in range(self.num_replicas)]
 
-    def run(self) -> Any:
-        """Runs all replicas and merges what they return."""
-        if frames.current().overlay is None and not jax_compat.is_eager():
+    def run(self) -> Tree:
+        """Runs all replicas and merges their results."""
+        if self._frame.overlay is None and not jax_compat.is_eager():
             raise errors.TracingError(
                 "`Strategy.run` inside a JAX transformation needs `rx.function`",
                 "the code runs under a bare jax.jit, jax.grad, jax.vmap or the like",
                 "Use `rx.function` in the place of jax.jit, and `rx.value_and_grad` in the "
                 "function that `run` calls.",
             )
-        caller_settings = jax_compat.caller_settings()
-        last = None
+        settings = jax_compat.caller_settings()
+        rendezvous = self._rendezvous
+        results: list[Tree] = [None] * self.num_replicas
         try:
-            for i, replica in enumerate(self._others):
+            for i in range(self.num_replicas - 1):
                 context = contextvars.copy_context()
-                job = _bind(context.run, self._thread_body, i, replica, caller_settings)
-                replica_threads.start(job)
-                self._wait_parked(replica)
-            last = self._call(self._count - 1)
-            for i, replica in enumerate(self._others):
-                if not replica.is_done and self._failure is None:
-                    raise _different_numbers(i)
+
+                def body(i: int = i) -> None:
+                    with jax_compat.settings(settings):
+                        results[i] = self._call(i)
+
+                start = functools.partial(_start_in, context)
+                rendezvous.follow(i, start, body)
+            results[-1] = self._call(self.num_replicas - 1)
+            rendezvous.finish()
         except BaseException as error:
-            self._abort()
-            if self._failure is None or self._failure is error:
+            rendezvous.abort()
+            if rendezvous.failure is None or rendezvous.failure is error:
                 raise
-        if self._failure is not None:
-            self._abort()
-            raise self._failure
-        results = [replica.result for replica in self._others] + [last]
+        if rendezvous.failure is not None:
+            rendezvous.abort()
+            raise rendezvous.failure
         return self._regrouped(results)
 
-    def _thread_body(self, i: int, replica: _Replica, caller_settings: Any) -> None:
-        try:
-            with jax_compat.settings(caller_settings):
-                replica.result = self._call(i)
-            replica.is_done = True
-        except BaseException as error:
-            replica.error = error
-        finally:
-            replica.parked.release()
-
-    def _call(self, i: int) -> Any:
+    def _call(self, i: int) -> Tree:
         with EagerReads() as reads, self._replica_frame(i, reads):
             args, kwargs = map_structure(
                 lambda leaf: self._localize(i, leaf), select(i, (self._args, self._kwargs))
@@ -125,181 +114,172 @@ class ThreadedRun:
 
     @contextlib.contextmanager
     def _replica_frame(self, i: int, reads: EagerReads) -> Iterator[None]:
-        context = ReplicaContext(self._strategy, self._layout.replica_ids[i])
-        frame = Frame(
+        frame = self._frame.entered(
             Mode.REPLICA,
-            self._strategy,
-            self._layout,
             replica_id=i,
-            replica_context=context,
+            replica_context=ReplicaContext(self._frame.strategy, self._layout.replica_ids[i]),
             executor=self,
+            rendezvous=self._rendezvous,
             eager_reads=reads,
-            opened_at=self._opened_at,
         )
         with devices.device(self._layout.devices[i]), frames.pushed(frame):
             yield
 
-    def _localize(self, i: int, leaf: Any) -> Any:
-        """Makes an array that is bound to devices usable on this replica's device."""
+    def _localize(self, i: int, leaf: Tree) -> Tree:
+        """Makes an array that is committed to devices usable on this replica's device."""
         return self._given.localize(leaf, self._layout.devices[i])
 
-    def _regrouped(self, values: list[Any]) -> Any:
-        """Merges one structure per replica; what all were given and hand back stays one."""
+    def _regrouped(self, values: list[Tree]) -> Tree:
+        """Merges one structure per replica; arguments that all replicas return stay one object."""
         values = [self._given.originals(value) for value in values]
         return regroup(values, self._layout, own=self._own)
 
-    def _own(self, i: int, leaf: Any) -> Any:
-        """Brings what one replica computed on another device to its own."""
+    def _own(self, i: int, leaf: Tree) -> Tree:
+        """Copies what one replica computed on another device to its own."""
         return localized(leaf, self._layout.devices[i])
 
-    # The part that replica code talks to.
+    # Calls of replica code.
 
-    def merge_call(self, merge_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def merge_call(
+        self, merge_fn: Callable[..., Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
         frame = frames.current()
-        self._require_meeting(frame)
-        replica_id = frame.replica_id
-        assert replica_id is not None
-        if frame.eager_reads is not None:
+        replica_id = self._require_meeting(frame)
+        reads = frame.eager_reads
+        if reads is not None:
             # What this replica traced for itself is not for the replicas that run meanwhile.
-            frame.eager_reads.renew()
-        if replica_id < self._count - 1:
-            answer = self._park(self._others[replica_id], (merge_fn, args, kwargs))
+            reads.renew()
+        meeting = self._rendezvous.arrive(replica_id, _MergeCall(merge_fn, args, kwargs))
+        if meeting is None:
+            result = self._rendezvous.result_of(replica_id)
         else:
-            answer = self._meet(merge_fn, args, kwargs)
-        answer = map_structure(lambda leaf: self._localize(replica_id, leaf), answer)
-        if frame.eager_reads is not None:
-            frame.eager_reads.renew()
-        return answer
+            with self._rendezvous.acting(meeting):
+                merged = self._merge(meeting.calls)
+                meeting.results = [select(i, merged) for i in range(self.num_replicas)]
+            result = meeting.results[replica_id]
+        result = map_structure(lambda leaf: self._localize(replica_id, leaf), result)
+        if reads is not None:
+            reads.renew()
+        return result
 
-    def _require_meeting(self, frame: Frame) -> None:
-        """Raises where replicas cannot meet."""
-        if frame.overlay is not None and not frame.overlay.meets_other_replicas:
-            raise errors.ContextError(
-                "`merge_call` needs values of its own, not values that are being differentiated",
-                "it is called inside `rx.value_and_grad` in eager replica code",
-                "Call it after the gradient, use `all_reduce`, or compile the step with "
-                "`rx.function`.",
-            )
-        if frames.current().overlay is None and not jax_compat.is_eager():
-            raise errors.TracingError(
-                "Replicas that run eagerly can meet only outside of JAX transformations",
-                "`merge_call` is called inside a jax.jit, scan, vmap or grad",
-                "Compile the whole step with `rx.function` instead.",
-            )
+    def _require_meeting(self, frame: Frame) -> int:
+        """Returns the running replica, or raises where replicas cannot meet."""
+        return require_meeting(frame)
 
-    def all_reduce(self, op: Any, value: Any, options: Any) -> Any:
+    def _merge(self, calls: list[_MergeCall]) -> Tree:
+        first = calls[0]
+        for i, call in enumerate(calls):
+            if not isinstance(call, _MergeCall) or not _is_same_function(
+                call.merge_fn, first.merge_fn
+            ):
+                raise different_calls(i, _shown(first), _shown(call))
+        args, kwargs = self._regrouped([(call.args, call.kwargs) for call in calls])
+        with self._merge_frame():
+            return first.merge_fn(self._frame.strategy, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _merge_frame(self) -> Iterator[None]:
+        frame = self._frame.entered(Mode.CROSS_REPLICA)
+        with frames.pushed(frame), devices.device(self._layout.devices[0]):
+            yield
+
+    def all_reduce(self, op: ReduceOp, value: Tree, options: CommunicationOptions | None) -> Tree:
         return eager_collectives.all_reduce(self, op, value, options)
 
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def all_gather(self, value: object, axis: int) -> jax.Array:
         return eager_collectives.all_gather(self, value, axis)
 
-    def shared_variable(self, name: str, create: Callable[[], Any]) -> Any:
-        """Creates a variable in replica 0 and hands it to the other replicas."""
+    def shared_variable(self, name: str, create: Callable[[], _T]) -> _T:
+        """Creates a variable in replica 0; the other replicas get the same one."""
         canonical = re.sub(r"(_\d+)+$", "", name)
         replica_id = frames.current().replica_id
         assert replica_id is not None
-        asked = self._asked[replica_id]
-        index = asked.get(canonical, 0)
-        asked[canonical] = index + 1
+        requested = self._requested[replica_id]
+        index = requested.get(canonical, 0)
+        requested[canonical] = index + 1
         made = self._created.setdefault(canonical, [])
         if replica_id == 0:
             made.append(create())
         if index >= len(made):
+            names = sorted(getattr(v, "name", "") for vs in self._created.values() for v in vs)
             raise errors.ContextError(
                 "All replicas must create the same variables",
-                f"replica {replica_id} creates {name!r} and replica 0 did not (it made "
-                f"{sorted(v.name for vs in self._created.values() for v in vs)})",
+                f"replica {replica_id} creates {name!r} and replica 0 did not (it made {names})",
                 "Give a variable one name on all replicas, up to a number at its end.",
             )
-        return made[index]
-
-    def _park(self, replica: _Replica, call: tuple[Any, Any, Any]) -> Any:
-        if self._is_aborted:
-            raise _Aborted
-        replica.call = call
-        replica.parked.release()
-        while not replica.may_go.acquire(timeout=_CHECK_S):
-            pass
-        if self._is_aborted:
-            raise _Aborted
-        answer, replica.answer = replica.answer, None
-        return answer
-
-    def _meet(self, merge_fn: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            return self._merge(merge_fn, args, kwargs)
-        except BaseException as error:
-            self._failure = error
-            raise _Aborted from error
-
-    def _merge(self, merge_fn: Any, args: Any, kwargs: Any) -> Any:
-        calls: list[tuple[Any, Any, Any]] = []
-        for i, replica in enumerate(self._others):
-            if replica.call is None:
-                raise _different_numbers(i)
-            calls.append(replica.call)
-        calls.append((merge_fn, args, kwargs))
-        for i, call in enumerate(calls):
-            if not _is_same_function(call[0], calls[0][0]):
-                raise errors.ContextError(
-                    "All replicas must pass the same function to `merge_call`",
-                    f"replica 0 passed {calls[0][0]} and replica {i} passed {call[0]}",
-                    "Choose the function outside of replica code.",
-                )
-        merged_args, merged_kwargs = self._regrouped([(call[1], call[2]) for call in calls])
-        with self._merge_frame():
-            result = calls[0][0](self._strategy, *merged_args, **merged_kwargs)
-        for i, replica in enumerate(self._others):
-            replica.call = None
-            replica.answer = select(i, result)
-            replica.may_go.release()
-            self._wait_parked(replica)
-        return select(self._count - 1, result)
-
-    @contextlib.contextmanager
-    def _merge_frame(self) -> Iterator[None]:
-        frame = Frame(Mode.CROSS_REPLICA, self._strategy, self._layout, opened_at=self._opened_at)
-        with frames.pushed(frame), devices.device(self._layout.devices[0]):
-            yield
-
-    def _wait_parked(self, replica: _Replica) -> None:
-        while not replica.parked.acquire(timeout=_CHECK_S):
-            pass
-        if replica.error is not None:
-            raise replica.error
-
-    def _abort(self) -> None:
-        """Lets every parked replica unwind, and waits until it has."""
-        self._is_aborted = True
-        for replica in self._others:
-            if replica.call is not None and replica.error is None and not replica.is_done:
-                replica.call = None
-                replica.may_go.release()
-                replica.parked.acquire(timeout=_CHECK_S)
+        return made[index]  # type: ignore[return-value]
 
 
-def _bind(fn: Callable[..., Any], *args: Any) -> Callable[[], None]:
-    return lambda: fn(*args)
+class ReplicaThreads:
+    """Keeps a few idle threads for a moment, so that a training loop does not start new ones."""
+
+    def __init__(self) -> None:
+        # Protects `_idle`. No other lock is taken while it is held.
+        self._lock = threading.Lock()
+        self._idle: list[_ReplicaThread] = []
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Runs a job on an idle thread, or on a new one."""
+        with self._lock:
+            thread = self._idle.pop() if self._idle else None
+        if thread is None:
+            thread = _ReplicaThread(self)
+            thread.start()
+        thread.jobs.put(job)
+
+    def take_back(self, thread: _ReplicaThread) -> None:
+        """Adds a thread to the idle ones."""
+        with self._lock:
+            self._idle.append(thread)
+
+    def retire(self, thread: _ReplicaThread) -> bool:
+        """Removes an idle thread, which then ends; returns False if it has got a job."""
+        with self._lock:
+            if thread in self._idle:
+                self._idle.remove(thread)
+                return True
+            return False
 
 
-def _is_same_function(one: Any, other: Any) -> bool:
-    """Tells whether two functions are one definition, made anew by each replica perhaps."""
+class _ReplicaThread(threading.Thread):
+    def __init__(self, owner: ReplicaThreads) -> None:
+        super().__init__(name="replicax-replica", daemon=True)
+        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._owner = owner
+
+    def run(self) -> None:
+        while True:
+            try:
+                job = self.jobs.get(timeout=_IDLE_S)
+            except queue.Empty:
+                if self._owner.retire(self):
+                    return
+                continue
+            job()
+            del job
+            self._owner.take_back(self)
+
+
+replica_threads = ReplicaThreads()
+
+
+def _start_in(context: contextvars.Context, job: Callable[[], None]) -> None:
+    replica_threads.start(functools.partial(context.run, job))
+
+
+def _shown(call: object) -> object:
+    return call.merge_fn if isinstance(call, _MergeCall) else call
+
+
+def _is_same_function(one: object, other: object) -> bool:
+    """Tells whether two functions have one definition, perhaps evaluated by each replica."""
     if one is other or one == other:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, functools.partial):
+    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
         return _is_same_function(one.func, other.func)
     inner = getattr(one, "python_function", None)
     if inner is not None:
-        return _is_same_function(inner, other.python_function)
+        return _is_same_function(inner, getattr(other, "python_function", None))
     return getattr(one, "__code__", one) is getattr(other, "__code__", other)
-
-
-def _different_numbers(replica_id: int) -> errors.ContextError:
-    return errors.ContextError(
-        "All replicas must call `merge_call` (all_reduce, all_gather, assign of an "
-        "aggregated variable) equally often",
-        f"replica {replica_id} made another number of calls than the last one",
-        "Do not let such calls depend on the replica id.",
-    )

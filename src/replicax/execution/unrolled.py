@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
-from replicax.contexts.overlay import EagerReads, Overlay, View
+from replicax.contexts.overlay import EagerReads, Overlay, TracedState, View
 from replicax.contexts.replica_context import ReplicaContext
 from replicax.execution import eager_collectives
 from replicax.execution.threaded import ThreadedRun
 from replicax.foundation import jax_compat
+from replicax.foundation.options import CommunicationOptions, ReduceOp
+from replicax.foundation.types import Tree
 from replicax.tracing import signature
-from replicax.values.layout import ReplicaLayout
 from replicax.values.regroup import leaves_of, map_structure
 
 
@@ -35,7 +36,7 @@ class ReplicaOverlay(Overlay):
         self._replica_id = replica_id
 
     @override
-    def read(self, variable: Any) -> Any:
+    def read(self, variable: TracedState) -> Tree:
         if variable in self.values:
             return self.values[variable]
         assert self.parent is not None
@@ -43,31 +44,31 @@ class ReplicaOverlay(Overlay):
         if not variable.is_per_replica:
             return value
         with jax_compat.in_trace(self.parent.trace):
-            return variable.layout.component(value, self._replica_id, not variable.shape)
+            return variable.replicas.component(value, self._replica_id, not variable.shape)
 
     def flush(self) -> None:
-        """Hands what this replica wrote to its own copies to the trace around it."""
+        """Writes the new values of this replica's copies into the trace around it."""
         assert self.parent is not None
         for variable, value in self.values.items():
             if variable.is_per_replica:
                 stored = self.parent.read(variable)
                 is_scalar = not variable.shape
-                layout = variable.layout
+                layout = variable.replicas
                 value = layout.with_component(stored, self._replica_id, is_scalar, value)
             self.parent.write(variable, value)
         self.values = {}
 
 
-def _with_own_results(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _with_own_results(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     """Makes replicas return arrays of their own, also where they computed one together.
 
-    What all replicas were given and hand back stays one value.
+    An argument of all replicas that they return stays one value.
     """
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Tree, **kwargs: Tree) -> Tree:
         given = {id(leaf) for leaf in leaves_of((args, kwargs))}
 
-        def own(leaf: Any) -> Any:
+        def own(leaf: Tree) -> Tree:
             is_new = jax_compat.is_traced(leaf) and id(leaf) not in given
             return jnp.copy(leaf) if is_new else leaf
 
@@ -79,15 +80,20 @@ def _with_own_results(fn: Callable[..., Any]) -> Callable[..., Any]:
 class UnrolledRun(ThreadedRun):
     """One `run` inside a function that is being compiled, replica by replica."""
 
-    def __init__(self, strategy: Any, layout: ReplicaLayout, fn: Any, args: Any, kwargs: Any):
-        super().__init__(strategy, layout, _with_own_results(fn), args, kwargs)
-        outer = frames.current().overlay
-        assert outer is not None
-        self._outer: Overlay = outer
-        self._overlays = [ReplicaOverlay(outer, i) for i in range(layout.num_replicas)]
+    def __init__(
+        self,
+        frame: Frame,
+        fn: Callable[..., Tree],
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+    ) -> None:
+        super().__init__(frame, _with_own_results(fn), args, kwargs)
+        assert frame.overlay is not None
+        self._outer: Overlay = frame.overlay
+        self._overlays = [ReplicaOverlay(self._outer, i) for i in range(self.num_replicas)]
 
     @override
-    def run(self) -> Any:
+    def run(self) -> Tree:
         result = super().run()
         self._flush()
         return result
@@ -99,15 +105,12 @@ class UnrolledRun(ThreadedRun):
     @contextlib.contextmanager
     @override
     def _replica_frame(self, i: int, reads: EagerReads) -> Iterator[None]:
-        frame = Frame(
+        frame = self._frame.entered(
             Mode.REPLICA,
-            self._strategy,
-            self._layout,
             replica_id=i,
-            replica_context=ReplicaContext(self._strategy, self._layout.replica_ids[i]),
+            replica_context=ReplicaContext(self._frame.strategy, self._layout.replica_ids[i]),
             executor=self,
             overlay=self._overlays[i],
-            opened_at=self._opened_at,
         )
         # The thread of a replica has no trace of its own.
         with (
@@ -118,40 +121,35 @@ class UnrolledRun(ThreadedRun):
             yield
 
     @override
-    def _localize(self, i: int, leaf: Any) -> Any:
+    def _localize(self, i: int, leaf: Tree) -> Tree:
         return leaf
 
     @override
-    def _own(self, i: int, leaf: Any) -> Any:
+    def _own(self, i: int, leaf: Tree) -> Tree:
         return leaf
 
     @override
-    def _require_meeting(self, frame: Frame) -> None:
+    def _require_meeting(self, frame: Frame) -> int:
         overlay = frame.overlay
         if overlay not in self._overlays or not overlay.is_current_trace():
             # Inside a gradient or a loop: only eager code meets there.
             raise signature.Ragged
+        assert frame.replica_id is not None
+        return frame.replica_id
 
     @contextlib.contextmanager
     @override
     def _merge_frame(self) -> Iterator[None]:
         self._flush()
-        frame = Frame(
-            Mode.CROSS_REPLICA,
-            self._strategy,
-            self._layout,
-            overlay=self._outer,
-            opened_at=self._opened_at,
-        )
-        with frames.pushed(frame):
+        with frames.pushed(self._frame.entered(Mode.CROSS_REPLICA, overlay=self._outer)):
             yield
 
     @override
-    def all_reduce(self, op: Any, value: Any, options: Any) -> Any:
+    def all_reduce(self, op: ReduceOp, value: Tree, options: CommunicationOptions | None) -> Tree:
         self._require_meeting(frames.current())
-        return eager_collectives.exchange_reduced(self, op, value, options)
+        return eager_collectives.reduce_in_trace(self, op, value, options)
 
     @override
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def all_gather(self, value: object, axis: int) -> jax.Array:
         self._require_meeting(frames.current())
-        return eager_collectives.exchange_gathered(self, value, axis)
+        return eager_collectives.gather_in_trace(self, value, axis)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.contexts import frames
-from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.frames import Frame, Mode, StrategyHooks
 from replicax.contexts.overlay import Change, View
 from replicax.exporting import structures
 from replicax.foundation import errors, jax_compat
@@ -63,7 +63,11 @@ _programs: weakref.WeakKeyDictionary[Any, dict[Any, PortableProgram]] = weakref.
 
 
 def portable(
-    fn: Callable[..., Any], specs: Sequence[Any], name: str, frame: Frame, owners: list[Any]
+    fn: Callable[..., Any],
+    specs: Sequence[Any],
+    name: str,
+    frame: Frame,
+    owners: list[StrategyHooks],
 ) -> PortableProgram:
     """Returns the portable program of a function, traced the first time it is asked for.
 
@@ -72,7 +76,7 @@ def portable(
       specs: One TensorSpec, or structure of them, per argument.
       name: What to call the function in messages.
       frame: Where code stands that runs alone, under no strategy.
-      owners: The strategies of ON_READ variables, which replica code may write.
+      owners: The owners of ON_READ variables, which replica code may write.
     """
     arguments, shapes = _described_arguments(specs, name)
     key = (json.dumps(arguments), jax_compat.caller_settings())
@@ -145,7 +149,7 @@ def _trace(
     arguments: structures.Described,
     shapes: list[jax.ShapeDtypeStruct],
     frame: Frame,
-    owners: list[Any],
+    owners: list[StrategyHooks],
 ) -> PortableProgram:
     python_function = fn.python_function if isinstance(fn, Function) else fn
     try:
@@ -168,11 +172,13 @@ def _trace(
     return PortableProgram(blob, tuple(captured.variables), tuple(captured.written), facts | more)
 
 
-def _replica_frame(frame: Frame, strategy: Any) -> Frame:
+def _replica_frame(frame: Frame, owner: StrategyHooks) -> Frame:
     """Returns the frame of the only replica; see Note [One replica]."""
     return Frame(
         Mode.REPLICA,
-        strategy,
+        owner,
+        None,
+        frame.reducer,
         replica_context=frame.replica_context,
         executor=frame.executor,
     )

@@ -116,8 +116,8 @@ def _key(fn: Callable[..., Any], specs: Any) -> tuple[int, str]:
 def _programs(
     functions: list[tuple[Callable[..., Any], Any]], graph: ObjectGraph, frame: Frame
 ) -> list[PortableProgram]:
-    found = [v.owner.container_strategy for v in graph.variables if v.is_per_replica]
-    owners = list({id(strategy): strategy for strategy in found}.values())
+    found = [v.owner for v in graph.variables if v.is_per_replica and v.owner is not None]
+    owners = list({id(owner): owner for owner in found}.values())
     programs: list[PortableProgram] = []
     for fn, specs in functions:
         inner = getattr(fn, "python_function", None)

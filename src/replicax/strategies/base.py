@@ -1,31 +1,30 @@
-"""`Strategy`: what users hold; a thin face over `StrategyExtended`."""
+"""`Strategy`: the public API of a strategy, over its `StrategyExtended`."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self, overload
+from typing import Any, NoReturn, Self, overload
 
 import jax
 from jax.typing import ArrayLike
 
 from replicax.contexts import frames, guards
-from replicax.contexts.replica_context import ValueContext
+from replicax.contexts.replica_context import ReplicaContext, ValueContext
 from replicax.foundation import devices, errors, tracebacks
 from replicax.foundation.notebook import html_table
 from replicax.foundation.options import ReduceOp, RunOptions, resolve_reduce_op
-from replicax.input.distributed import DistributedDataset
+from replicax.foundation.types import Tree
 from replicax.input.input_context import InputContext, InputOptions
-from replicax.strategies import reductions
 from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.scope import Scope, entered
 from replicax.values import printing
 from replicax.values.distributed_values import DistributedValues
 from replicax.values.regroup import map_structure
 
-# What `axis` is if it was forgotten: None says something else.
-_REQUIRED = object()
+# The default of `axis`, which is required; None is one of its values.
+_REQUIRED: Any = object()
 
 
 class Strategy:
@@ -68,12 +67,12 @@ class Strategy:
 
     def run(
         self,
-        fn: Callable[..., Any],
-        args: list[Any] | tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., Tree],
+        args: list[Tree] | tuple[Tree, ...] = (),
+        kwargs: Mapping[str, Tree] | None = None,
         options: RunOptions | None = None,
-    ) -> Any:
-        """Calls `fn` once per replica and merges what the calls return.
+    ) -> Tree:
+        """Calls `fn` once per replica and merges the results.
 
         Distributed values in the arguments are replaced by each replica's component. An
         `rx.function`, or any function inside one, is compiled into one program.
@@ -115,9 +114,14 @@ class Strategy:
     ) -> jax.Array: ...
     @overload
     def reduce(
-        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
-    ) -> Any: ...
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = _REQUIRED) -> Any:
+        self, reduce_op: ReduceOp | str, value: Tree, axis: int | Sequence[int] | None
+    ) -> Tree: ...
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Tree,
+        axis: int | Sequence[int] | None = _REQUIRED,
+    ) -> Tree:
         """Combines a per-replica value into one array on the current device.
 
         Args:
@@ -138,46 +142,39 @@ class Strategy:
         guards.require_cross_replica(
             "Strategy.reduce", "Use `rx.get_replica_context().all_reduce(...)` there."
         )
-        count = self.num_replicas_in_sync
+        device = devices.current()
         with entered(self, "reduce"):
-
-            def reduce_leaf(leaf: Any) -> Any:
-                divisor = None
-                how = op
-                if axis is not None:
-                    leaf, how, divisor = reductions.reduce_along(op, leaf, axis, count)
-                pairs = [(leaf, (devices.current(),))]
-                total = self._extended.batch_reduce(how, pairs, None)[0]
-                return total if divisor is None else total / divisor
-
-            return map_structure(reduce_leaf, value)
+            return map_structure(
+                lambda leaf: self._extended.reductions.reduce_along(op, leaf, axis, device), value
+            )
 
     @overload
     def gather(self, value: DistributedValues | ArrayLike, axis: int) -> jax.Array: ...
     @overload
-    def gather(self, value: Any, axis: int) -> Any: ...
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: Tree, axis: int) -> Tree: ...
+    def gather(self, value: Tree, axis: int) -> Tree:
         """Concatenates a per-replica value along `axis`, on the current device."""
         guards.require_cross_replica(
             "Strategy.gather", "Use `rx.get_replica_context().all_gather(...)` there."
         )
         with entered(self, "gather"):
-            return map_structure(lambda leaf: self._extended.gather_components(leaf, axis), value)
+            gather, device = self._extended.reductions.gather, devices.current()
+            return map_structure(lambda leaf: gather(leaf, axis, device), value)
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: Tree) -> tuple[Tree, ...]:
         """Returns the components of a distributed value, or a tuple of the value itself."""
         return self._extended.local_results(value)
 
     def experimental_distribute_values_from_function(
-        self, value_fn: Callable[[ValueContext], Any]
-    ) -> Any:
+        self, value_fn: Callable[[ValueContext], Tree]
+    ) -> Tree:
         """Makes a distributed value from one call of `value_fn` per replica."""
         guards.require_cross_replica("experimental_distribute_values_from_function")
         return self._extended.values_from_function(value_fn)
 
     def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None
-    ) -> DistributedDataset | Any:
+        self, dataset: object, options: InputOptions | None = None
+    ) -> Any:
         """Cuts the global batches of a dataset into one part per replica.
 
         Parts differ by at most one row; a replica without rows gets an empty part. Batches
@@ -200,11 +197,11 @@ class Strategy:
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
-    ) -> DistributedDataset | Any:
+    ) -> Any:
         """Feeds the replicas from a dataset that `dataset_fn` makes: one batch per replica.
 
-        Nothing is batched, cut or sharded: `dataset_fn` does that, with what the
-        `InputContext` tells it.
+        Nothing is batched, cut or sharded: `dataset_fn` does that, according to its
+        `InputContext`.
 
         Args:
           dataset_fn: Takes an `InputContext` and returns a dataset of per-replica batches.
@@ -226,27 +223,27 @@ class Strategy:
         if not frame.is_default:
             guards.require_cross_replica(api)
 
-    def unwrap(self, value: Any) -> list[Any]:
+    def unwrap(self, value: Tree) -> list[Tree]:
         """Returns the components of a distributed value as a list."""
         return list(self.experimental_local_results(value))
 
-    def group(self, value: Any, name: str | None = None) -> None:
+    def group(self, value: Tree, name: str | None = None) -> None:
         """Waits until all components of a value are computed."""
         del name
         jax.block_until_ready(self.unwrap(value))
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+    def colocate_vars_with(self, colocate_with_variable: object) -> AbstractContextManager[None]:
         """Returns `extended.colocate_vars_with(colocate_with_variable)`."""
         return self._extended.colocate_vars_with(colocate_with_variable)
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> NoReturn:
         raise errors.ContextError(
             "Only copy.deepcopy can copy a strategy",
             "copy.copy was called",
             "Use copy.deepcopy, or make a new strategy.",
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         clone = object.__new__(type(self))
         memo[id(self)] = clone
         clone.__dict__.update(self.__dict__)
@@ -254,8 +251,11 @@ class Strategy:
         clone._extended.relink(clone)
         return clone
 
+    def _enter_replica_context(self, context: ReplicaContext) -> AbstractContextManager[None]:
+        return self._extended.enter_replica_context(context)
+
     def _facts(self) -> dict[str, str]:
-        """What a person wants to know, the most important fact first."""
+        """Returns what `repr` shows, the most important fact first."""
         extended = self._extended
         try:
             facts = {"replicas": f"{self.num_replicas_in_sync:,}"}

@@ -1,18 +1,22 @@
-"""The default strategy, in force outside of every scope, and the questions about now."""
+"""The default strategy, current outside of every scope, and functions about the current one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, final
 
 from typing_extensions import override
 
 from replicax.contexts import frames, guards
 from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.overlay import Overlay
 from replicax.contexts.replica_context import ReplicaContext, ValueContext
 from replicax.execution.single import SingleExecutor
 from replicax.foundation import errors
-from replicax.input.input_context import InputContext, checked_options
+from replicax.foundation.options import CommunicationOptions, ReduceOp
+from replicax.foundation.types import Tree
+from replicax.input.input_context import InputContext, InputOptions, checked_options
 from replicax.strategies.base import Strategy
 from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.updating import (
@@ -38,8 +42,8 @@ class DefaultExtended(StrategyExtended):
     def worker_devices(self) -> tuple[str, ...]:
         raise errors.ContextError(
             "`worker_devices` needs a strategy",
-            "the default strategy is in force, which has no devices of its own",
-            "Ask a strategy such as rx.MirroredStrategy().",
+            "the default strategy is current, which has no devices of its own",
+            "Use a strategy such as rx.MirroredStrategy().",
         )
 
     @property
@@ -50,33 +54,48 @@ class DefaultExtended(StrategyExtended):
     @override
     def scope_frame(self, location: str) -> Frame:
         """Stays in the replica context that the default strategy always is in."""
-        return Frame(
+        return self._frame(_context, frames.current().overlay, is_scope=True, opened_at=location)
+
+    def _frame(
+        self,
+        context: ReplicaContext,
+        overlay: Overlay | None = None,
+        is_scope: bool = False,
+        opened_at: str = "",
+    ) -> Frame:
+        executor = SingleExecutor()
+        executor.frame = Frame(
             Mode.REPLICA,
-            self.container_strategy,
-            replica_context=_context,
-            executor=SingleExecutor(self.container_strategy, None),
-            overlay=frames.current().overlay,
-            is_scope=True,
+            self,
+            None,
+            self.reductions.ops,
+            replica_context=context,
+            executor=executor,
+            overlay=overlay,
+            is_scope=is_scope,
             is_default=True,
-            opened_at=location,
+            opened_at=opened_at,
         )
+        return executor.frame
 
     @override
-    def values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+    def values_from_function(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
         return value_fn(ValueContext())
 
     @override
-    def distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def distribute_dataset(self, dataset: object, options: InputOptions | None) -> Any:
         checked_options(options, is_from_function=False)
         return dataset
 
     @override
-    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
+    ) -> Any:
         checked_options(options, is_from_function=True)
         return dataset_fn(InputContext())
 
     @override
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast_to(self, tensor: object, destinations: object) -> Tree:
         guards.require_same_strategy("extended.broadcast_to", self.container_strategy)
         if destinations is not None:
             raise errors.UnsupportedError(
@@ -87,7 +106,7 @@ class DefaultExtended(StrategyExtended):
         return tensor
 
     @override
-    def creator(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    def creator(self, next_creator: creators.Creator, **kwargs: Any) -> Any:
         frame = frames.current()
         if not frame.is_default:
             raise errors.ContextError(
@@ -98,93 +117,98 @@ class DefaultExtended(StrategyExtended):
         return next_creator(**kwargs)
 
     @override
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
-        def creator(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    def colocate_vars_with(self, colocate_with_variable: object) -> AbstractContextManager[None]:
+        def creator(next_creator: creators.Creator, **kwargs: Any) -> Any:
             return next_creator(**kwargs)
 
         return creators.variable_creator_scope(creator)
 
     @override
-    def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
         return min(var_list, key=lambda v: v.name)
 
     @override
-    def _require_updatable(self, var: Any) -> None:
+    def _require_updatable(self, var: object) -> Variable:
         if not isinstance(var, Variable):
             raise errors.InvalidArgumentError(
                 "`extended.update` needs a variable", f"it got {var!r}", "Pass an rx.Variable."
             )
+        return var
 
     @override
     def update(
         self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        var: object,
+        fn: Callable[..., Tree],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
         group: bool = True,
-    ) -> Any:
-        strategy = self.container_strategy
-        guards.require_same_strategy("extended.update", strategy)
-        self._require_updatable(var)
+    ) -> Tree:
+        guards.require_same_strategy("extended.update", self.container_strategy)
+        variable = self._require_updatable(var)
         arguments = (tuple(args), dict(kwargs or {}))
         refuse_per_replica("extended.update", arguments)
-        return update_variable(strategy, var, fn, *arguments, group)
+        return update_variable(self.own_frame(), variable, fn, *arguments, group)
 
     @override
     def update_non_slot(
         self,
-        colocate_with: Any,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        colocate_with: object,
+        fn: Callable[..., Tree],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Tree:
         del colocate_with
-        strategy = self.container_strategy
-        guards.require_same_strategy("extended.update_non_slot", strategy)
+        guards.require_same_strategy("extended.update_non_slot", self.container_strategy)
         arguments = (tuple(args), dict(kwargs or {}))
         refuse_per_replica("extended.update_non_slot", arguments)
-        return update_on_devices(strategy, None, [None], fn, *arguments, group)  # type: ignore[list-item]
+        return update_on_devices(self.own_frame(), [None], fn, *arguments, group)
 
     @override
-    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: object,
+        destinations: object,
+        options: CommunicationOptions | None = None,
+    ) -> Tree:
         return self.container_strategy.reduce(reduce_op, value, axis=None)
 
 
 @final
 class DefaultStrategy(Strategy):
-    """The strategy of code that knows nothing about strategies."""
+    """The strategy of code outside of every scope."""
 
     def __init__(self) -> None:
         super().__init__(DefaultExtended(self))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    @property
+    @override
+    def extended(self) -> DefaultExtended:
+        assert isinstance(self._extended, DefaultExtended)
+        return self._extended
+
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise errors.ContextError(
-            "There is one default strategy", "a copy was asked for", "Use it as it is."
+            "There is one default strategy", "copy.deepcopy was called", "Use it as it is."
         )
 
 
 _default = DefaultStrategy()
 _context = ReplicaContext(_default, 0)
-frames.set_default(
-    Frame(
-        Mode.REPLICA,
-        _default,
-        replica_context=_context,
-        executor=SingleExecutor(_default, None),
-        is_default=True,
-    )
-)
+frames.set_default(_default.extended._frame(_context))
 
 
 def get_strategy() -> Strategy:
-    """Returns the strategy in force; the default one outside of every scope."""
-    return frames.current().strategy
+    """Returns the current strategy; the default one outside of every scope."""
+    strategy = frames.current().strategy
+    assert isinstance(strategy, Strategy)
+    return strategy
 
 
 def has_strategy() -> bool:
-    """Tells whether a strategy other than the default one is in force.
+    """Tells whether a strategy other than the default one is current.
 
     >>> has_strategy()
     False

@@ -1,31 +1,28 @@
-"""`StrategyExtended`: all logic of a strategy; a new strategy is a subclass of this."""
+"""`StrategyExtended`: all logic of a strategy, composed of parts; a new strategy subclasses it."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from replicax.collectives.arguments import resolve_destinations, resolve_pairs
 from replicax.collectives.cross_device_ops import CollectiveAllReduce, CrossDeviceOps
-from replicax.collectives.destinations import resolve_destinations, resolve_pairs
 from replicax.contexts import frames, guards
-from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.frames import Frame, Mode, Strategy
 from replicax.contexts.replica_context import ReplicaContext, ValueContext
-from replicax.execution import spmd
-from replicax.execution.entered_replica import entered_replica
-from replicax.execution.single import run_single
-from replicax.execution.threaded import ThreadedRun
+from replicax.execution.executor import Executor
 from replicax.foundation import devices, errors
 from replicax.foundation.jax_compat import Device
-from replicax.foundation.options import ReduceOp, resolve_reduce_op
-from replicax.input import distribution
-from replicax.input.input_context import InputContext
-from replicax.strategies import components, reductions, updating
-from replicax.tracing.function import Function
-from replicax.tracing.program import note_layout
-from replicax.values.containers import container_of
-from replicax.values.distributed_values import PerReplica
+from replicax.foundation.options import CommunicationOptions, ReduceOp, resolve_reduce_op
+from replicax.foundation.types import Tree
+from replicax.input.input_context import InputContext, InputOptions
+from replicax.strategies import components, updating
+from replicax.strategies.inputs import Inputs
+from replicax.strategies.placement import Placement
+from replicax.strategies.reductions import Reductions
+from replicax.values.distributed_values import PerReplica, container_of
 from replicax.values.layout import ReplicaLayout
 from replicax.values.regroup import leaves_of
 from replicax.variables import creators
@@ -36,37 +33,47 @@ from replicax.variables.variable import Variable
 class StrategyExtended:
     """The lower half of a strategy, for code that must know about distribution.
 
-    A new strategy subclasses this, passes the replicas' layout to `__init__` and overrides
-    `_create_variable`; its `Strategy` subclass only makes the instance.
+    It is composed of four parts: `executor` runs replica code, `placement` creates variables,
+    `reductions` combines values, `inputs` distributes datasets. A new strategy passes parts of
+    its own, or subclasses this and overrides hooks such as `_create_variable`; its `Strategy`
+    subclass only makes the instance.
 
     Args:
       container_strategy: The strategy that this is the lower half of.
       layout: The replicas.
-      parameter_devices: Where variables live; the replicas' devices if None.
-      cross_device_ops: How values of several devices are combined.
+      parameter_devices: Where variables are; by default the devices of the placement.
+      cross_device_ops: Combines values of several devices.
+      placement: Creates variables.
+      executor: Runs replica code.
     """
 
     def __init__(
         self,
-        container_strategy: Any,
+        container_strategy: Strategy,
         layout: ReplicaLayout | None = None,
         parameter_devices: Sequence[Device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        placement: Placement | None = None,
+        executor: Executor | None = None,
     ) -> None:
         # Weak: the strategy owns its lower half.
         self._container = weakref.ref(container_strategy)
-        self.layout = layout
-        self.cross_device_ops: CrossDeviceOps = cross_device_ops or CollectiveAllReduce()
-        self._parameter_devices = parameter_devices
+        self.layout: ReplicaLayout | None = layout
+        self.placement = placement or Placement()
+        self._parameter_devices = parameter_devices or self.placement.devices
+        self.reductions = Reductions(layout, cross_device_ops or CollectiveAllReduce())
+        self.executor = executor or Executor()
+        self._inputs = None if layout is None else Inputs(layout)
 
-    # Facts.
+    # Properties.
 
     @property
     def container_strategy(self) -> Any:
         """The strategy that this is the lower half of."""
         return self._container()
 
-    def relink(self, container_strategy: Any) -> None:
+    def relink(self, container_strategy: Strategy) -> None:
         """Makes this the lower half of another strategy."""
         self._container = weakref.ref(container_strategy)
 
@@ -74,21 +81,28 @@ class StrategyExtended:
         return f"<{type(self).__name__} of {self.container_strategy!r}>"
 
     @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """Combines values of several devices."""
+        return self.reductions.ops
+
+    @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas that are kept in step."""
+        return self._require_layout().num_replicas
+
+    def _require_layout(self) -> ReplicaLayout:
         if self.layout is None:
             raise errors.UnsupportedError(
                 "A StrategyExtended subclass must know its replicas",
                 f"{type(self).__name__} was made without a layout",
                 "Pass layout=ReplicaLayout(devices) to StrategyExtended.__init__.",
             )
-        return self.layout.num_replicas
+        return self.layout
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The device of each replica."""
-        assert self.num_replicas_in_sync
-        return tuple(devices.name_of(d) for d in self.layout.devices)  # type: ignore[union-attr]
+        return tuple(devices.name_of(d) for d in self._require_layout().devices)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -113,17 +127,26 @@ class StrategyExtended:
         """Returns the frame of code in the scope of the strategy."""
         return Frame(
             Mode.CROSS_REPLICA,
-            self.container_strategy,
+            self,
             self.layout,
+            self.reductions.ops,
             overlay=frames.current().overlay if frames.stack() else None,
             is_scope=True,
             opened_at=location,
         )
 
+    def own_frame(self) -> Frame:
+        """Returns the current frame if it is of this strategy, else that of its scope."""
+        frame = frames.current()
+        return frame if frame.hooks is self else self.scope_frame(frame.opened_at)
+
     def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Runs `fn` once per replica; the engine of `Strategy.run`."""
+        self,
+        fn: Callable[..., Tree],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+    ) -> Tree:
+        """Runs `fn` once per replica; does the work of `Strategy.run`."""
         self._require_own_cross_replica("call_for_each_replica")
         arguments = (tuple(args), dict(kwargs or {}))
         for leaf in leaves_of(arguments):
@@ -131,63 +154,67 @@ class StrategyExtended:
                 leaf.require_components(self.num_replicas_in_sync)
         return self._call_for_each_replica(fn, *arguments)
 
-    def _call_for_each_replica(self, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        strategy, layout = self.container_strategy, self.layout
-        overlay = frames.current().overlay
-        if overlay is None and isinstance(fn, Function):
-            return fn.on_replicas(strategy)(*args, **kwargs)
-        if layout is None or layout.num_replicas == 1:
-            return run_single(strategy, layout, fn, args, kwargs)
-        if overlay is not None:
-            return spmd.run_replicas(strategy, layout, fn, args, kwargs)
-        return ThreadedRun(strategy, layout, fn, args, kwargs).run()
+    def _call_for_each_replica(
+        self, fn: Callable[..., Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
+        """Hook: runs replica code."""
+        return self.executor.run(self.own_frame(), fn, args, kwargs)
 
     def enter_replica_context(
         self, context: ReplicaContext
     ) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that makes a hand-made replica context the current one."""
-        return entered_replica(self.container_strategy, self.layout, context)
+        """Returns a context manager that makes a replica context of the user the current one."""
+        return self.executor.entered(self.scope_frame(""), context)
 
     # Values.
 
-    def local_results(self, value: Any) -> tuple[Any, ...]:
+    def local_results(self, value: Tree) -> tuple[Tree, ...]:
         """Returns the components of this process."""
         return components.local_results(value)
 
-    def values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Calls `value_fn` for each replica and wraps what it returns, leaf by leaf."""
+    def values_from_function(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
+        """Calls `value_fn` for each replica and wraps the results, leaf by leaf."""
         count = self.num_replicas_in_sync
         values = [value_fn(ValueContext(i, count)) for i in range(count)]
         return components.wrapped(values, self.layout)
 
+    def value_container(self, value: object) -> Any:
+        """Returns the distributed value or variable that a component belongs to."""
+        return container_of(value)
+
     # Data.
 
     @property
+    def inputs(self) -> Inputs:
+        """Distributes datasets."""
+        self._require_layout()
+        assert self._inputs is not None
+        return self._inputs
+
+    @property
     def input_context(self) -> InputContext:
-        """Which input pipeline of the strategy this process runs: the only one, by default."""
-        return InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
+        """The input pipeline of this process: the only one, by default."""
+        return self.inputs.context
 
-    def distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def distribute_dataset(self, dataset: object, options: InputOptions | None) -> Iterable[Tree]:
         """Does the work of `Strategy.experimental_distribute_dataset`."""
-        assert self.num_replicas_in_sync and self.layout is not None
-        return distribution.distribute_dataset(dataset, options, self.layout, self.input_context)
+        return self.inputs.distribute(dataset, options)
 
-    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
+    ) -> Iterable[Tree]:
         """Does the work of `Strategy.distribute_datasets_from_function`."""
-        assert self.num_replicas_in_sync and self.layout is not None
-        return distribution.distribute_from_function(
-            dataset_fn, options, self.layout, self.input_context
-        )
-
-    def value_container(self, value: Any) -> Any:
-        """Returns the distributed value or variable that a component belongs to."""
-        return container_of(value)
+        return self.inputs.from_function(dataset_fn, options)
 
     # Reducing.
 
     def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
-    ) -> Any:
+        self,
+        reduce_op: ReduceOp | str,
+        value: object,
+        destinations: object,
+        options: CommunicationOptions | None = None,
+    ) -> Tree:
         """Combines the values of all replicas and puts the result on `destinations`.
 
         Args:
@@ -199,58 +226,40 @@ class StrategyExtended:
         """
         op = resolve_reduce_op(reduce_op)
         self._require_own_cross_replica("extended.reduce_to", "Use `all_reduce` in replica code.")
-        return self.batch_reduce(op, [(value, resolve_destinations(destinations))], options)[0]
+        return self.reductions.reduce(op, [value], [resolve_destinations(destinations)], options)[0]
 
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | str,
-        value_destination_pairs: Sequence[tuple[Any, Any]],
-        options: Any = None,
-    ) -> list[Any]:
+        value_destination_pairs: Sequence[tuple[object, object]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Tree]:
         """Does several `reduce_to` together, which is faster; one result per pair."""
         op = resolve_reduce_op(reduce_op)
         self._require_own_cross_replica(
             "extended.batch_reduce_to", "Use `all_reduce` in replica code."
         )
         pairs = resolve_pairs(value_destination_pairs)
-        self._check_batch([v for v, _ in pairs])
-        return self.batch_reduce(op, pairs, options)
+        values = [value for value, _ in pairs]
+        self._check_batch(values)
+        return self.reductions.reduce(op, values, [targets for _, targets in pairs], options)
 
-    def _check_batch(self, values: list[Any]) -> None:
+    def _check_batch(self, values: Sequence[object]) -> None:
         """Hook: may refuse values that the reduction algorithm cannot take together."""
 
-    def batch_reduce(self, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], options: Any) -> Any:
-        """Does the work of `batch_reduce_to` on resolved arguments."""
-        self._note_layout()
-        values, targets = [v for v, _ in pairs], [resolve_destinations(d) for _, d in pairs]
-        count = self.num_replicas_in_sync
-        return reductions.reduce_values(self.cross_device_ops, op, values, targets, count, options)
-
-    def _note_layout(self) -> None:
-        """Tells the function being compiled, if there is one, which replicas it uses."""
-        overlay = frames.current().overlay
-        if overlay is not None and self.layout is not None:
-            note_layout(overlay, self.layout)
-
-    def gather_components(self, value: Any, axis: int) -> Any:
-        """Concatenates the components of a value on the current device."""
-        self._note_layout()
-        count = self.num_replicas_in_sync
-        return reductions.gather_values(value, axis, devices.current(), count)
-
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Copies a value to devices; Python numbers pass through, their type open."""
+    def broadcast_to(self, tensor: object, destinations: object) -> Tree:
+        """Copies a value to devices; Python numbers are returned as they are."""
         self._require_own_cross_replica("extended.broadcast_to")
         if isinstance(tensor, int | float | bool | complex):
             return tensor
-        return self.cross_device_ops.broadcast(tensor, destinations)
+        return self.reductions.broadcast(tensor, resolve_destinations(destinations))
 
     # Variables.
 
-    def creator(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    def creator(self, next_creator: creators.Creator, **kwargs: Any) -> Any:
         """Creates a variable; the strategy's entry in the stack of creators."""
         frame = frames.current()
-        if frame.mode is Mode.REPLICA and frame.strategy is self.container_strategy:
+        if frame.mode is Mode.REPLICA and frame.hooks is self:
             assert frame.executor is not None
             name = kwargs.get("name") or "Variable"
             return frame.executor.shared_variable(
@@ -258,29 +267,27 @@ class StrategyExtended:
             )
         return self._create_variable(next_creator, **kwargs)
 
-    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Variable:
-        """Hook: makes a variable of the kind and in the place that the strategy wants."""
-        raise errors.UnsupportedError(
-            "A StrategyExtended subclass must define `_create_variable`",
-            f"{type(self).__name__} does not",
-            "Override it; `next_creator(**kwargs)` makes a plain variable.",
-        )
+    def _create_variable(self, next_creator: creators.Creator, **kwargs: Any) -> Variable:
+        """Hook: creates a variable."""
+        return self.placement.create(self, next_creator, kwargs)
 
-    def variable_created_in_scope(self, v: Any) -> bool:
+    def variable_created_in_scope(self, v: object) -> bool:
         """Tells whether a variable was created in this strategy's scope."""
         return getattr(v, "owner", None) is self
 
-    def read_var(self, v: Any) -> Any:
+    def read_var(self, v: Variable) -> Any:
         """Returns the value of a variable; aggregated, if it is synchronized on read."""
         return v.read_value()
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+    def colocate_vars_with(
+        self, colocate_with_variable: object
+    ) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager: variables created inside share devices with a variable.
 
         Args:
-          colocate_with_variable: A variable of this strategy, or what `non_slot_devices` gave.
+          colocate_with_variable: A variable of this strategy, or a result of `non_slot_devices`.
         """
-        if frames.current().strategy is not self.container_strategy:
+        if frames.current().hooks is not self:
             raise errors.ContextError(
                 "`colocate_vars_with` needs its own strategy's scope",
                 f"this is {frames.current().describe()}",
@@ -289,12 +296,12 @@ class StrategyExtended:
         self._validate_colocate_with_variable(colocate_with_variable)
         targets = resolve_destinations(colocate_with_variable)
 
-        def creator(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        def creator(next_creator: creators.Creator, **kwargs: Any) -> Any:
             return next_creator(**kwargs, colocate_with=targets)
 
         return creators.variable_creator_scope(creator)
 
-    def _validate_colocate_with_variable(self, value: Any) -> None:
+    def _validate_colocate_with_variable(self, value: object) -> None:
         """Hook: refuses what variables cannot be colocated with."""
         if isinstance(value, tuple | list) and value:
             return
@@ -306,19 +313,19 @@ class StrategyExtended:
                 "Pass such a variable, or the result of `non_slot_devices`.",
             )
 
-    def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
         """Returns the devices for optimizer state that belongs to no single variable."""
         del var_list
         return self.parameter_devices
 
     def update(
         self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        var: object,
+        fn: Callable[..., Tree],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Tree:
         """Calls `fn(copy, *args)` on every device of `var`, in update context.
 
         Args:
@@ -333,31 +340,33 @@ class StrategyExtended:
         arguments = (tuple(args), dict(kwargs or {}))
         if frame.mode is Mode.REPLICA and not frame.is_default:
 
-            def merged(strategy: Any, args: Any, kwargs: Any) -> Any:
-                return strategy.extended.update(var, fn, args, kwargs, group)
+            def merged(strategy: Strategy, args: Tree, kwargs: Tree) -> Tree:
+                return self.update(var, fn, args, kwargs, group)
 
+            assert frame.replica_context is not None
             return frame.replica_context.merge_call(merged, arguments)
-        self._require_updatable(var)
+        variable = self._require_updatable(var)
         updating.refuse_per_replica("extended.update", arguments)
-        return updating.update_variable(self.container_strategy, var, fn, *arguments, group)
+        return updating.update_variable(self.own_frame(), variable, fn, *arguments, group)
 
-    def _require_updatable(self, var: Any) -> None:
-        """Hook: refuses what `update` cannot work on."""
+    def _require_updatable(self, var: object) -> Variable:
+        """Hook: returns the variable to update, or raises."""
         if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
             raise errors.InvalidArgumentError(
                 "`extended.update` needs a variable created in this strategy's scope",
                 f"it got {_kind(var)}",
                 "Create the variable inside `with strategy.scope():`.",
             )
+        return var
 
     def update_non_slot(
         self,
-        colocate_with: Any,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        colocate_with: object,
+        fn: Callable[..., Tree],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Tree:
         """Calls `fn(*args)` on the devices that `non_slot_devices` returned."""
         self._require_own_cross_replica("extended.update_non_slot")
         if not isinstance(colocate_with, tuple | list):
@@ -369,12 +378,10 @@ class StrategyExtended:
         arguments = (tuple(args), dict(kwargs or {}))
         updating.refuse_per_replica("extended.update_non_slot", arguments)
         targets = resolve_destinations(colocate_with)
-        return updating.update_on_devices(
-            self.container_strategy, self.layout, targets, fn, *arguments, group
-        )
+        return updating.update_on_devices(self.own_frame(), targets, fn, *arguments, group)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if isinstance(value, Variable):
-        return f"variable {value.name!r}, which was created elsewhere"
+        return f"variable {value.name!r}, which was created outside of it"
     return f"{value!r}"

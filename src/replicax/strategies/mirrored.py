@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from typing_extensions import override
 
 from replicax.collectives.cross_device_ops import CrossDeviceOps, select_cross_device_ops
-from replicax.foundation import devices, errors, jax_compat
+from replicax.foundation import devices, errors
 from replicax.foundation.jax_compat import Device
-from replicax.foundation.options import VariableSynchronization
 from replicax.strategies.base import Strategy
 from replicax.strategies.extended import StrategyExtended
+from replicax.strategies.placement import CopyPerReplica
+from replicax.strategies.placement import create_replicated as create_replicated
 from replicax.values.distributed_values import PerReplica, TracedPerReplica
 from replicax.values.layout import ReplicaLayout
-from replicax.variables import creators
-from replicax.variables.plain import adopt, create_plain
-from replicax.variables.replicated import (
-    MirroredVariable,
-    SyncOnReadVariable,
-)
-from replicax.variables.variable import Variable
 
 
 class MirroredExtended(StrategyExtended):
-    """Mirrored and sync-on-read variables over one set of devices."""
+    """Refuses batches that tf.distribute refuses; everything else is the default."""
 
     @override
-    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Variable:
-        assert self.layout is not None
-        targets = kwargs.pop("colocate_with", None)
-        if targets is not None and tuple(targets) != self.layout.devices:
-            return create_plain(self, targets[0], is_aggregating=True, **kwargs)
-        return replicated_by(next_creator, self, self.layout, kwargs)
-
-    @override
-    def _check_batch(self, values: list[Any]) -> None:
+    def _check_batch(self, values: Sequence[object]) -> None:
         if self.num_replicas_in_sync == 1:
             return
-        kinds = {jnp.dtype(_dtype(v)) == jnp.int32 for v in values if isinstance(v, PerReplica)}
+        kinds = {_dtype(v) == jnp.int32 for v in values if isinstance(v, PerReplica)}
         if len(kinds) > 1:
             raise errors.InvalidArgumentError(
                 "`batch_reduce_to` needs values that one algorithm can take together",
@@ -49,71 +35,9 @@ class MirroredExtended(StrategyExtended):
             )
 
 
-def replicated_by(
-    next_creator: Callable[..., Any], owner: Any, layout: ReplicaLayout, kwargs: dict[str, Any]
-) -> Any:
-    """Makes a variable with a copy on each replica; creators outside the scope make each copy."""
-    if creators.is_last_resort(next_creator):
-        return create_replicated(owner, layout, **kwargs)
-
-    def first_copy(**own: Any) -> Variable:
-        initial = creators.initial_array(own)
-        if jax_compat.is_traced(initial):
-            # There is one trace for all copies.
-            return create_replicated(owner, layout, **{**own, "initial_value": initial})
-        return create_plain(**{**own, "initial_value": initial})
-
-    def further_copy(**own: Any) -> Variable:
-        # A creator that changes initial values has changed this one already.
-        return create_plain(**{**own, "initial_value": first})
-
-    name = kwargs.get("name") or "Variable"
-    first: Any = None
-    parts: list[Any] = []
-    for i, device in enumerate(layout.devices):
-        own = dict(kwargs, name=name if i == 0 else f"{name}/replica_{i}")
-        if i > 0:
-            own["initial_value"] = first
-        maker = first_copy if i == 0 else further_copy
-        with devices.device(device), creators.made_by(maker):
-            part = next_creator(**own)
-        if not isinstance(part, Variable) or part.owner is owner:
-            return part
-        first = part.read_copy(0) if i == 0 else first
-        parts.append(part)
-    kwargs = dict(kwargs, **attributes_of(parts[0]), initial_value=first)
-    variable = create_replicated(owner, layout, **kwargs)
-    with jax_compat.eagerly():
-        copies = [part.read_copy(0) for part in parts]
-        join = layout.assemble if variable.is_per_replica else layout.from_copies
-        variable.stored = join(copies)
-    return variable
-
-
-def attributes_of(variable: Variable) -> dict[str, Any]:
-    """Returns what a creator outside the scope may have decided about a copy."""
-    return {
-        "name": variable.name,
-        "dtype": variable.dtype,
-        "shape": None,
-        "trainable": variable.trainable,
-        "constraint": variable.constraint,
-    }
-
-
-def create_replicated(owner: Any, layout: ReplicaLayout, **kwargs: Any) -> Variable:
-    """Makes a variable with a copy on each replica."""
-    initial = creators.initial_array(kwargs)
-    attributes = creators.resolve_attributes(kwargs, initial)
-    on_read = attributes.synchronization is VariableSynchronization.ON_READ
-    cls = SyncOnReadVariable if on_read else MirroredVariable
-    variable = cls(attributes, None, owner=owner, layout=layout)
-    if jax_compat.is_traced(initial):
-        adopt(variable, initial)
-    else:
-        with jax_compat.eagerly():
-            variable.initialize(initial)
-    return variable
+def _dtype(value: PerReplica) -> np.dtype:
+    leaf = value.local if isinstance(value, TracedPerReplica) else value.values[0]
+    return jnp.dtype(getattr(leaf, "dtype", None) or jnp.asarray(leaf).dtype)
 
 
 class MirroredStrategy(Strategy):
@@ -164,7 +88,7 @@ class MirroredStrategy(Strategy):
                 "Pass e.g. rx.ReductionToOneDevice().",
             )
         layout = ReplicaLayout(found, virtual_replicas)
-        super().__init__(MirroredExtended(self, layout, cross_device_ops=ops))
+        super().__init__(MirroredExtended(self, layout, None, ops, placement=CopyPerReplica()))
 
 
 def resolve_worker_devices(names: Sequence[str | Device] | None) -> tuple[Device, ...]:
@@ -191,8 +115,3 @@ def resolve_worker_devices(names: Sequence[str | Device] | None) -> tuple[Device
             "Name local devices; for several machines use rx.ParameterServerStrategy.",
         )
     return devices.resolve_all(names)
-
-
-def _dtype(value: PerReplica) -> Any:
-    leaf = value.local if isinstance(value, TracedPerReplica) else value.values[0]
-    return getattr(leaf, "dtype", None) or jnp.asarray(leaf).dtype

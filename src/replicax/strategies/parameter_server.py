@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, final
 
 import jax
@@ -28,7 +28,7 @@ from replicax.strategies import server_optimizers
 from replicax.strategies.base import Strategy
 from replicax.strategies.consistency import Staleness, settings_of
 from replicax.strategies.extended import StrategyExtended
-from replicax.strategies.unplaced_data import UnplacedDataset
+from replicax.strategies.inputs import UnplacedDataset
 from replicax.transport import addresses
 from replicax.transport import keys as key_files
 from replicax.transport.keys import Keys
@@ -240,7 +240,7 @@ class ParameterServerExtended(StrategyExtended):
         colocate_with: Any,
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
         near = colocate_with

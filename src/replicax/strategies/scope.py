@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from replicax.contexts import frames, guards
 from replicax.contexts.frames import Frame, Mode
@@ -13,9 +13,14 @@ from replicax.foundation import devices, errors
 from replicax.foundation.jax_compat import Device
 from replicax.variables import creators
 
+if TYPE_CHECKING:
+    from replicax.strategies.base import Strategy
+
+_S = TypeVar("_S", bound="Strategy")
+
 
 class _Opened(NamedTuple):
-    """What a scope found, and made, when it was entered."""
+    """The state to restore when a scope is left."""
 
     frame: Frame
     before: tuple[creators.Creator, ...]
@@ -23,27 +28,27 @@ class _Opened(NamedTuple):
     device: Device | None
 
 
-class Scope:
+class Scope(Generic[_S]):
     """The context manager that `strategy.scope()` returns; may be entered again."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: _S) -> None:
         self._strategy = strategy
         self._location = frames.caller_location()
-        # Per thread: what to put back on leaving, one entry for each time it was entered.
+        # Per thread: what to restore on leaving, one entry for each time it was entered.
         self._threads = threading.local()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> _S:
         require_scope_allowed(self._strategy, "scope")
         before = creators.creator_stack()
         frame = self._strategy.extended.scope_frame(self._location)
-        is_nested = frames.current().strategy is self._strategy and not frame.is_default
+        is_nested = frames.current().hooks is self._strategy.extended and not frame.is_default
         inside = before if is_nested else (*before, self._strategy.extended.creator)
         creators.set_creator_stack(inside)
         self._opened().append(_Opened(frame, before, inside, devices.explicit()))
         frames.push(frame)
         return self._strategy
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._opened():
             raise errors.ContextError(
                 "A scope must be entered before it is left",
@@ -69,7 +74,7 @@ class Scope:
 
 
 @contextlib.contextmanager
-def entered(strategy: Any, api: str) -> Iterator[None]:
+def entered(strategy: Strategy, api: str) -> Iterator[None]:
     """Enters the scope of a strategy if it is not open yet."""
     require_scope_allowed(strategy, api)
     frame = frames.current()
@@ -85,7 +90,7 @@ def entered(strategy: Any, api: str) -> Iterator[None]:
         creators.set_creator_stack(before)
 
 
-def require_scope_allowed(strategy: Any, api: str) -> None:
+def require_scope_allowed(strategy: Strategy, api: str) -> None:
     """Raises inside replica code, and inside the scope of another strategy."""
     guards.require_cross_replica(f"Strategy.{api}")
     guards.require_same_strategy(f"{type(strategy).__name__}.{api}", strategy)

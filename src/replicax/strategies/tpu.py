@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import jax
+import numpy as np
+from jax.typing import ArrayLike
 
 from replicax.foundation import devices, errors
 from replicax.foundation.jax_compat import Device
 from replicax.strategies.base import Strategy
 from replicax.strategies.mirrored import MirroredExtended, resolve_worker_devices
+from replicax.strategies.placement import CopyPerReplica
 from replicax.values.layout import ReplicaLayout
 
+_T = TypeVar("_T")
+_Array = TypeVar("_Array", bound=ArrayLike)
 _LOGICAL_DEVICES = 1
 
 
@@ -29,7 +33,7 @@ class TPUStrategy(Strategy):
 
     def __init__(
         self,
-        tpu_cluster_resolver: Any = None,
+        tpu_cluster_resolver: object = None,
         experimental_device_assignment: Sequence[str | Device] | None = None,
         experimental_spmd_xla_partitioning: bool = False,
     ) -> None:
@@ -41,14 +45,15 @@ class TPUStrategy(Strategy):
             found = tuple(devices.devices_of_kind("TPU"))
         if not found:
             raise errors.InvalidArgumentError(*devices.missing("TPUStrategy", "TPU"))
-        super().__init__(MirroredExtended(self, ReplicaLayout(found)))
+        layout = ReplicaLayout(found)
+        super().__init__(MirroredExtended(self, layout, placement=CopyPerReplica()))
 
     @property
     def cluster_resolver(self) -> Any:
         """The resolver that was passed."""
         return self._resolver
 
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+    def experimental_assign_to_logical_device(self, tensor: _T, logical_device_id: int) -> _T:
         """Returns the tensor; a replica has one logical device."""
         if not 0 <= logical_device_id < _LOGICAL_DEVICES:
             raise errors.InvalidArgumentError(
@@ -58,15 +63,15 @@ class TPUStrategy(Strategy):
             )
         return tensor
 
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+    def experimental_replicate_to_logical_devices(self, tensor: _T) -> _T:
         """Returns the tensor; a replica has one logical device."""
         return tensor
 
     def experimental_split_to_logical_devices(
-        self, tensor: Any, partition_dimensions: Sequence[int]
-    ) -> Any:
+        self, tensor: _Array, partition_dimensions: Sequence[int]
+    ) -> _Array:
         """Returns the tensor; a replica has one logical device."""
-        rank, parts = jax.numpy.ndim(tensor), list(partition_dimensions)
+        rank, parts = np.ndim(tensor), list(partition_dimensions)
         if len(parts) != rank or math.prod(parts) != _LOGICAL_DEVICES:
             raise errors.InvalidArgumentError(
                 f"`partition_dimensions` must have {rank} entries whose product is "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -13,6 +13,7 @@ from replicax.contexts.overlay import View
 from replicax.execution import spmd
 from replicax.foundation import devices, errors, jax_compat
 from replicax.foundation.jax_compat import Device
+from replicax.foundation.types import Tree
 from replicax.values.distributed_values import Mirrored, PerReplica
 from replicax.values.layout import ReplicaLayout
 from replicax.values.regroup import leaves_of, map_structure, regroup, select_mirrored
@@ -20,7 +21,7 @@ from replicax.variables.replicated import ReplicatedVariable, VariableComponent
 from replicax.variables.variable import Variable
 
 
-def refuse_per_replica(api: str, structure: Any) -> None:
+def refuse_per_replica(api: str, structure: Tree) -> None:
     """Raises if arguments of an update differ between replicas."""
     for leaf in leaves_of(structure):
         if isinstance(leaf, PerReplica):
@@ -37,93 +38,72 @@ def refuse_per_replica(api: str, structure: Any) -> None:
 
 
 def update_variable(
-    strategy: Any, var: Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
-) -> Any:
+    frame: Frame,
+    var: Variable,
+    fn: Callable[..., Tree],
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
+    group: bool,
+) -> Tree:
     """Calls `fn(copy, *args)` for each copy of `var`."""
-    layout = var.layout
-    frame = frames.current()
+    overlay = frame.overlay
     if not isinstance(var, ReplicatedVariable):
         own_args, own_kwargs = select_mirrored(0, (args, kwargs))
-        with _update_frame(strategy, layout, frame, None, var.placement[0]):
+        with _updating(frame, None, var.placement[0]):
             result = fn(var, *own_args, **own_kwargs)
         return result if group else map_structure(lambda leaf: (leaf,), result)
-    if frame.overlay is None or frame.overlay.view is View.READ:
-        results = []
+    layout = var.replicas
+    if overlay is None or overlay.view is View.READ:
+        results: list[Tree] = []
         for i, component in enumerate(var.components):
             own_args, own_kwargs = select_mirrored(i, (args, kwargs))
-            with _update_frame(strategy, layout, frame, i, layout.devices[i]):
+            with _updating(frame, i, layout.devices[i]):
                 results.append(fn(component, *own_args, **own_kwargs))
         return _merge_eager(results, layout, group)
 
-    def on_copy(*own_args: Any, **own_kwargs: Any) -> Any:
+    def on_copy(*own_args: Tree, **own_kwargs: Tree) -> Tree:
         return fn(VariableComponent(var, 0), *own_args, **own_kwargs)
 
     own_args, own_kwargs = select_mirrored(0, (args, kwargs))
-    if frame.overlay.view is View.STORED and layout.num_replicas > 1:
-        merged = spmd.run_replicas(strategy, layout, on_copy, own_args, own_kwargs, Mode.UPDATE)
+    if overlay.view is View.STORED and layout.num_replicas > 1:
+        merged = spmd.run_replicas(frame, on_copy, own_args, own_kwargs, Mode.UPDATE)
     else:
-        with _update_frame(strategy, layout, frame, None, None):
+        with _updating(frame, None, None):
             merged = on_copy(*own_args, **own_kwargs)
     return map_structure(lambda leaf: _merge_traced(leaf, layout, group), merged)
 
 
 def update_on_devices(
-    strategy: Any,
-    layout: ReplicaLayout | None,
-    targets: Sequence[Device],
-    fn: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    frame: Frame,
+    targets: Sequence[Device | None],
+    fn: Callable[..., Tree],
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
     group: bool,
-) -> Any:
-    """Calls `fn(*args)` once for each device."""
-    frame = frames.current()
-    results = []
+) -> Tree:
+    """Calls `fn(*args)` once for each device; None stands for the current one."""
+    results: list[Tree] = []
     for i, device in enumerate(targets):
         own_args, own_kwargs = select_mirrored(i, (args, kwargs))
         if frame.overlay is not None:
             # One trace stands for all devices.
-            with _update_frame(strategy, layout, frame, None, None):
+            with _updating(frame, None, None):
                 results = [fn(*own_args, **own_kwargs)] * len(targets)
             break
-        with _update_frame(strategy, layout, frame, i if len(targets) > 1 else None, device):
+        with _updating(frame, i if len(targets) > 1 else None, device):
             results.append(fn(*own_args, **own_kwargs))
-    return _merge_eager(results, layout, group)
+    return _merge_eager(results, frame.layout, group)
 
 
-class _update_frame:
+@contextlib.contextmanager
+def _updating(frame: Frame, replica_id: int | None, device: Device | None) -> Iterator[None]:
     """Enters update mode for one copy."""
-
-    def __init__(
-        self,
-        strategy: Any,
-        layout: ReplicaLayout | None,
-        frame: Frame,
-        replica_id: int | None,
-        device: Device | None,
-    ) -> None:
-        inner = Frame(
-            Mode.UPDATE,
-            strategy,
-            layout,
-            replica_id=replica_id,
-            overlay=frame.overlay,
-            is_default=frame.is_default,
-            opened_at=frame.opened_at,
-        )
-        self._frame = frames.pushed(inner)
-        self._device = devices.device(device if jax_compat.is_eager() else None)
-
-    def __enter__(self) -> None:
-        self._device.__enter__()
-        self._frame.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._frame.__exit__(*exception)
-        self._device.__exit__(*exception)
+    inner = frame.entered(Mode.UPDATE, replica_id=replica_id, overlay=frame.overlay)
+    with devices.device(device if jax_compat.is_eager() else None), frames.pushed(inner):
+        yield
 
 
-def _merge_eager(results: list[Any], layout: ReplicaLayout | None, group: bool) -> Any:
+def _merge_eager(results: list[Tree], layout: ReplicaLayout | None, group: bool) -> Tree:
     if group and len(results) == 1:
         return map_structure(_whole, results[0])
     if group:
@@ -131,11 +111,11 @@ def _merge_eager(results: list[Any], layout: ReplicaLayout | None, group: bool) 
     return map_structure(lambda *leaves: leaves, *results)
 
 
-def _whole(leaf: Any) -> Any:
+def _whole(leaf: Tree) -> Tree:
     return leaf.container if isinstance(leaf, VariableComponent) else leaf
 
 
-def _merge_traced(leaf: Any, layout: ReplicaLayout, group: bool) -> Any:
+def _merge_traced(leaf: Tree, layout: ReplicaLayout, group: bool) -> Tree:
     if isinstance(leaf, VariableComponent) and group:
         return leaf.container
     if isinstance(leaf, PerReplica):

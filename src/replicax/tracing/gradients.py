@@ -13,7 +13,7 @@ import numpy as np
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
-from replicax.contexts.overlay import Change, Overlay, View
+from replicax.contexts.overlay import Change, Overlay, TracedState, View
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import VariableAggregation
 from replicax.values.distributed_values import is_array_like
@@ -240,7 +240,7 @@ def value_and_grad(
             variable.check_frame(frame, "The gradient of")
         # Reads come before the transformation: they belong to the trace around it.
         inputs = [overlay.input_of(variable) for variable in flat]
-        written: list[Variable] = []
+        written: list[TracedState] = []
         targets: list[tuple[Any, str]] = []
 
         def pure(inputs: list[Any], anchor: Any) -> Any:

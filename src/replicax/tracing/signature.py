@@ -191,8 +191,8 @@ class Arguments:
         self, leaf: PerReplica, key: list[Hashable], layout: ReplicaLayout | None
     ) -> Slot | RaggedSlot | PerReplica:
         layout = leaf.layout or layout
-        # To look at the components would take a batch of a dataset apart in every call.
-        if not leaf.is_stored and _are_python_values(leaf.values):
+        # Batches of datasets are not split, and stay so: splitting one in each call is slow.
+        if leaf.is_split and _are_python_values(leaf.values):
             key.append(("per_replica_python", tuple(map(static_key, leaf.values))))
             return leaf
         if layout is None:

@@ -265,6 +265,7 @@ def _over_all_replicas(result: Callable[..., Any]) -> Callable[..., Any]:
         frame = frames.current()
         if frame.mode is not Mode.REPLICA or frame.is_default or not _num_copies(self):
             return jax.tree.map(_from_host, result(self))
+        assert frame.replica_context is not None
         merged = frame.replica_context.merge_call(
             lambda strategy: jax.tree.map(_from_host, result(self))
         )
@@ -286,5 +287,5 @@ def _is_seen_from_outside(frame: Frame) -> bool:
 
 def _num_copies(metric: Metric) -> int:
     """Returns on how many replicas a metric counts; 0 if it has one copy for everybody."""
-    counts = [v.layout.num_replicas for v in metric.variables if v.is_per_replica]
+    counts = [v.replicas.num_replicas for v in metric.variables if v.is_per_replica]
     return max(counts, default=0)

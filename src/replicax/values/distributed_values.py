@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from replicax.foundation import devices, errors, jax_compat
 from replicax.values import own_component, printing
 from replicax.values.array_surface import ArrayOperators, ArraySurface, elementwise_equal
-from replicax.values.containers import register_components
+from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import AXIS, ReplicaLayout
 
 
@@ -93,14 +94,35 @@ class PerReplica(DistributedValues, ArrayOperators):
         """Whether the components are joined: then they are arrays, of one shape and type."""
         return self._stored is not None
 
+    @property
+    def is_split(self) -> bool:
+        """Whether the components exist one by one; otherwise `values` makes them."""
+        return self._components is not None
+
+    @property
+    def num_components(self) -> int:
+        """The number of components; taking stored arrays apart is not needed for it."""
+        if self._components is not None:
+            return len(self._components)
+        assert self.layout is not None
+        return self.layout.num_replicas
+
     def require_components(self, count: int) -> None:
         """Raises unless there is one component for each of `count` replicas."""
-        if len(self.values) != count:
+        if self.num_components != count:
             raise errors.InvalidArgumentError(
                 f"A PerReplica value needs one component for each of the {count} replicas",
-                f"this one has {len(self.values)}",
+                f"this one has {self.num_components}",
                 "Make it under the strategy that uses it.",
             )
+
+    def require_numbers(self, count: int) -> None:
+        """Raises unless there are `count` components that arithmetic can combine."""
+        self.require_components(count)
+        if self._stored is None:
+            for component in self.values:
+                if not isinstance(component, jax.Array | IndexedSlices):
+                    require_number(component)
 
     def stored(self, layout: ReplicaLayout) -> tuple[Any, ...] | None:
         """Returns the stored arrays of all replicas, or None if components are ragged."""
@@ -153,11 +175,9 @@ class PerReplica(DistributedValues, ArrayOperators):
         own = own_component.find(self)
         if own is not own_component.NOT_HERE:
             return bool(own)
-        count = self.layout.num_replicas if self._components is None and self.layout else None
-        count = len(self.values) if count is None else count
         raise errors.ArgumentTypeError(
             "`if`, `and`, `or`, `not` and `bool()` need one truth value",
-            f"a PerReplica value has {count}, one for each replica",
+            f"a PerReplica value has {self.num_components}, one for each replica",
             "Combine them first with `strategy.reduce(...)`, look at each one with "
             "`strategy.experimental_local_results(value)`, or test inside `strategy.run`.",
         )
@@ -190,6 +210,9 @@ class TracedPerReplica(PerReplica):
                 jax.tree.map(lambda x, i=i: x[i], gathered) for i in range(count)
             )
         return self._components
+
+    def require_numbers(self, count: int) -> None:
+        """Does nothing: the trace checks its own arrays."""
 
     def __repr__(self) -> str:
         return f"PerReplica:{{ {printing.describe(self.local)} on each replica }}"
@@ -235,9 +258,42 @@ class Mirrored(DistributedValues, ArraySurface):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
+# The container of a component, by the component's id. Entries go when the container goes;
+# `container_of` confirms a hit by identity, since ids are reused.
+_containers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def register_components(container: object, components: Sequence[object]) -> None:
+    """Registers a container as the owner of its components; the entry ends with the container."""
+    for component in components:
+        if isinstance(component, jax.Array):
+            _containers[id(component)] = container
+
+
+def container_of(component: object) -> Any:
+    """Returns the distributed value or variable of a component, else the component."""
+    container = _containers.get(id(component))
+    if container is not None and any(v is component for v in container.values):
+        return container
+    return getattr(component, "container", component)
+
+
 def is_array_like(value: Any) -> bool:
     """Tells whether a leaf can become an array."""
     return isinstance(value, jax.Array | np.ndarray | np.generic | int | float | bool | complex)
+
+
+def require_number(value: Any) -> Any:
+    """Returns a value that arithmetic can combine, or raises."""
+    if isinstance(value, ArraySurface):
+        return value.__jax_array__()
+    if not is_array_like(value):
+        raise errors.ArgumentTypeError(
+            "A reduction needs arrays or numbers",
+            f"{type(value).__name__} was given",
+            "Pass results of `strategy.run` that are arrays.",
+        )
+    return value
 
 
 def dtype_of(value: Any) -> Any:

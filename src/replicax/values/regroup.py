@@ -13,8 +13,12 @@ import numpy as np
 
 from replicax.foundation import errors
 from replicax.values.array_surface import ArraySurface
-from replicax.values.containers import register_components
-from replicax.values.distributed_values import DistributedValues, Mirrored, PerReplica
+from replicax.values.distributed_values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    register_components,
+)
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout
 

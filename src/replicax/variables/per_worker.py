@@ -124,11 +124,11 @@ class PerWorkerVariable(Variable):
 
 def make_copy(kwargs: dict[str, Any]) -> Variable:
     """Makes the copy of the worker on which this runs."""
-    extended = frames.current().strategy.extended
-    layout = extended.layout
+    owner = frames.current().hooks
+    layout = owner.layout
     is_shared = layout is not None and layout.num_replicas > 1
     device = None if layout is None else layout.devices[0]
-    return create_plain(extended, device, is_aggregating=is_shared, **kwargs)
+    return create_plain(owner, device, is_aggregating=is_shared, **kwargs)
 
 
 def create_per_worker(owner: Any, spec: Any, kwargs: dict[str, Any]) -> PerWorkerVariable:

@@ -1,4 +1,4 @@
-"""Variables with a single copy: outside of every strategy, on one device, or in the centre."""
+"""Variables with a single copy."""
 
 from __future__ import annotations
 
@@ -8,35 +8,26 @@ import jax
 import jax.numpy as jnp
 
 from replicax.contexts import frames
-from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.frames import StrategyHooks
 from replicax.foundation import devices, errors, jax_compat
 from replicax.foundation.jax_compat import Device
-from replicax.variables import aggregation, creators
+from replicax.variables import creators
+from replicax.variables.replicated import AggregatingVariable
 from replicax.variables.variable import LocalVariable, Variable
 
 
 @final
 class PlainVariable(LocalVariable):
-    """A variable with one copy and one writer."""
+    """A variable with one copy, updated by one replica or by cross-replica code."""
 
     __slots__ = ()
-
-
-@final
-class AggregatingVariable(LocalVariable):
-    """One copy on a parameter device; what replicas write is aggregated first."""
-
-    __slots__ = ()
-
-    def apply_update(self, frame: Frame, kind: str, payload: Any) -> None:
-        if frame.mode is Mode.REPLICA and frame.layout is not None:
-            aggregation.change_from_replicas(self, frame, kind, payload)
-        else:
-            aggregation.apply_to_copies(self, frame, kind, payload)
 
 
 def create_plain(
-    owner: Any = None, device: Device | None = None, is_aggregating: bool = False, **kwargs: Any
+    owner: StrategyHooks | None = None,
+    device: Device | None = None,
+    is_aggregating: bool = False,
+    **kwargs: Any,
 ) -> Variable:
     """Makes a variable with a single copy."""
     initial = creators.initial_array(kwargs)
@@ -56,8 +47,8 @@ def create_plain(
     return cls(attributes, initial, owner=owner)
 
 
-def adopt(variable: Variable, initial: Any) -> None:
-    """Hands a variable whose first value is being traced to the function that traces it."""
+def adopt(variable: Variable, initial: jax.Array) -> None:
+    """Adds a variable whose first value is traced to the function that is being traced."""
     overlay = frames.current().overlay
     if overlay is None:
         raise errors.TracingError(

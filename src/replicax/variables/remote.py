@@ -13,15 +13,17 @@ from jax.typing import ArrayLike
 from typing_extensions import override
 
 from replicax.contexts import frames
-from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.frames import Frame, Mode, StrategyHooks
 from replicax.contexts.overlay import Change
 from replicax.foundation import devices, jax_compat, placement
 from replicax.foundation.jax_compat import Device
-from replicax.variables import aggregation, creators, read_cache, row_numbers, updates
+from replicax.foundation.types import Tree
+from replicax.variables import creators, read_cache, row_numbers, updates
+from replicax.variables.replicated import apply_from_replicas, payload_for
 from replicax.variables.row_selection import select_rows
-from replicax.variables.slicing import SlicedValue, as_rows
-from replicax.variables.trace_guards import require_outside_traces
-from replicax.variables.variable import Variable
+from replicax.variables.slicing import Index, SlicedValue, as_rows
+from replicax.variables.updates import Payload
+from replicax.variables.variable import Variable, require_outside_traces
 
 
 class Read(NamedTuple):
@@ -66,7 +68,7 @@ class RemoteVariableBase(Variable):
         return row_numbers.take(self.read(frame), ids)
 
     @override
-    def read_part(self, index: Any) -> jax.Array:
+    def read_part(self, index: Index) -> jax.Array:
         # A scope that caches reads caches whole values.
         is_whole = not self.shape or read_cache.is_open()
         selection = None if is_whole else select_rows(index, self.shape[0], self.name)
@@ -80,24 +82,24 @@ class RemoteVariableBase(Variable):
         return rows[selection.within]
 
     @override
-    def apply_update(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_update(self, frame: Frame, kind: str, payload: Payload) -> None:
         layout = frame.layout
         if frame.mode is Mode.REPLICA and layout is not None and layout.num_replicas > 1:
-            aggregation.change_from_replicas(self, frame, kind, payload)
+            apply_from_replicas(self, frame, kind, payload)
         else:
             self.apply_directly(frame, kind, payload)
 
     @override
-    def store(self, frame: Frame, value: Any) -> None:
+    def store(self, frame: Frame, value: ArrayLike) -> None:
         self.apply_directly(frame, "assign", value)
 
-    def as_row_update(self, frame: Frame, kind: str, payload: Any) -> tuple[str, Any]:
+    def as_row_update(self, frame: Frame, kind: str, payload: Payload) -> tuple[str, Payload]:
         """Returns an update as an equivalent update of whole rows, the only kind servers apply."""
         if not isinstance(payload, SlicedValue):
             return kind, payload
         return as_rows(self, kind, payload, lambda ids: self.read_rows(frame, ids))
 
-    def touches(self, variable: Variable) -> bool:
+    def touches(self, variable: object) -> bool:
         """Returns whether a change of this variable also changes `variable`."""
         return variable is self
 
@@ -132,7 +134,7 @@ class RemoteVariable(RemoteVariableBase):
         number: int,
         server: int,
         client: VariableClient,
-        owner: Any = None,
+        owner: StrategyHooks | None = None,
     ) -> None:
         self.set_up(attributes, None, owner=owner)
         self.number = number
@@ -147,7 +149,7 @@ class RemoteVariable(RemoteVariableBase):
         return f"/job:ps/replica:0/task:{self.server}/device:CPU:0"
 
     @override
-    def read(self, frame: Frame) -> Any:
+    def read(self, frame: Frame) -> jax.Array:
         if frame.overlay is not None:
             return read_cache.read_in_trace(frame.overlay, self)
         require_outside_traces(self, frame)
@@ -168,25 +170,25 @@ class RemoteVariable(RemoteVariableBase):
             return value
 
     @override
-    def sparse_read(self, indices: Any) -> Any:
+    def sparse_read(self, indices: ArrayLike) -> jax.Array:
         return checked_rows(self, indices)
 
     @override
-    def read_copy(self, replica_id: int) -> Any:
+    def read_copy(self, replica_id: int) -> jax.Array:
         del replica_id
         with jax_compat.eagerly(), jax_compat.any_dtype(self.dtype):
             return jnp.asarray(self.client.pull([Read(self)])[0])
 
     @override
-    def apply_directly(self, frame: Frame, kind: str, payload: Any) -> None:
-        kind, own = self.as_row_update(frame, kind, aggregation.payload_for(payload, 0))
+    def apply_directly(self, frame: Frame, kind: str, payload: Payload) -> None:
+        kind, own = self.as_row_update(frame, kind, payload_for(payload, 0))
         change = Change(self, kind, own)
         if frame.overlay is not None:
             frame.overlay.record(change)
         else:
             self.client.push([change])
 
-    def value_after(self, change: Change, value: Any) -> Any:
+    def value_after(self, change: Change, value: Tree) -> Tree:
         """Returns the value of this variable after a change."""
         if change.target is self:
             new = updates.apply(change.kind, value, change.payload)
@@ -219,7 +221,10 @@ class CopiedVariable(RemoteVariableBase):
     __slots__ = ("copies",)
 
     def __init__(
-        self, attributes: creators.VariableAttributes, copies: Sequence[RemoteVariable], owner: Any
+        self,
+        attributes: creators.VariableAttributes,
+        copies: Sequence[RemoteVariable],
+        owner: StrategyHooks,
     ) -> None:
         self.set_up(attributes, None, owner=owner)
         self.copies = tuple(copies)
@@ -230,15 +235,15 @@ class CopiedVariable(RemoteVariableBase):
         return self.copies[0].device
 
     @override
-    def read(self, frame: Frame) -> Any:
+    def read(self, frame: Frame) -> jax.Array:
         return self.copies[0].read(frame)
 
     @override
-    def read_copy(self, replica_id: int) -> Any:
+    def read_copy(self, replica_id: int) -> jax.Array:
         return self.copies[0].read_copy(replica_id)
 
     @override
-    def apply_directly(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_directly(self, frame: Frame, kind: str, payload: Payload) -> None:
         for copy in self.copies:
             copy.apply_directly(frame, kind, payload)
 

@@ -1,29 +1,50 @@
-"""Variables with a copy on each replica: kept equal on write, or combined on read."""
+"""Variables that aggregate the updates of replicas: on each write, or when they are read."""
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
+from jax.typing import ArrayLike
 from typing_extensions import override
 
 from replicax.collectives import eager, in_replica
+from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import View
+from replicax.contexts.rendezvous import (
+    Rendezvous,
+    acting_for_all,
+    different_calls,
+    require_meeting,
+)
 from replicax.foundation import devices, errors, gate, jax_compat, placement
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp, VariableAggregation
+from replicax.foundation.types import Tree
 from replicax.values import printing
-from replicax.values.distributed_values import DistributedValues
-from replicax.values.layout import AXIS
-from replicax.variables import aggregation, updates
+from replicax.values.distributed_values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    TracedPerReplica,
+)
+from replicax.values.indexed_slices import IndexedSlices
+from replicax.values.layout import AXIS, ReplicaLayout
+from replicax.values.regroup import map_structure
+from replicax.variables import updates
 from replicax.variables.creators import VariableAttributes
-from replicax.variables.slicing import api_of
-from replicax.variables.trace_guards import require_concrete, require_readable
-from replicax.variables.variable import LocalVariable, Variable
+from replicax.variables.slicing import SlicedValue, api_of
+from replicax.variables.updates import Payload
+from replicax.variables.variable import (
+    LocalVariable,
+    Variable,
+    require_concrete,
+    require_readable,
+)
 
 # Copies up to this size are combined, and shared out, by NumPy: for a metric that is read
 # once an epoch, the first computation on the devices costs more in compilation than all
@@ -32,17 +53,17 @@ _HOST_BYTES = 64 << 10
 
 
 class ReplicatedVariable(DistributedValues, LocalVariable):
-    """What variables with a copy on each replica have in common."""
+    """Base class of variables with a copy on each replica."""
 
     __slots__ = ()
 
     @property
     @override
     def components(self) -> tuple[Variable, ...]:
-        return tuple(VariableComponent(self, i) for i in range(self.layout.num_replicas))
+        return tuple(VariableComponent(self, i) for i in range(self.replicas.num_replicas))
 
     @override
-    def store(self, frame: Frame, value: Any) -> None:
+    def store(self, frame: Frame, value: ArrayLike) -> None:
         if frame.overlay is not None:
             frame.overlay.write(self, value)
         elif frame.replica_id is not None:
@@ -50,7 +71,7 @@ class ReplicatedVariable(DistributedValues, LocalVariable):
         else:
             self.store_all_copies(frame, value)
 
-    def store_copy(self, replica_id: int, value: Any) -> None:
+    def store_copy(self, replica_id: int, value: jax.Array) -> None:
         """Replaces one copy and leaves the others as they are."""
         raise NotImplementedError
 
@@ -64,7 +85,7 @@ class ReplicatedVariable(DistributedValues, LocalVariable):
     def __repr__(self) -> str:
         return printing.braces(
             type(self).__name__,
-            self.layout.num_replicas,
+            self.replicas.num_replicas,
             lambda i: VariableComponent(self, i).describe(),
         )
 
@@ -78,10 +99,10 @@ class MirroredVariable(ReplicatedVariable):
     @property
     @override
     def sharding_of_stored(self) -> Sharding:
-        return self.layout.replicated
+        return self.replicas.replicated
 
     @override
-    def read(self, frame: Frame) -> Any:
+    def read(self, frame: Frame) -> jax.Array:
         if frame.overlay is not None:
             return frame.overlay.read(self)
         require_readable(self, frame)
@@ -92,54 +113,73 @@ class MirroredVariable(ReplicatedVariable):
 
     def _replica_on(self, device: Device | None) -> int:
         """Returns the replica whose copy is nearest to a device."""
-        return self.layout.devices.index(device) if device in self.layout.devices else 0
+        return self.replicas.devices.index(device) if device in self.replicas.devices else 0
 
     @override
-    def read_copy(self, replica_id: int) -> Any:
+    def read_copy(self, replica_id: int) -> jax.Array:
         with gate.state():
             self.is_lent = True
-            return self.layout.copy_for(self.stored, replica_id)
+            return self.replicas.copy_for(self.stored, replica_id)
 
     @override
-    def apply_update(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_update(self, frame: Frame, kind: str, payload: Payload) -> None:
         if frame.mode is Mode.REPLICA and not frame.is_default:
-            aggregation.change_from_replicas(self, frame, kind, payload)
+            apply_from_replicas(self, frame, kind, payload)
         elif frame.mode is Mode.UPDATE:
             self.apply_directly(frame, kind, payload)
         else:
-            aggregation.apply_to_copies(self, frame, kind, payload)
+            apply_to_copies(self, frame, kind, payload)
 
     @override
-    def store_all_copies(self, frame: Frame, value: Any) -> None:
+    def store_all_copies(self, frame: Frame, value: ArrayLike) -> None:
         if frame.overlay is not None:
             frame.overlay.write(self, value)
             return
         require_concrete(self, value)
-        self.store_copies([value] * self.layout.num_replicas)
+        self.store_copies([value] * self.replicas.num_replicas)
 
-    def store_copies(self, values: list[Any]) -> None:
+    def lend_copies(self) -> tuple[jax.Array, ...]:
+        """Returns the copies of all replicas. The caller holds `gate.state()`."""
+        self.is_lent = True
+        return self.replicas.copies(self.stored)
+
+    def store_copies(self, values: list[jax.Array]) -> None:
         """Replaces all copies at once."""
         with gate.state():
-            self.stored = self.layout.from_copies(values)
+            self.stored = self.replicas.from_copies(values)
             self.is_lent = True
 
     @override
-    def store_copy(self, replica_id: int, value: Any) -> None:
+    def store_copy(self, replica_id: int, value: jax.Array) -> None:
         require_concrete(self, value)
         with gate.state():
-            copies = list(self.layout.copies(self.stored))
+            copies = list(self.replicas.copies(self.stored))
             copies[replica_id] = value
-            self.stored = self.layout.from_copies(copies)
+            self.stored = self.replicas.from_copies(copies)
             self.is_lent = True
 
     @override
-    def initialize(self, value: Any) -> None:
-        self.stored = self.layout.replicate(value)
+    def initialize(self, value: ArrayLike) -> None:
+        self.stored = self.replicas.replicate(value)
+
+
+@final
+class AggregatingVariable(LocalVariable):
+    """A variable with one copy on a parameter device; updates of replicas are aggregated."""
+
+    __slots__ = ()
+
+    @override
+    def apply_update(self, frame: Frame, kind: str, payload: Payload) -> None:
+        if frame.mode is Mode.REPLICA and frame.layout is not None:
+            apply_from_replicas(self, frame, kind, payload)
+        else:
+            apply_to_copies(self, frame, kind, payload)
 
 
 @final
 class SyncOnReadVariable(ReplicatedVariable):
-    """A variable whose copies go their own way, and are combined when read from outside."""
+    """A variable with independent copies, which are combined when read from outside."""
 
     __slots__ = ()
     is_per_replica = True
@@ -147,10 +187,10 @@ class SyncOnReadVariable(ReplicatedVariable):
     @property
     @override
     def sharding_of_stored(self) -> Sharding:
-        return self.layout.per_replica
+        return self.replicas.per_replica
 
     @override
-    def read(self, frame: Frame) -> Any:
+    def read(self, frame: Frame) -> jax.Array:
         if frame.overlay is not None:
             value = frame.overlay.read(self)
             is_seen_from_outside = frame.mode is Mode.CROSS_REPLICA or frame.is_default
@@ -166,53 +206,53 @@ class SyncOnReadVariable(ReplicatedVariable):
             if self.stored.nbytes <= _HOST_BYTES:
                 return self._combine_on_host(self.stored)
             self.is_lent = True
-            return self._combine_copies(self.layout.split(self.stored, not self.shape))
+            return self._combine_copies(self.replicas.split(self.stored, not self.shape))
 
     @override
-    def read_copy(self, replica_id: int) -> Any:
+    def read_copy(self, replica_id: int) -> jax.Array:
         with gate.state():
             self.is_lent = True
-            return self.layout.component(self.stored, replica_id, not self.shape)
+            return self.replicas.component(self.stored, replica_id, not self.shape)
 
-    def _combine_on_host(self, stored: Any) -> Any:
+    def _combine_on_host(self, stored: jax.Array) -> jax.Array:
         self._require_aggregation("Reading")
-        rows = np.asarray(stored).reshape((self.layout.num_replicas, *self.shape))
+        rows = np.asarray(stored).reshape((self.replicas.num_replicas, *self.shape))
         value = rows[0]
         if self.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
             value = rows.sum(0, dtype=self.dtype)
         if self.aggregation is VariableAggregation.MEAN:
-            value = (value / self.layout.num_replicas).astype(self.dtype)
+            value = (value / self.replicas.num_replicas).astype(self.dtype)
         with jax_compat.any_dtype(self.dtype):
             return placement.uncommitted(jax.device_put(value, devices.current()))
 
-    def _combine_copies(self, copies: tuple[Any, ...]) -> Any:
+    def _combine_copies(self, copies: tuple[jax.Array, ...]) -> jax.Array:
         self._require_aggregation("Reading")
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return copies[0]
-        op = ReduceOp.from_variable_aggregation(self.aggregation)
-        total = eager.reduce_to_device(op, [copies], devices.current())[0]
+        op = _OPS[self.aggregation]
+        total: Tree = eager.reduce_to_device(op, [copies], devices.current())[0]
         return placement.uncommitted(total.astype(self.dtype))
 
-    def _combine_stored(self, stored: Any) -> Any:
+    def _combine_stored(self, stored: jax.Array) -> jax.Array:
         self._require_aggregation("Reading")
-        rows = jnp.reshape(stored, (self.layout.num_replicas, *self.shape))
+        rows = jnp.reshape(stored, (self.replicas.num_replicas, *self.shape))
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return rows[0]
         total = rows.sum(0)
         if self.aggregation is VariableAggregation.MEAN:
-            total = total / self.layout.num_replicas
+            total = total / self.replicas.num_replicas
         return total.astype(self.dtype)
 
-    def _combine_local(self, local: Any) -> Any:
+    def _combine_local(self, local: jax.Array) -> jax.Array:
         self._require_aggregation("Reading")
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return in_replica.first_replica(local)
-        op = ReduceOp.from_variable_aggregation(self.aggregation)
-        total = in_replica.all_reduce(op, [local], self.layout.num_replicas)[0]
+        op = _OPS[self.aggregation]
+        total: Tree = in_replica.all_reduce(op, [local], self.replicas.num_replicas)[0]
         return total.astype(self.dtype)
 
     @override
-    def apply_update(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_update(self, frame: Frame, kind: str, payload: Payload) -> None:
         if kind.startswith("scatter"):
             raise errors.UnsupportedError(
                 f"`{kind}` needs a variable that is synchronized on write",
@@ -235,26 +275,26 @@ class SyncOnReadVariable(ReplicatedVariable):
         else:
             self._assign_shares(frame, payload)
 
-    def _assign_shares(self, frame: Frame, value: Any) -> None:
-        """Gives the copies values that are read back as `value`."""
+    def _assign_shares(self, frame: Frame, value: ArrayLike) -> None:
+        """Sets the copies so that a read from outside returns `value`."""
         shares = self._shares(value)
         if frame.overlay is not None:
             if frame.overlay.view is View.LOCAL:
                 shares = shares[jax.lax.axis_index(AXIS)]
             elif frame.overlay.view is View.STORED:
-                shares = shares.reshape(self.layout.global_shape(self.shape))
+                shares = shares.reshape(self.replicas.global_shape(self.shape))
             else:
                 shares = value
             frame.overlay.write(self, shares)
             return
         require_concrete(self, value)
         with gate.state():
-            self.stored = self.layout.assemble([shares[i] for i in range(len(shares))])
+            self.stored = self.replicas.assemble([shares[i] for i in range(len(shares))])
             self.is_lent = True
 
-    def _shares(self, value: Any) -> Any:
+    def _shares(self, value: jax.Array) -> Any:
         """Returns one value per replica: parts of a sum, or the value itself."""
-        count = self.layout.num_replicas
+        count = self.replicas.num_replicas
         is_on_host = not jax_compat.is_traced(value) and value.nbytes * count <= _HOST_BYTES
         xnp: Any = np if is_on_host else jnp
         value = xnp.asarray(value)
@@ -268,14 +308,16 @@ class SyncOnReadVariable(ReplicatedVariable):
         return xnp.broadcast_to(value / count, shape).astype(self.dtype)
 
     @override
-    def store_all_copies(self, frame: Frame, value: Any) -> None:
+    def store_all_copies(self, frame: Frame, value: ArrayLike) -> None:
         self._assign_shares(frame, value)
 
     @override
-    def store_copy(self, replica_id: int, value: Any) -> None:
+    def store_copy(self, replica_id: int, value: jax.Array) -> None:
         require_concrete(self, value)
         with gate.state():
-            self.stored = self.layout.with_component(self.stored, replica_id, not self.shape, value)
+            self.stored = self.replicas.with_component(
+                self.stored, replica_id, not self.shape, value
+            )
             self.is_lent = True
 
     def _require_aggregation(self, what: str) -> None:
@@ -289,8 +331,8 @@ class SyncOnReadVariable(ReplicatedVariable):
             )
 
     @override
-    def initialize(self, value: Any) -> None:
-        self.stored = stored_for_replicas(self.layout, value)
+    def initialize(self, value: ArrayLike) -> None:
+        self.stored = stored_for_replicas(self.replicas, value)
 
 
 @final
@@ -317,21 +359,21 @@ class VariableComponent(Variable):
     @property
     @override
     def placement(self) -> tuple[Device, ...]:
-        return (self.container.layout.devices[self.replica_id],)
+        return (self.container.replicas.devices[self.replica_id],)
 
     @override
-    def read(self, frame: Frame) -> Any:
+    def read(self, frame: Frame) -> jax.Array:
         overlay = frame.overlay
         if overlay is None:
             require_readable(self.container, frame)
             return placement.uncommitted(self.container.read_copy(self.replica_id))
         value = overlay.read(self.container)
         if self.container.is_per_replica and overlay.view is View.STORED:
-            return self.container.layout.component(value, self.replica_id, not self.shape)
+            return self.container.replicas.component(value, self.replica_id, not self.shape)
         return value
 
     @override
-    def apply_update(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_update(self, frame: Frame, kind: str, payload: Payload) -> None:
         overlay = frame.overlay
         if overlay is None:
             with gate.state():
@@ -344,7 +386,7 @@ class VariableComponent(Variable):
             overlay.write(self.container, new)
         elif self.container.is_per_replica:
             stored = overlay.read(self.container)
-            layout = self.container.layout
+            layout = self.container.replicas
             scalar = not self.shape
             new = layout.with_component(stored, self.replica_id, scalar, new)
             overlay.write(self.container, new)
@@ -357,7 +399,7 @@ class VariableComponent(Variable):
             )
 
     @override
-    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+    def __deepcopy__(self, memo: dict[int, object]) -> Variable:
         raise errors.UnsupportedError(
             "Only whole variables can be copied",
             f"{self.name!r} is one copy of {self.container.name!r}",
@@ -365,8 +407,185 @@ class VariableComponent(Variable):
         )
 
 
-def stored_for_replicas(layout: Any, value: Any) -> jax.Array:
+def stored_for_replicas(layout: ReplicaLayout, value: ArrayLike) -> jax.Array:
     """Makes the stored array of a variable whose copies all start from one value."""
     array = jnp.asarray(value)
     # The copies may share buffers with each other: a new variable counts as lent.
     return layout.assemble([array] * layout.num_replicas)
+
+
+class _Update(NamedTuple):
+    """An update of a variable that one replica makes."""
+
+    variable: Variable
+    kind: str
+    payload: Payload
+
+
+_OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
+
+
+def apply_from_replicas(variable: Variable, frame: Frame, kind: str, payload: Payload) -> None:
+    """Applies the aggregate of the replicas' updates to every copy of a variable."""
+    _require_reducible(variable, kind)
+    if isinstance(payload, SlicedValue):
+        payload = _of_common_part(variable, kind, payload)
+    if frame.overlay is not None and not frame.overlay.meets_other_replicas:
+        _apply_under_gradient(variable, frame, kind, payload)
+    elif frame.rendezvous is not None:
+        _apply_together(frame, frame.rendezvous, _Update(variable, kind, payload))
+    else:
+        assert frame.executor is not None
+        frame.executor.merge_call(_apply_merged, (variable, kind, payload), {})
+
+
+def _apply_together(frame: Frame, rendezvous: Rendezvous, update: _Update) -> None:
+    """Waits for the updates of all eager replicas; the last replica applies their aggregate."""
+    replica_id = require_meeting(frame)
+    reads = frame.eager_reads
+    if reads is not None and reads.has_inner_reads:
+        # Traces of this replica are not for the replicas that run meanwhile.
+        reads.renew()
+    meeting = rendezvous.arrive(replica_id, update)
+    if meeting is None:
+        return
+    with acting_for_all(frame, rendezvous, meeting):
+        variable, kind, _ = update
+        for i, call in enumerate(meeting.calls):
+            if not isinstance(call, _Update) or call.variable is not variable or call.kind != kind:
+                raise different_calls(i, _described(meeting.calls[0]), _described(call))
+        payload = _merged([call.payload for call in meeting.calls], frame)
+        combined = _combine(frame, variable, payload)
+        apply_to_copies(variable, frames.current(), kind, combined)
+
+
+def _apply_merged(strategy: object, variable: Variable, kind: str, payload: Payload) -> None:
+    frame = frames.current()
+    apply_to_copies(variable, frame, kind, _combine(frame, variable, payload))
+
+
+def _merged(payloads: list[Payload], frame: Frame) -> Payload:
+    """Merges the payloads of all replicas; an object that all of them pass stays one."""
+    first = payloads[0]
+    if all(payload is first for payload in payloads):
+        return first
+    if not isinstance(first, SlicedValue):
+        return PerReplica(payloads, frame.layout)
+    return map_structure(
+        lambda *leaves: _merged(list(leaves), frame),
+        *payloads,
+    )
+
+
+def _combine(frame: Frame, variable: Variable, payload: Payload) -> Payload:
+    """Aggregates merged payloads by the rule of the variable."""
+    if isinstance(payload, SlicedValue):
+        return payload.map_arrays(lambda array: _combine(frame, variable, array))
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return _first(payload)
+    op = _OPS[variable.aggregation]
+    count = 1 if frame.layout is None else frame.layout.num_replicas
+    if isinstance(payload, PerReplica):
+        return frame.reducer.reduce_values(op, [payload], [variable.placement], count)[0]
+    # Every replica passed the same object.
+    return _scaled(payload, count) if op is ReduceOp.SUM else payload
+
+
+def _described(call: object) -> str:
+    if not isinstance(call, _Update):
+        return f"{call}"
+    return f"`{api_of(call.kind)}` of variable {call.variable.name!r}"
+
+
+def _scaled(payload: Payload, factor: int) -> Payload:
+    """Multiplies a payload; rows of IndexedSlices too."""
+    if isinstance(payload, IndexedSlices):
+        return payload.map_values(lambda v: v * factor)
+    return payload * factor
+
+
+def apply_to_copies(variable: Variable, frame: Frame, kind: str, payload: Payload) -> None:
+    """Applies one update, as one step, to every copy of a variable with equal copies."""
+    if variable.is_remote:
+        variable.apply_directly(frame, kind, payload)
+        return
+    with gate.state():
+        if frame.overlay is not None:
+            new = updates.apply(kind, frame.overlay.read(variable), payload_for(payload, 0))
+            variable.store_all_copies(frame, new)
+        elif isinstance(variable, MirroredVariable) and variable.replicas.is_mesh:
+            copies = [
+                updates.apply_beside(kind, copy, payload_for(payload, i))
+                for i, copy in enumerate(variable.lend_copies())
+            ]
+            variable.store_copies(copies)
+        else:
+            new = updates.apply_beside(kind, variable.read_copy(0), payload_for(payload, 0))
+            variable.store_all_copies(frame, new)
+
+
+def payload_for(payload: Payload, replica_id: int) -> Payload:
+    """Returns the copy of a payload on the device of one replica."""
+    if isinstance(payload, SlicedValue):
+        return payload.map_arrays(lambda array: payload_for(array, replica_id))
+    return payload.values[replica_id] if isinstance(payload, Mirrored) else payload
+
+
+def _require_reducible(variable: Variable, kind: str) -> None:
+    """Raises where the updates of several replicas cannot become one."""
+    if variable.aggregation is VariableAggregation.NONE:
+        raise errors.InvalidArgumentError(
+            f"`{api_of(kind)}` on variable {variable.name!r} in replica context needs a rule "
+            "to combine what the replicas write",
+            "its aggregation is NONE",
+            "Create it with aggregation=rx.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA.",
+        )
+    first = variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
+    if kind in updates.NOT_REDUCIBLE and not first:
+        raise errors.UnsupportedError(
+            f"`{api_of(kind)}` on variable {variable.name!r} in replica context needs "
+            "aggregation ONLY_FIRST_REPLICA",
+            f"its aggregation is {variable.aggregation.name}",
+            "Rows of several replicas cannot be summed or averaged there: change the "
+            "aggregation, or write in cross-replica context.",
+        )
+
+
+def _of_common_part(variable: Variable, kind: str, payload: SlicedValue) -> SlicedValue:
+    """Returns a value for a part that is the same on all replicas, or raises."""
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return payload
+    common = payload.with_known_arrays()
+    if common is None:
+        raise errors.UnsupportedError(
+            f"`{api_of(kind)}` of a part of variable {variable.name!r} in replica context "
+            "needs the same index on all replicas",
+            "the index is computed by the compiled program, on each replica by itself",
+            "Use Python numbers, aggregation ONLY_FIRST_REPLICA, or `scatter_add`, which "
+            "joins the rows of all replicas.",
+        )
+    return common
+
+
+def _apply_under_gradient(variable: Variable, frame: Frame, kind: str, payload: Payload) -> None:
+    """Aggregates values that are being differentiated, then writes this replica's copy."""
+    assert frame.executor is not None and frame.overlay is not None
+    # Before the replicas meet: another replica may store into a shared copy right after.
+    old: Tree = None if variable.is_remote else frame.overlay.read(variable)
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        gather = frame.executor.all_gather
+        combined = jax.tree.map(lambda x: gather(jnp.expand_dims(x, 0), 0)[0], payload)
+    else:
+        op = _OPS[variable.aggregation]
+        combined = frame.executor.all_reduce(op, payload, None)
+    combined = jax.lax.stop_gradient(combined)
+    if variable.is_remote:
+        variable.apply_directly(frame, kind, combined)
+    else:
+        frame.overlay.write(variable, updates.apply(kind, old, combined))
+
+
+def _first(payload: Payload) -> Payload:
+    if isinstance(payload, TracedPerReplica):
+        return jax.tree.map(in_replica.first_replica, payload.local)
+    return payload.values[0] if isinstance(payload, PerReplica) else payload

@@ -5,23 +5,28 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from typing_extensions import override
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame
 from replicax.contexts.overlay import Change
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.types import Tree
 from replicax.values.array_surface import as_operand
 from replicax.values.indexed_slices import IndexedSlices
-from replicax.variables import aggregation, creators, updates
+from replicax.variables import creators, updates
 from replicax.variables.partitioners import split_rows
 from replicax.variables.remote import Read, RemoteVariable, RemoteVariableBase, checked_rows
+from replicax.variables.replicated import payload_for
 from replicax.variables.row_selection import select_rows
+from replicax.variables.slicing import Index
+from replicax.variables.updates import Payload
 from replicax.variables.variable import Variable
 
 
@@ -85,19 +90,19 @@ class ShardedVariable(RemoteVariableBase):
     # Reading.
 
     @override
-    def read(self, frame: Frame) -> Any:
+    def read(self, frame: Frame) -> jax.Array:
         overlay = frame.overlay
         if overlay is not None and overlay.holds(self):
             return overlay.read(self)
         return jnp.concatenate([part.read(frame) for part in self.variables])
 
     @override
-    def read_copy(self, replica_id: int) -> Any:
+    def read_copy(self, replica_id: int) -> jax.Array:
         with jax_compat.eagerly(), jax_compat.any_dtype(self.dtype):
             return jnp.concatenate([part.read_copy(replica_id) for part in self.variables])
 
     @override
-    def read_rows(self, frame: Frame, ids: Any) -> Any:
+    def read_rows(self, frame: Frame, ids: ArrayLike) -> jax.Array:
         if not self.is_whole_remote:
             return super().read_rows(frame, ids)
         if frame.overlay is not None:
@@ -108,7 +113,7 @@ class ShardedVariable(RemoteVariableBase):
             return jnp.asarray(first.client.pull([Read(self, ids)])[0])
 
     @override
-    def sparse_read(self, indices: Any) -> Any:
+    def sparse_read(self, indices: ArrayLike) -> jax.Array:
         """Returns the rows of the first part, then those of the second, and so on.
 
         Rows of one part keep their order among each other. `rx.nn.embedding_lookup` keeps
@@ -120,7 +125,7 @@ class ShardedVariable(RemoteVariableBase):
         return rows.reshape((-1, *self.shape[1:]))[jnp.argsort(part, stable=True)]
 
     @override
-    def read_part(self, index: Any) -> jax.Array:
+    def read_part(self, index: Index) -> jax.Array:
         selection = select_rows(index, self.shape[0], self.name)
         overlay = frames.current().overlay
         # If a gradient of the whole is asked for, reads of parts would not be seen.
@@ -154,14 +159,14 @@ class ShardedVariable(RemoteVariableBase):
     # Writing.
 
     @override
-    def _update(self, kind: str, payload: Any, read_value: bool = True) -> Any:
+    def _update(self, kind: str, value: object, read_value: bool = True) -> Self | None:
         if kind.startswith("scatter"):
-            self._require_scatterable(kind, payload)
-        return super()._update(kind, payload, read_value)
+            self._require_scatterable(kind, value)
+        return super()._update(kind, value, read_value)
 
     @override
-    def apply_directly(self, frame: Frame, kind: str, payload: Any) -> None:
-        kind, own = self.as_row_update(frame, kind, aggregation.payload_for(payload, 0))
+    def apply_directly(self, frame: Frame, kind: str, payload: Payload) -> None:
+        kind, own = self.as_row_update(frame, kind, payload_for(payload, 0))
         if isinstance(own, IndexedSlices) and self.is_whole_remote:
             # One list of rows for all parts: it is cut where it is sent off.
             change = Change(self, kind, own)
@@ -175,12 +180,12 @@ class ShardedVariable(RemoteVariableBase):
         for start, part in zip(self.starts, self.variables, strict=True):
             part.apply_directly(frame, kind, self._piece(own, start, part.shape[0]))
 
-    def piece_of(self, part: Variable, payload: Any) -> Any:
+    def piece_of(self, part: Variable, payload: Payload) -> Payload:
         """Returns what of an array or of rows of the whole belongs to a part."""
         start = next(a for a, v in zip(self.starts, self.variables, strict=True) if v is part)
         return self._piece(payload, start, part.shape[0])
 
-    def _piece(self, payload: Any, start: int, rows: int) -> Any:
+    def _piece(self, payload: Payload, start: int, rows: int) -> Payload:
         if not isinstance(payload, IndexedSlices):
             return payload[start : start + rows]
         # Rows of other parts get a number behind the last, which updates pass over, and are
@@ -192,19 +197,19 @@ class ShardedVariable(RemoteVariableBase):
         shape = (rows, *self.shape[1:])
         return IndexedSlices(own, jnp.where(is_own, local, rows), shape)
 
-    def part_after(self, part: Variable, change: Change, value: Any) -> Any:
+    def part_after(self, part: Variable, change: Change, value: Tree) -> Tree:
         """Returns what the value of a part becomes by a change of the whole."""
         return updates.apply(change.kind, value, self.piece_of(part, change.payload))
 
-    def value_after(self, change: Change, value: Any) -> Any:
+    def value_after(self, change: Change, value: Tree) -> Tree:
         """Returns what the value of the whole becomes by a change of the whole."""
         return updates.apply(change.kind, value, change.payload)
 
     @override
-    def touches(self, variable: Any) -> bool:
+    def touches(self, variable: object) -> bool:
         return variable is self or any(variable is part for part in self.variables)
 
-    def _require_scatterable(self, kind: str, payload: Any) -> None:
+    def _require_scatterable(self, kind: str, payload: object) -> None:
         expected = [stop - start for start, stop in split_rows(self.shape[0], len(self.variables))]
         if [part.shape[0] for part in self.variables] != expected:
             raise errors.UnsupportedError(
@@ -242,7 +247,7 @@ class ShardedVariable(RemoteVariableBase):
         return f"{head} {{{inside}}}"
 
 
-def _checked_parts(variables: Any) -> list[Variable]:
+def _checked_parts(variables: Sequence[Variable]) -> list[Variable]:
     if not isinstance(variables, list | tuple) or not variables:
         raise errors.ArgumentTypeError(
             "A ShardedVariable needs a list of variables, at least one",

@@ -10,14 +10,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.types import Tree
 from replicax.values.indexed_slices import IndexedSlices
+
+if TYPE_CHECKING:
+    from replicax.variables.variable import Variable
+
+# What arrays are indexed with: an int, a slice, None, ..., an array, or a tuple of such.
+Index: TypeAlias = object
 
 # The methods that parts of variables have, and the kinds of their updates.
 KINDS = {
@@ -40,7 +48,7 @@ class KnownArray:
     data: bytes
 
     @classmethod
-    def of(cls, array: Any) -> KnownArray:
+    def of(cls, array: jax.Array | np.ndarray) -> KnownArray:
         """Keeps the elements of an array."""
         return cls(array.shape, np.asarray(array, np.int64).tobytes())
 
@@ -59,7 +67,7 @@ class SlicedValue:
 
     __slots__ = ("arrays", "key", "value")
 
-    def __init__(self, value: Any, arrays: Sequence[Any], key: tuple[Any, ...]) -> None:
+    def __init__(self, value: Tree, arrays: Sequence[Tree], key: tuple[Any, ...]) -> None:
         self.value = value
         self.arrays = tuple(arrays)
         self.key = key
@@ -69,7 +77,7 @@ class SlicedValue:
         """What to index an array with."""
         arrays = iter(self.arrays)
 
-        def of(item: Any) -> Any:
+        def of(item: object) -> object:
             if isinstance(item, KnownArray):
                 return np.frombuffer(item.data, np.int64).reshape(item.shape)
             if item == "array":
@@ -86,7 +94,7 @@ class SlicedValue:
         key = tuple(next(arrays) if item == "array" else item for item in self.key)
         return SlicedValue(self.value, (), key)
 
-    def map_arrays(self, fn: Callable[[Any], Any]) -> SlicedValue:
+    def map_arrays(self, fn: Callable[[Tree], Tree]) -> SlicedValue:
         """Applies `fn` to the value and to the indices that are arrays."""
         return SlicedValue(fn(self.value), [fn(array) for array in self.arrays], self.key)
 
@@ -97,11 +105,13 @@ class SlicedValue:
         return (self.value, self.arrays), self.key
 
     @classmethod
-    def tree_unflatten(cls, key: Any, children: tuple[Any, Any]) -> SlicedValue:
+    def tree_unflatten(
+        cls, key: tuple[Any, ...], children: tuple[Tree, tuple[Tree, ...]]
+    ) -> SlicedValue:
         return cls(*children, key=key)
 
 
-def _shown(item: Any) -> str:
+def _shown(item: object) -> str:
     if isinstance(item, KnownArray):
         return f"array of shape {item.shape}"
     if not isinstance(item, tuple):
@@ -126,7 +136,7 @@ def with_methods(part: jax.Array, change: Callable[..., Any]) -> jax.Array:
     return jax_compat.with_methods(part, methods)
 
 
-def checked(variable: Any, api: str, index: Any) -> tuple[SlicedValue, tuple[int, ...]]:
+def checked(variable: Variable, api: str, index: Index) -> tuple[SlicedValue, tuple[int, ...]]:
     """Returns an index as the key of a `SlicedValue`, and the shape of the part.
 
     Raises:
@@ -176,18 +186,19 @@ def _without_ellipsis(items: tuple[Any, ...], rank: int) -> list[Any]:
     return [*items[: where[0]], *full, *items[where[0] + 1 :]]
 
 
-def _is_number(item: Any) -> bool:
+def _is_number(item: object) -> bool:
     if isinstance(item, int | np.integer):
         return True
-    is_scalar = isinstance(item, np.ndarray | jax.Array) and not item.ndim
-    return is_scalar and not jax_compat.is_traced(item) and jnp.issubdtype(item.dtype, jnp.integer)
+    if not isinstance(item, np.ndarray | jax.Array) or item.ndim or jax_compat.is_traced(item):
+        return False
+    return jnp.issubdtype(item.dtype, jnp.integer)
 
 
 def _bound(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _positions(variable: Any, api: str, item: Any) -> list[Any]:
+def _positions(variable: Variable, api: str, item: Any) -> list[Any]:
     """Returns an index that is an array as arrays of integers; a mask gives one per dimension."""
     array = item if isinstance(item, np.ndarray | jax.Array) else np.asarray(item)
     if jnp.issubdtype(array.dtype, jnp.integer):
@@ -200,7 +211,7 @@ def _positions(variable: Any, api: str, item: Any) -> list[Any]:
     raise _wrong(variable, api, found, "Use integers, slices, or `assign` with jnp.where.")
 
 
-def _wrong(variable: Any, api: str, found: str, todo: str) -> errors.InvalidArgumentError:
+def _wrong(variable: Variable, api: str, found: str, todo: str) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
         f"`{api}` of a part of variable {variable.name!r} needs an index into shape "
         f"{variable.shape}",
@@ -228,9 +239,9 @@ def subtracted(old: jax.Array, part: SlicedValue) -> jax.Array:
 
 
 def as_rows(
-    variable: Any, kind: str, part: SlicedValue, read_rows: Callable[[Any], Any]
-) -> tuple[str, Any]:
-    """Returns an update of a part as one that parameter servers know: of whole rows.
+    variable: Variable, kind: str, part: SlicedValue, read_rows: Callable[[ArrayLike], jax.Array]
+) -> tuple[str, Tree]:
+    """Returns an update of a part as an update of whole rows, which parameter servers take.
 
     Parts of rows that are replaced are read first, by `read_rows(ids)`: another writer of the
     same rows may come between.
@@ -263,7 +274,7 @@ def as_rows(
     return _OF_ROWS[kind], IndexedSlices(values, ids, shape)
 
 
-def _row_numbers(first: Any, num_rows: int) -> Any:
+def _row_numbers(first: Any, num_rows: int) -> np.ndarray | jax.Array:
     if isinstance(first, slice):
         return np.arange(*first.indices(num_rows), dtype=np.int32)
     if isinstance(first, int):

@@ -1,20 +1,29 @@
-"""The ways to change a variable, each as a pure function of its value and a payload."""
+"""The kinds of updates of variables, each as a pure function of old value and payload."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from replicax.foundation import errors, jax_compat, placement
+from replicax.foundation.types import Tree
 from replicax.values.array_surface import as_operand
 from replicax.values.distributed_values import PerReplica
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.variables import row_numbers, slicing
+
+if TYPE_CHECKING:
+    from replicax.variables.variable import Variable
+
+# The arrays of an update: an array, IndexedSlices or a SlicedValue; merged over replicas, any of
+# them with distributed values in the place of arrays.
+Payload: TypeAlias = Tree
 
 
 def _at(old: jax.Array, slices: IndexedSlices) -> Any:
@@ -32,7 +41,7 @@ def _divided(old: jax.Array, slices: IndexedSlices) -> jax.Array:
     vectors = row_numbers.without_negative(slices.indices).reshape((-1, depth))
     divisors = slices.values.reshape((-1, *old.shape[depth:]))
 
-    def divide_row(i: Any, table: jax.Array) -> jax.Array:
+    def divide_row(i: jax.Array, table: jax.Array) -> jax.Array:
         # One by one: the product of the divisors of one row may be too large for the type.
         row = table.at[tuple(vectors[i])]
         quotient = jax.lax.div(row.get(mode="fill", fill_value=0), divisors[i])
@@ -41,7 +50,7 @@ def _divided(old: jax.Array, slices: IndexedSlices) -> jax.Array:
     return jax.lax.fori_loop(0, len(vectors), divide_row, old)
 
 
-_RULES: dict[str, Callable[[Any, Any], Any]] = {
+_RULES: dict[str, Callable[[jax.Array, Payload], jax.Array]] = {
     "assign": lambda old, new: jnp.broadcast_to(new, old.shape),
     "assign_add": lambda old, delta: old + delta,
     "assign_sub": lambda old, delta: old - delta,
@@ -56,16 +65,16 @@ _RULES: dict[str, Callable[[Any, Any], Any]] = {
     "slice_assign_add": slicing.added,
     "slice_assign_sub": slicing.subtracted,
 }
-# A reduction over replicas has no meaning for these: which replica's row would win?
+# The rows of several replicas cannot be summed or averaged for these.
 NOT_REDUCIBLE = frozenset({"scatter_min", "scatter_max", "scatter_update"})
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _apply_compiled(kind: str, old: Any, payload: Any) -> Any:
+def _apply_compiled(kind: str, old: jax.Array, payload: Payload) -> jax.Array:
     return _RULES[kind](old, payload).astype(old.dtype)
 
 
-def apply(kind: str, old: Any, payload: Any) -> Any:
+def apply(kind: str, old: jax.Array, payload: Payload) -> jax.Array:
     """Returns the value after one update."""
     if kind == "assign" and payload.shape == old.shape and payload.dtype == old.dtype:
         return payload
@@ -74,12 +83,12 @@ def apply(kind: str, old: Any, payload: Any) -> Any:
     return _RULES[kind](old, payload).astype(old.dtype)
 
 
-def apply_beside(kind: str, old: jax.Array, payload: Any) -> Any:
+def apply_beside(kind: str, old: jax.Array, payload: Payload) -> jax.Array:
     """Returns the value after one update, computed where the old value is."""
     return apply(kind, old, placement.usable_on(payload, next(iter(old.devices()))))
 
 
-def checked_payload(variable: Any, kind: str, value: Any) -> Any:
+def checked_payload(variable: Variable, kind: str, value: Tree) -> Payload:
     """Returns the payload of an update as arrays, or raises if it cannot fit the variable."""
     if isinstance(value, PerReplica):
         value = value.own_value()
@@ -89,7 +98,8 @@ def checked_payload(variable: Any, kind: str, value: Any) -> Any:
         return _checked_part(variable, slicing.api_of(kind), *value)
     if isinstance(value, IndexedSlices):
         value = value.to_dense()
-    value = as_operand(value)
+    elif not isinstance(value, int | float | jax.Array):
+        value = as_operand(value)
     if jax_compat.is_open_size(value):
         value = jnp.asarray(value)
     array = value if isinstance(value, jax.Array) else _as_numpy(variable, kind, value)
@@ -102,8 +112,10 @@ def checked_payload(variable: Any, kind: str, value: Any) -> Any:
     return cast(variable, kind, value)
 
 
-def cast(variable: Any, kind: str, value: Any) -> Any:
-    """Converts a payload to the variable's type; refuses to drop fractions or phases."""
+def cast(variable: Variable, kind: str, value: Tree) -> jax.Array:
+    """Converts a payload to the variable's type; raises if that drops fractions or phases."""
+    if isinstance(value, jax.Array) and value.dtype == variable.dtype:
+        return value
     source = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     if not jnp.can_cast(jnp.dtype(source), variable.dtype) and not _same_kind(
         source, variable.dtype
@@ -113,8 +125,6 @@ def cast(variable: Any, kind: str, value: Any) -> Any:
             f"the value has type {source}",
             f"Convert it with `.astype({variable.dtype})` if that is meant.",
         )
-    if isinstance(value, jax.Array) and value.dtype == variable.dtype:
-        return value
     try:
         return jnp.asarray(value, dtype=variable.dtype)
     except OverflowError as error:
@@ -125,7 +135,7 @@ def cast(variable: Any, kind: str, value: Any) -> Any:
         ) from None
 
 
-def _as_numpy(variable: Any, kind: str, value: Any) -> np.ndarray:
+def _as_numpy(variable: Variable, kind: str, value: object) -> np.ndarray:
     try:
         array = np.asarray(value)
         is_number = array.dtype.kind in "biufcV"
@@ -141,16 +151,18 @@ def _as_numpy(variable: Any, kind: str, value: Any) -> np.ndarray:
     return array
 
 
-def _same_kind(source: Any, target: Any) -> bool:
+def _same_kind(source: DTypeLike, target: DTypeLike) -> bool:
     order = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
-    def rank(dtype: Any) -> int:
+    def rank(dtype: DTypeLike) -> int:
         return next((i for i, kind in enumerate(order) if jnp.issubdtype(dtype, kind)), -1)
 
     return -1 < rank(source) <= rank(target)
 
 
-def _checked_part(variable: Any, api: str, index: Any, value: Any) -> slicing.SlicedValue:
+def _checked_part(
+    variable: Variable, api: str, index: slicing.Index, value: object
+) -> slicing.SlicedValue:
     part, shape = slicing.checked(variable, api, index)
     value = as_operand(value)
     array = value if isinstance(value, jax.Array) else _as_numpy(variable, api, value)
@@ -164,7 +176,7 @@ def _checked_part(variable: Any, api: str, index: Any, value: Any) -> slicing.Sl
     return part
 
 
-def _checked_slices(variable: Any, kind: str, value: Any) -> IndexedSlices:
+def _checked_slices(variable: Variable, kind: str, value: object) -> IndexedSlices:
     if not isinstance(value, IndexedSlices):
         raise errors.ArgumentTypeError(
             f"`{kind}` needs rx.IndexedSlices",
@@ -190,7 +202,7 @@ def _checked_slices(variable: Any, kind: str, value: Any) -> IndexedSlices:
     return IndexedSlices(rows, indices, variable.shape)
 
 
-def batch_slices(variable: Any, api: str, slices: Any) -> IndexedSlices:
+def batch_slices(variable: Variable, api: str, slices: object) -> IndexedSlices:
     """Returns indices into parts along the first dimensions as vectors of indices."""
     if not isinstance(slices, IndexedSlices):
         raise errors.ArgumentTypeError(
@@ -212,8 +224,8 @@ def batch_slices(variable: Any, api: str, slices: Any) -> IndexedSlices:
     return IndexedSlices(slices.values, vectors)
 
 
-def _refuse_zero_divisors(variable: Any, divisors: Any) -> None:
-    """Refuses to divide whole numbers by zero, where that can be seen before."""
+def _refuse_zero_divisors(variable: Variable, divisors: jax.Array) -> None:
+    """Raises for a division of integers by a known zero."""
     if jax_compat.is_traced(divisors) or not jnp.issubdtype(divisors.dtype, jnp.integer):
         return
     if not np.asarray(divisors).all():

@@ -1,4 +1,4 @@
-"""`Variable`: state that looks like an array, and knows how its kind is read and written."""
+"""`Variable`: mutable state that behaves like an array."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from typing_extensions import Unpack
 
 from replicax.contexts import frames
-from replicax.contexts.frames import Frame, Mode
+from replicax.contexts.frames import Frame, Mode, Strategy, StrategyHooks
+from replicax.contexts.overlay import Change
 from replicax.foundation import devices, errors, gate, jax_compat, placement
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.notebook import html_table
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
+from replicax.foundation.types import Tree
 from replicax.values import printing
 from replicax.values.array_surface import ArraySurface, as_operand, elementwise_equal
 from replicax.values.indexed_slices import IndexedSlices
+from replicax.values.layout import ReplicaLayout
 from replicax.variables import creators, row_numbers, slicing, updates
 from replicax.variables.facts import Reference, Shape
-from replicax.variables.trace_guards import require_concrete, require_readable
+from replicax.variables.updates import Payload
 
 
 class _VariableMeta(type):
@@ -85,20 +88,21 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
     )
     # Whether `stored` holds the values of all replicas next to each other.
     is_per_replica = False
-    # Whether the value lives in another process; `stored` is None then.
+    # Whether another process holds the value; `stored` is None then.
     is_remote = False
 
     def __init_subclass__(cls) -> None:
         # To JAX a variable is its value: `jnp` functions and transformations take it as
         # an argument, read when they are called.
-        as_value: Any = lambda _, value: value[0]  # noqa: E731
         jax.tree_util.register_pytree_node(
-            cls, lambda variable: ((variable.read_value(),), None), as_value
+            cls,
+            lambda variable: ((variable.read_value(),), None),
+            lambda _, value: value[0],  # type: ignore[arg-type,return-value]
         )
 
     def __init__(
         self,
-        initial_value: Any = None,
+        initial_value: ArrayLike | Sequence[Any] | Callable[[], Any] | None = None,
         trainable: bool | None = None,
         *,
         name: str | None = None,
@@ -106,12 +110,12 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         shape: int | Sequence[int] | None = None,
         synchronization: VariableSynchronization | None = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | None = VariableAggregation.NONE,
-        constraint: Callable[[Any], Any] | None = None,
+        constraint: Callable[[jax.Array], jax.Array] | None = None,
         per_worker_variable: bool = False,
         **ignored: Unpack[creators.IgnoredArguments],
     ) -> None:
-        # The arguments of `rx.Variable`; the metaclass hands them to the creators, which make
-        # a variable of one of the kinds below. So this is reached for a kind without its own.
+        # Documents the arguments of `rx.Variable`, which the metaclass passes to the creators. Only
+        # a subclass without an `__init__` gets here.
         raise errors.UnsupportedError(
             "Variables are made with rx.Variable, in the scope of a strategy",
             f"{type(self).__name__} was called",
@@ -123,30 +127,30 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         attributes: creators.VariableAttributes,
         stored: jax.Array | None,
         *,
-        owner: Any = None,
-        layout: Any = None,
+        owner: StrategyHooks | None = None,
+        layout: ReplicaLayout | None = None,
     ) -> None:
         """Sets what variables of all kinds have."""
         self.name: str = attributes.name
         self.shape: tuple[int, ...] = attributes.shape  # type: ignore[override]
-        self.dtype: Any = attributes.dtype  # type: ignore[override]
+        self.dtype: np.dtype = attributes.dtype  # type: ignore[override]
         self.trainable = attributes.trainable
         self.synchronization: VariableSynchronization = attributes.synchronization
         self.aggregation: VariableAggregation = attributes.aggregation
         self.constraint = attributes.constraint
         # The strategy's StrategyExtended, or None outside of every scope.
-        self.owner = owner
-        self.layout = layout
+        self.owner: StrategyHooks | None = owner
+        self.layout: ReplicaLayout | None = layout
         # The array behind the variable; None until a compiled function that creates the
         # variable has run. Read and replaced by compiled functions, under `gate.state`.
         self.stored: Any = stored
         # Where a variable with one copy belongs, if a compiled function creates it.
         self.intended_device: Device | None = None
-        # Whether somebody else may hold (a part of) `stored`: then it must not be donated.
+        # Whether other objects may hold (a part of) `stored`: then it must not be donated.
         self.is_lent = True
-        # What compiled functions of other devices keep of a value that has not changed: the
-        # `stored` that it was, and that value on their devices.
-        self.mesh_copy: tuple[Any, Any] | None = None
+        # A cache of compiled functions on other devices: a `stored` array, and its copy on their
+        # devices, valid while `stored` is that array.
+        self.mesh_copy: tuple[jax.Array, jax.Array] | None = None
 
     # Facts.
 
@@ -158,6 +162,12 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         if self.stored is None or jax_compat.is_traced(self.stored):
             return (self.intended_device or devices.current(),)
         return tuple(self.stored.devices())
+
+    @property
+    def replicas(self) -> ReplicaLayout:
+        """The layout of a variable with a copy on each replica."""
+        assert self.layout is not None
+        return self.layout
 
     @property
     def device(self) -> str:
@@ -180,16 +190,16 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         return (self,)
 
     @property
-    def distribute_strategy(self) -> Any:
+    def distribute_strategy(self) -> Strategy | None:
         """The strategy in whose scope it was made; None outside of every scope."""
         return None if self.owner is None else self.owner.container_strategy
 
     @property
-    def initial_value(self) -> Any:
+    def initial_value(self) -> NoReturn:
         """Not kept, as it may be as large as the variable: raises, as TensorFlow does eagerly."""
         raise errors.ContextError(
             "The initial value of a variable is not kept after it was made",
-            f"that of variable {self.name!r} was asked for",
+            f"that of variable {self.name!r} was read",
             "Keep the value or the initialiser, or copy `read_value()` before training.",
         )
 
@@ -223,7 +233,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         """Returns a copy of the current value."""
         return np.array(self.read_value(), copy=True)
 
-    def read(self, frame: Frame) -> Any:
+    def read(self, frame: Frame) -> jax.Array:
         """Returns the value that code in `frame` sees."""
         if frame.overlay is not None:
             return frame.overlay.read(self)
@@ -235,15 +245,15 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
             return placement.put(array, frame.layout.devices[frame.replica_id])
         return placement.uncommitted(array)
 
-    def sparse_read(self, indices: Any) -> Any:
+    def sparse_read(self, indices: ArrayLike) -> jax.Array:
         """Returns the rows with the given indices.
 
-        An index out of range is refused; compiled code, which cannot, gives NaN there.
+        Raises for an index out of range; compiled code returns NaN there.
         """
         ids = row_numbers.checked("sparse_read", self, as_operand(indices))
         return row_numbers.take(self.read_value(), ids)
 
-    def gather_nd(self, indices: Any) -> Any:
+    def gather_nd(self, indices: ArrayLike) -> jax.Array:
         """Returns the elements or rows at vectors of indices; out of range as `sparse_read`."""
         vectors = jnp.asarray(as_operand(indices))
         if not vectors.ndim:
@@ -253,7 +263,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         vectors = row_numbers.checked("gather_nd", self, vectors, vectors.shape[-1])
         return row_numbers.take_at(self.read_value(), vectors)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: slicing.Index) -> Any:
         """Returns a part of the value, whose `assign` changes that part of the variable.
 
         >>> v = Variable([1.0, 2.0, 3.0], name="v")
@@ -266,7 +276,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         change = functools.partial(self._update_part, index)
         return slicing.with_methods(self.read_part(index), change)
 
-    def read_part(self, index: Any) -> jax.Array:
+    def read_part(self, index: slicing.Index) -> jax.Array:
         """Returns a part of the value, in an array object that is used for nothing else."""
         whole = self.read_value()
         part = whole[index]
@@ -277,9 +287,9 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
 
     def _update_part(
         self,
-        index: Any,
+        index: slicing.Index,
         kind: str,
-        value: Any,
+        value: object,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -289,7 +299,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
 
     def assign(
         self,
-        value: Any,
+        value: object,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -299,7 +309,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
 
     def assign_add(
         self,
-        delta: Any,
+        delta: object,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -309,7 +319,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
 
     def assign_sub(
         self,
-        delta: Any,
+        delta: object,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -359,23 +369,33 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         """Replaces rows."""
         return self._update("scatter_update", sparse_delta)
 
-    def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+    def scatter_nd_add(
+        self, indices: ArrayLike, updates: ArrayLike, name: str | None = None
+    ) -> Any:
         """Adds elements or rows at vectors of indices."""
         return self._update("scatter_add", IndexedSlices(updates, indices))
 
-    def scatter_nd_sub(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+    def scatter_nd_sub(
+        self, indices: ArrayLike, updates: ArrayLike, name: str | None = None
+    ) -> Any:
         """Subtracts elements or rows at vectors of indices."""
         return self._update("scatter_sub", IndexedSlices(updates, indices))
 
-    def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+    def scatter_nd_update(
+        self, indices: ArrayLike, updates: ArrayLike, name: str | None = None
+    ) -> Any:
         """Replaces elements or rows at vectors of indices."""
         return self._update("scatter_update", IndexedSlices(updates, indices))
 
-    def scatter_nd_max(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+    def scatter_nd_max(
+        self, indices: ArrayLike, updates: ArrayLike, name: str | None = None
+    ) -> Any:
         """Takes the larger of old and given elements or rows at vectors of indices."""
         return self._update("scatter_max", IndexedSlices(updates, indices))
 
-    def scatter_nd_min(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+    def scatter_nd_min(
+        self, indices: ArrayLike, updates: ArrayLike, name: str | None = None
+    ) -> Any:
         """Takes the smaller of old and given elements or rows at vectors of indices."""
         return self._update("scatter_min", IndexedSlices(updates, indices))
 
@@ -394,17 +414,19 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         slices = updates.batch_slices(self, "batch_scatter_update", sparse_delta)
         return self._update("scatter_update", slices)
 
-    def _update(self, kind: str, payload: Any, read_value: bool = True) -> Any:
+    def _update(self, kind: str, value: object, read_value: bool = True) -> Self | None:
         frame = frames.current()
-        self.check_frame(frame, f"`{slicing.api_of(kind)}` of")
+        if self.owner is not None and self.owner is not frame.hooks and not frame.is_default:
+            raise self._wrong_strategy(frame, f"`{slicing.api_of(kind)}` of")
         if frame.overlay is None:
-            require_concrete(self, payload)
-        self.apply_update(frame, kind, updates.checked_payload(self, kind, payload))
-        if frame.eager_reads is not None:
-            frame.eager_reads.renew()
+            require_concrete(self, value)
+        self.apply_update(frame, kind, updates.checked_payload(self, kind, value))
+        reads = frame.eager_reads
+        if reads is not None and reads.has_inner_reads:
+            reads.renew()
         return self if read_value else None
 
-    def apply_update(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_update(self, frame: Frame, kind: str, payload: Payload) -> None:
         """Applies an update from code in `frame`."""
         layout = frame.layout
         if frame.mode is Mode.REPLICA and layout is not None and layout.num_replicas > 1:
@@ -416,7 +438,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
             )
         self.apply_directly(frame, kind, payload)
 
-    def apply_directly(self, frame: Frame, kind: str, payload: Any) -> None:
+    def apply_directly(self, frame: Frame, kind: str, payload: Payload) -> None:
         """Applies an update to what code in `frame` sees, as one step."""
         if frame.overlay is not None:
             self.store(frame, updates.apply(kind, self.read(frame), payload))
@@ -425,18 +447,18 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
             old = self.read_copy(frame.replica_id or 0)
             self.store(frame, updates.apply_beside(kind, old, payload))
 
-    def read_copy(self, replica_id: int) -> Any:
+    def read_copy(self, replica_id: int) -> jax.Array:
         """Returns one copy, whatever code is running."""
         del replica_id
         with gate.state():
             self.is_lent = True
             return self.stored
 
-    def store_all_copies(self, frame: Frame, value: Any) -> None:
+    def store_all_copies(self, frame: Frame, value: ArrayLike) -> None:
         """Replaces the value of every copy."""
         self.store(frame, value)
 
-    def store(self, frame: Frame, value: Any) -> None:
+    def store(self, frame: Frame, value: ArrayLike) -> None:
         """Replaces the value, in the view that code in `frame` has of it."""
         if frame.overlay is not None:
             frame.overlay.write(self, value)
@@ -449,23 +471,39 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
     # Being part of a program.
 
     def check_frame(self, frame: Frame, what: str) -> None:
-        """Raises if the variable belongs to another strategy than the one in force."""
-        owner = self.owner
-        if owner is None or frame.is_default or frame.strategy is owner.container_strategy:
-            return
-        raise errors.ContextError(
+        """Raises if the variable belongs to another strategy than the current one."""
+        if self.owner is not None and self.owner is not frame.hooks and not frame.is_default:
+            raise self._wrong_strategy(frame, what)
+
+    def _wrong_strategy(self, frame: Frame, what: str) -> errors.ContextError:
+        assert self.owner is not None
+        return errors.ContextError(
             f"{what} variable {self.name!r} needs the strategy that owns it, "
-            f"{type(owner.container_strategy).__name__}",
+            f"{type(self.owner.container_strategy).__name__}",
             f"this is {frame.describe()}",
             "Leave that scope first, or create the variable in it.",
         )
 
-    def initialize(self, value: Any) -> None:
-        """Gives a variable that a compiled function created its first value."""
+    # Updates of remote state, as overlays record them; local variables have none.
+
+    def touches(self, variable: object) -> bool:
+        """Tells whether a change of this variable changes another one."""
+        return variable is self
+
+    def follows(self, change: Change) -> bool:
+        """Tells whether `value_after` can compute the effect of a change on this variable."""
+        return change.target is self
+
+    def value_after(self, change: Change, value: Tree) -> Tree:
+        """Returns the value of this variable after a change."""
+        raise NotImplementedError
+
+    def initialize(self, value: ArrayLike) -> None:
+        """Sets the first value of a variable that a compiled function created."""
         array = jnp.array(value, dtype=self.dtype, copy=True)
         self.stored = jax.device_put(array, self.intended_device or array.sharding)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+    def __deepcopy__(self, memo: dict[int, object]) -> Variable:
         clone = copy.copy(self)
         memo[id(self)] = clone
         return clone
@@ -476,7 +514,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
             for slot in getattr(cls, "__slots__", ()):
                 if slot != "__weakref__" and hasattr(self, slot):
                     object.__setattr__(clone, slot, getattr(self, slot))
-        # Both now hold one array; whoever is donated first copies it.
+        # Both now hold one array; the first donation copies it.
         self.is_lent = clone.is_lent = True
         return clone
 
@@ -518,14 +556,14 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         return super().__format__(spec)
 
     def _repr_html_(self) -> str:
-        places = [str(device) for device in dict.fromkeys(self.placement)]
+        locations = [str(device) for device in dict.fromkeys(self.placement)]
         rows = [
             ("name", self.name),
             ("shape", self.shape),
             ("dtype", self.dtype),
             ("trainable", self.trainable),
             ("aggregation", self.aggregation.name),
-            ("devices", self.device if self.is_remote else printing.listing(places)),
+            ("devices", self.device if self.is_remote else printing.listing(locations)),
         ]
         if not self.is_remote:
             label = "value of replica 0" if self.is_per_replica else "value"
@@ -543,7 +581,43 @@ class LocalVariable(Variable):
         attributes: creators.VariableAttributes,
         stored: jax.Array | None,
         *,
-        owner: Any = None,
-        layout: Any = None,
+        owner: StrategyHooks | None = None,
+        layout: ReplicaLayout | None = None,
     ) -> None:
         self.set_up(attributes, stored, owner=owner, layout=layout)
+
+
+def require_readable(variable: Variable, frame: Frame) -> None:
+    """Raises where a read would become a constant of a program that JAX caches."""
+    if variable.stored is None:
+        raise errors.TracingError(
+            f"Variable {variable.name!r} needs a value",
+            "the compiled function that creates it has not finished its first call",
+            "Read it after that call, or inside the same function.",
+        )
+    require_outside_traces(variable, frame)
+
+
+def require_outside_traces(variable: Variable, frame: Frame) -> None:
+    """Raises where a read belongs to a trace that would not see later values."""
+    if not jax_compat.is_staging():
+        return
+    if frame.eager_reads is None:
+        raise errors.TracingError(
+            f"A read of variable {variable.name!r} inside traced code needs `rx.function`",
+            "the surrounding jax.jit, scan, cond or while would keep today's value for ever",
+            "Use `rx.function` instead of `jax.jit`, rx.scan, rx.fori_loop, rx.while_loop or "
+            "rx.cond in the place of jax.lax, or read the variable before the loop.",
+        )
+    frame.eager_reads.note()
+
+
+def require_concrete(variable: Variable, value: Tree) -> None:
+    """Raises if the value would leave the trace it belongs to."""
+    if any(map(jax_compat.is_traced, jax.tree.leaves(value))) or jax_compat.is_staging():
+        raise errors.TracingError(
+            f"A write to variable {variable.name!r} inside traced code needs `rx.function`",
+            "the code runs under a bare jax.jit, jax.grad, jax.vmap, scan or the like",
+            "Use `rx.function` and `rx.value_and_grad` instead, and rx.scan, rx.fori_loop, "
+            "rx.while_loop or rx.cond in the place of jax.lax.",
+        )

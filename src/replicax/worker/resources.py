@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from replicax.foundation import errors
 from replicax.input.distributed import DistributedDataset
 from replicax.protocol.messages import RemoteError
-from replicax.strategies.unplaced_data import UnplacedDataset
+from replicax.strategies.inputs import UnplacedDataset
 from replicax.tracing.function import Function
 from replicax.variables import creators
 from replicax.worker import error_reports

@@ -204,7 +204,7 @@ def common_strategy(variables: Sequence[Variable]) -> Any:
             f"this is {frame.describe()}",
             "Make it inside `with strategy.scope():`, before `strategy.run`.",
         )
-    here = None if frame.is_default else frame.strategy.extended
+    here = None if frame.is_default else frame.hooks
     for variable in variables:
         if variable.owner is not here:
             owner = variable.owner

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from replicax.contexts import frames
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import ReduceOp
 from replicax.values.array_surface import ArraySurface, as_operand
@@ -224,11 +225,10 @@ def _misfit(variable: Variable, required: str, shape: Any) -> errors.InvalidArgu
     )
 
 
-def summed(strategy: Any, pairs: list[tuple[Any, Any]], is_sum: bool) -> list[Any]:
+def summed(pairs: list[tuple[Any, Any]], is_sum: bool) -> list[Any]:
     """Sums what differs between replicas, all in one batch; None stays None.
 
     Args:
-      strategy: The strategy in force.
       pairs: Values, each with the variable that it is for.
       is_sum: Whether values that are equal on all replicas are summed as well.
     """
@@ -243,7 +243,7 @@ def summed(strategy: Any, pairs: list[tuple[Any, Any]], is_sum: bool) -> list[An
     results = [value for value, _ in pairs]
     if batch:
         chosen = [pairs[i] for i in batch]
-        reduced = strategy.extended.batch_reduce_to(ReduceOp.SUM, chosen)
+        reduced = frames.current().hooks.batch_reduce_to(ReduceOp.SUM, chosen)
         for i, value in zip(batch, reduced, strict=True):
             results[i] = value
     return [_placed(value, target) for value, (_, target) in zip(results, pairs, strict=True)]

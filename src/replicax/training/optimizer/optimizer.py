@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,12 @@ from replicax.training.optimizer import (
     row_updates,
 )
 from replicax.training.optimizer.gradients import by_variable, checked, summed
-from replicax.training.optimizer.remote import RemoteOptimizer, StateProgram, make_remote
+from replicax.training.optimizer.remote import (
+    OptimizerHost,
+    RemoteOptimizer,
+    StateProgram,
+    make_remote,
+)
 from replicax.training.optimizer.state import StateVariables, local_maker, make_variable, split
 from replicax.training.optimizer.step_guard import DynamicLossScale, StepGuard, are_finite
 from replicax.values import printing
@@ -94,17 +99,17 @@ class Optimizer:
         self._is_row_wise: dict[Any, bool] = {}
         # Strong: variables alone do not keep their strategy alive.
         self._strategy = arguments.common_strategy(self._trained)
-        extended = self._strategy.extended
+        hooks = self._hooks = frames.current().hooks
         # Set if servers hold the variables, and the state, and compute the updates.
         self._remote: RemoteOptimizer | None = None
         if any(v.is_remote for v in self._trained):
-            self._make_remote(extended)
+            self._make_remote(cast("OptimizerHost", hooks))
         else:
-            make = local_maker(self._trained, extended)
+            make = local_maker(self._trained, hooks)
             self._state = StateVariables(self._first_state(), self._template, self._trained, make)
-            near = extended.non_slot_devices(self._trained)
+            near = hooks.non_slot_devices(self._trained)
             self._iterations = make_variable(
-                jnp.zeros((), jnp.int32), "optimizer/iterations", near, extended
+                jnp.zeros((), jnp.int32), "optimizer/iterations", near, hooks
             )
         # Decides which steps are made; None if all are.
         self._guard: StepGuard | None = None
@@ -123,18 +128,19 @@ class Optimizer:
         arguments.refuse_lookahead(state)
         return state
 
-    def _make_remote(self, extended: Any) -> None:
+    def _make_remote(self, host: OptimizerHost) -> None:
         with arguments.explained_init():
             how = (self._transformation, self._template, self._trained, self._accumulates)
             program = StateProgram(*how)
         arguments.refuse_lookahead(program.state)
         row_wise = [self._is_for_rows(i, program) for i in range(len(self._trained))]
-        self._state, self._iterations, self._remote = make_remote(program, extended, row_wise)
+        self._state, self._iterations, self._remote = make_remote(program, host, row_wise)
 
     def _make_guard(self, loss_scale: DynamicLossScale | float | None) -> StepGuard:
-        extended = self._strategy.extended
-        near = extended.non_slot_devices(self._trained)
-        return StepGuard(lambda value, name: make_variable(value, name, near, extended), loss_scale)
+        near = self._hooks.non_slot_devices(self._trained)
+        return StepGuard(
+            lambda value, name: make_variable(value, name, near, self._hooks), loss_scale
+        )
 
     def _is_for_rows(self, number: int, program: StateProgram) -> bool:
         """Decides whether the servers apply sparse gradients of a variable by rows."""
@@ -297,7 +303,7 @@ class Optimizer:
         anywhere = self._trained[0]
         arrays = [leaf for leaf in leaves_of(extra) if _is_array(leaf)]
         pairs += [(leaf, anywhere) for leaf in arrays]
-        reduced = iter(summed(strategy, pairs, is_sum))
+        reduced = iter(summed(pairs, is_sum))
         whole = [checked(next(reduced), variable) for variable in self._trained]
         extra = map_structure(lambda x: next(reduced) if _is_array(x) else x, extra)
         if self._remote is None:
