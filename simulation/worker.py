@@ -102,7 +102,7 @@ class SimulatedWorker(ListeningProcess):
 
     def report(self, job: Job, results: Sequence[messages.Result]) -> None:
         """Tells the coordinator how closures ended."""
-        job.note_sent([(result, ()) for result in results])
+        job.record_sent([(result, ()) for result in results])
         if not job.is_ended:
             self.send(job.session, messages.Finished(list(results)))
 
@@ -208,8 +208,8 @@ class SimulatedWorker(ListeningProcess):
             if again:
                 return messages.Finished([result for result, _ in again]), ()
         elif isinstance(body, messages.Cancel):
-            ended = error_reports.taken_back(job.cancel(body.closures), str(self.task))
-            job.note_cancelled(ended)
+            ended = error_reports.recalled(job.cancel(body.closures), str(self.task))
+            job.record_cancelled(ended)
             if ended:
                 return messages.Finished(ended), ()
         return None

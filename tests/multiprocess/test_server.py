@@ -288,7 +288,7 @@ def test_a_bad_closure_of_the_lane_is_logged_and_answered(
         with pytest.raises(errors.DistributeError, match="ZeroDivisionError"):
             channel.request(fill(0), timeout=60)
         monkeypatch.undo()
-        assert "could not answer /job:coordinator/task:0" in caplog.text
+        assert "could not handle a request of /job:coordinator/task:0" in caplog.text
 
 
 class Session:

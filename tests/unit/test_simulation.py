@@ -238,8 +238,8 @@ def _call(closure: int, attempt: int) -> job.Call:
 def test_S152_a_closure_that_was_taken_back_does_not_run_when_the_order_comes_again() -> None:
     held = job.Job("job", 1, 7, messages.Attach([], {}), None, 1)
     assert held.add_calls([_call(1, 0), _call(2, 0)]) == []
-    ended = error_reports.taken_back(held.cancel([2]), "/job:worker/task:0")
-    held.note_cancelled(ended)
+    ended = error_reports.recalled(held.cancel([2]), "/job:worker/task:0")
+    held.record_cancelled(ended)
     assert [(r.closure, r.attempt) for r in ended] == [(2, 0)]
     # After a break the coordinator says everything again, and is answered again.
     assert held.add_calls([_call(1, 0), _call(2, 0)]) == [(ended[0], ())]

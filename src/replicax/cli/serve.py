@@ -15,7 +15,7 @@ from replicax.cli.failures import told_in_one_line
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver import TFConfigClusterResolver
 from replicax.foundation import devices, errors
-from replicax.process import allocation, descriptors, roles, shutdown
+from replicax.process import roles, shutdown, system_limits
 from replicax.process.server import Server
 from replicax.protocol.tasks import Task
 from replicax.ps.process.snapshots import DEFAULT_EVERY_S, LAST_SAVE_S
@@ -76,8 +76,8 @@ def serve(
     with told_in_one_line():
         if parent is not None:
             shutdown.die_with_parent(parent)
-        allocation.keep_freed_memory()
-        descriptors.allow_many()
+        system_limits.keep_freed_memory()
+        system_limits.raise_descriptor_limit()
         server = Server(
             spec,
             name.job,

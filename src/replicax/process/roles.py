@@ -1,4 +1,4 @@
-"""What each job of a cluster runs in its process."""
+"""The tasks that a process runs, by the job of a cluster."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _WAITING = ("chief", "evaluator")
 
 
 class RunningTask(Protocol):
-    """What a process runs for its task."""
+    """A task that a process runs."""
 
     @property
     def address(self) -> str:
-        """Where it listens; empty if it does not."""
+        """The address at which it listens; empty if it does not."""
         ...
 
     @property
@@ -39,11 +39,11 @@ class RunningTask(Protocol):
         ...
 
     def start(self) -> None:
-        """Begins to listen."""
+        """Starts to listen."""
         ...
 
     def run_forever(self) -> None:
-        """Does the task's work in this thread, until interrupted or closed."""
+        """Runs the task in this thread, until interrupted or closed."""
         ...
 
     def interrupt(self) -> None:
@@ -51,12 +51,12 @@ class RunningTask(Protocol):
         ...
 
     def close(self) -> None:
-        """Listens no more; again is harmless."""
+        """Stops listening. Idempotent."""
         ...
 
 
 class WaitingTask:
-    """A task that serves nothing: its program does the work."""
+    """A task without a service: the program of the user does the work."""
 
     address = ""
     ending: str | None = None
@@ -68,7 +68,7 @@ class WaitingTask:
         """Does nothing."""
 
     def run_forever(self) -> None:
-        """Waits for the end."""
+        """Waits until the task is interrupted or closed."""
         while not self._ended.wait(timeout=60.0):
             pass
 
@@ -90,7 +90,7 @@ def make_task(
     snapshot_every: float = DEFAULT_EVERY_S,
     on_ending: Callable[[str], None] | None = None,
 ) -> RunningTask:
-    """Makes what a task runs; nothing listens yet."""
+    """Creates a task that does not listen yet."""
     require_snapshots_fit(name, snapshots, snapshot_every)
     if name.job in _WAITING:
         return WaitingTask()
@@ -100,7 +100,7 @@ def make_task(
             name.index,
             addresses.resolve(where, protocol, found),
             keys=found,
-            # Servers that are given one directory do not meet there.
+            # Several servers may be given the same directory.
             snapshots=None if snapshots is None else Path(snapshots) / f"ps-{name.index}",
             snapshot_every=snapshot_every,
         )
@@ -119,7 +119,7 @@ def make_task(
 def require_snapshots_fit(
     name: Task, snapshots: str | os.PathLike[str] | None, every_s: float
 ) -> None:
-    """Raises if a task cannot keep such snapshots."""
+    """Raises if a task cannot keep snapshots, or if the interval is invalid."""
     if snapshots is not None and name.job != "ps":
         raise errors.InvalidArgumentError(
             "`snapshots` are for parameter servers, which hold the variables",
@@ -136,7 +136,7 @@ def require_snapshots_fit(
 
 
 def _session_maker(index: int, keys: Keys | None) -> MakeSession:
-    """Adds to what a coordinator says what only this process knows."""
+    """Returns a function that creates sessions with the index and the keys of this process."""
 
     def make(attach: Attach, job: str, epoch: int, incarnation: int) -> WorkerSession:
         return ParameterServerSession(attach, job, epoch, incarnation, index, keys)

@@ -1,4 +1,4 @@
-"""Server: one task of a cluster, in this process."""
+"""`Server`: runs one task of a cluster in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replicax.protocol.tasks import Task
 from replicax.ps.process.snapshots import DEFAULT_EVERY_S
 from replicax.transport.keys import Keys
 
-# A worker computes in the thread that calls `join`. If none does in this time, in its own.
+# A worker computes in the thread that calls `join`, or in its own thread after this time.
 _WAIT_FOR_JOIN_SECONDS = 1.0
 _STOP_SECONDS = 5.0
 _EMPTY = "the cluster has no job"
@@ -23,11 +23,11 @@ _DEF_KEYS = {"cluster", "job_name", "task_index", "protocol"}
 
 
 class Server:
-    """Serves one task of a cluster: a parameter server or a worker.
+    """Runs one task of a cluster: a parameter server or a worker.
 
-    It serves from `start()`, or from the beginning, until `stop()`. A task that is neither,
-    such as "chief", serves nothing; its `join()` waits like that of the others, so that one
-    program can play every role.
+    It runs from `start()`, or from the constructor, until `stop()`. Other tasks, such as "chief",
+    have no service; their `join()` waits like that of the others, so that one program can play
+    every role.
 
     >>> with Server({"chief": ["localhost:0"]}) as server:
     ...     server.target
@@ -38,18 +38,18 @@ class Server:
         the `server_def` of another server.
       job_name: The job of the task; may be left out if the cluster has one job.
       task_index: Its index; may be left out if the job has one task.
-      protocol: "ipc" and "tcp" choose between a socket in a private directory and TCP. Else,
-        also with "grpc", tasks on this machine use the first, and others the second.
-      config: Taken for compatibility; there is nothing to configure.
+      protocol: "ipc" for a socket in a private directory, or "tcp". Otherwise, also with "grpc",
+        tasks on this machine use "ipc", and others "tcp".
+      config: Accepted for compatibility, and ignored.
       start: Whether to start at once.
-      keys: A directory made by `replicax keys make`; without, the one that the environment
-        variable `REPLICAX_KEYS` names. TCP needs keys.
-      snapshots: For a parameter server, a directory: it saves what it holds there, in a
-        directory of its own, and starts from there. Without, a server that ends takes its
-        variables with it.
-      snapshot_every: The seconds between two snapshots, if there is anything new.
-      on_ending: Called when a worker ends itself, with the reason; see `ending`. A function
-        that it runs may never come to an end: whoever owns the process can end it then.
+      keys: A directory made by `replicax keys make`; by default that of the environment variable
+        `REPLICAX_KEYS`. TCP needs keys.
+      snapshots: For a parameter server, the directory in which it saves its variables, in a
+        subdirectory of its own, and from which it recovers. Without it, variables are lost with
+        the process.
+      snapshot_every: The minimum number of seconds between two snapshots.
+      on_ending: Called with the reason when a worker ends itself; see `ending`. Its running
+        function may never end: the owner of the process can end it then.
 
     Raises:
       InvalidArgumentError: If the cluster has no such task.
@@ -60,11 +60,11 @@ class Server:
 
     def __init__(
         self,
-        server_or_cluster_def: Any,
+        server_or_cluster_def: ClusterSpec | Mapping[str, object],
         job_name: str | None = None,
         task_index: int | None = None,
         protocol: str | None = None,
-        config: Any = None,
+        config: object = None,
         start: bool = True,
         *,
         keys: str | os.PathLike[str] | Keys | None = None,
@@ -88,7 +88,7 @@ class Server:
         self._on_ending = on_ending
         self._task: roles.RunningTask | None = None
         self._standby: threading.Thread | None = None
-        # Protects the life of the task; not held while anything waits.
+        # Protects the task and the flags below; not held while waiting.
         self._lock = threading.Lock()
         self._is_taken = False
         self._runner: threading.Thread | None = None
@@ -109,35 +109,35 @@ class Server:
         return f"Server({self._name}, {self.target!r})"
 
     @staticmethod
-    def create_local_server(config: Any = None, start: bool = True) -> Server:
-        """Makes a worker that is a cluster of its own, at an address of its choice."""
+    def create_local_server(config: object = None, start: bool = True) -> Server:
+        """Creates a worker that is a cluster of its own, at any free address."""
         return Server({"worker": ["localhost:0"]}, config=config, start=start)
 
     @property
     def address(self) -> str:
-        """Where the task listens; with port 0, known once it is started."""
+        """The address of the task; with port 0, known after `start`."""
         task = self._task
         found = task.address if task is not None else ""
         return found or self._cluster.task_address(self._name.job, self._name.index)
 
     @property
     def target(self) -> str:
-        """The address, behind the name of the protocol if one was given: `tcp://host:2222`."""
+        """The address, with the protocol if one was given: `tcp://host:2222`."""
         return addresses.with_layer(self.address, self._protocol)
 
     @property
     def ending(self) -> str | None:
         """Why the task has ended itself, for example "the lease of job 'x' ran out".
 
-        None while it serves, or if it was stopped. A process whose task ends itself is of no
-        more use; whatever started it may start another.
+        None while it runs, or if it was stopped. The process of a task that has ended itself
+        should exit, and may be restarted.
         """
         task = self._task
         return None if task is None else task.ending
 
     @property
     def server_def(self) -> dict[str, Any]:
-        """The cluster and the task, as plain values that `Server` accepts."""
+        """The cluster and the task, as a dict that `Server` accepts."""
         return {
             "cluster": self._cluster.as_dict(),
             "job_name": self._name.job,
@@ -146,11 +146,11 @@ class Server:
         }
 
     def start(self) -> None:
-        """Begins to serve; does nothing if the server does so already."""
+        """Starts the task. Idempotent."""
         with self._lock:
             if self._stopping.is_set():
                 raise errors.ContextError(
-                    "A server serves once",
+                    "A server is started once",
                     f"that of {self._name} was stopped",
                     "Make a new one.",
                 )
@@ -177,7 +177,7 @@ class Server:
             self._standby.start()
 
     def join(self) -> None:
-        """Serves in this thread until the server is stopped or interrupted, or ends itself."""
+        """Runs the task in this thread until it is stopped, is interrupted, or ends itself."""
         if not self._stopping.is_set():
             self.start()
         if self._take():
@@ -186,19 +186,19 @@ class Server:
             pass
 
     def interrupt(self) -> None:
-        """Makes `join` return soon, without waiting for it; the task ends with `stop`."""
+        """Makes `join` return soon, without waiting for it; `stop` ends the task."""
         self._stopping.set()
         task = self._task
         if task is not None:
             task.interrupt()
 
     def stop(self) -> None:
-        """Ends the task; again is harmless.
+        """Stops the task. Idempotent.
 
-        A worker that is busy with a closure gets some seconds to finish it.
+        A busy worker has some seconds to finish its closure.
         """
         self.interrupt()
-        # A closure may stop its own server: that thread cannot wait for itself.
+        # A closure may stop its own server, and cannot wait for itself.
         if not self._is_running_here():
             self._is_idle.wait(_STOP_SECONDS)
         with self._lock:
@@ -210,7 +210,7 @@ class Server:
             standby.join(_STOP_SECONDS)
 
     def _take(self) -> bool:
-        """Says whether the calling thread is the one that runs the task."""
+        """Returns whether the calling thread is to run the task."""
         with self._lock:
             is_mine = not self._is_taken and not self._stopping.is_set()
             self._is_taken = True
@@ -237,11 +237,11 @@ class Server:
             self._run()
 
 
-def _as_def(given: Any) -> Mapping[str, Any]:
-    """Returns a server definition; a bare cluster becomes one without a task."""
+def _as_def(given: ClusterSpec | Mapping[str, object]) -> Mapping[str, Any]:
+    """Returns a server definition, without a task for a bare cluster."""
     if isinstance(given, Mapping) and "cluster" in given and set(given) <= _DEF_KEYS:
         cluster = given["cluster"]
-        # A job may be called "cluster" too: its tasks are a list, or numbered.
+        # A job may be called "cluster" too: its tasks are a list, or a dict by index.
         is_tasks = isinstance(cluster, list | tuple) and all(isinstance(t, str) for t in cluster)
         if isinstance(cluster, Mapping):
             is_tasks = any(isinstance(index, int) for index in cluster)
@@ -250,13 +250,13 @@ def _as_def(given: Any) -> Mapping[str, Any]:
     return {"cluster": given}
 
 
-def _task_name(cluster: ClusterSpec, job: Any, index: Any) -> Task:
+def _task_name(cluster: ClusterSpec, job: str | None, index: int | None) -> Task:
     if job is None:
         if len(cluster.jobs) != 1:
             jobs = ", ".join(cluster.jobs)
             raise _missing("job_name", f"the cluster has the jobs {jobs}" if jobs else _EMPTY)
         (job,) = cluster.jobs
-    # Raises with the names of all jobs if there is none of this name.
+    # Raises an error with the names of all jobs if the job is unknown.
     indices = cluster.task_indices(job)
     if index is None:
         if len(indices) != 1:
@@ -274,7 +274,7 @@ def _task_name(cluster: ClusterSpec, job: Any, index: Any) -> Task:
 
 def _missing(name: str, found: str) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        f"`{name}` must say which task this is",
+        f"`{name}` selects the task of this process",
         f"it was not given and {found}",
         f"Pass `{name}`.",
     )

@@ -1,11 +1,11 @@
-"""How a process that serves a task ends: by signal, in bounded time, and with its parent.
+"""Shutdown of a process that serves a task: by signal, in bounded time, and with its parent.
 
 Note [A forked child is not the task]
     A closure may fork: `os.fork`, `multiprocessing`, a subprocess with `preexec_fn`. The child
-    inherits the signal handlers and the descriptor that signals are written to, which is a pipe
-    that the task reads: a SIGTERM for the child would end the task. So signals wait while a
-    process forks, and the child restores what was there before the task installed its own. It ends
-    when the closure ends in it: see `worker/forked_children.py`.
+    inherits the signal handlers and the wakeup descriptor, a pipe that the task reads: a SIGTERM
+    for the child would end the task. So signals are blocked during a fork, and the child restores
+    the handlers from before the task installed its own. It exits when the closure ends
+    in it: see `worker/runner.py`.
 """
 
 from __future__ import annotations
@@ -23,51 +23,49 @@ from types import FrameType
 
 from replicax.foundation import errors
 
-# `prctl` of the C library: which signal this process gets when its parent ends.
+# `prctl` option: the signal that this process gets when its parent exits.
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# No signal has this number.
+# Not a signal number: ends the watcher thread.
 _LEAVE = b"\x00"
-# The exit code of a task that has ended itself: starting it again helps (EX_TEMPFAIL).
+# The exit code of a task that has ended itself and can be restarted (EX_TEMPFAIL).
 START_AGAIN = 75
 
 _log = logging.getLogger(__name__)
 
-# What to undo in a forked child, the last first; and the signals that a thread which forks had
-# blocked before. See Note [A forked child is not the task].
+# Callbacks for a forked child, the last first; and the signal mask of the forking thread before
+# the fork. See Note [A forked child is not the task].
 _undo_in_child: list[Callable[[], None]] = []
 _forking = threading.local()
 
 
 def die_with_parent(parent: int) -> None:
-    """Makes the kernel end this process when its parent ends.
+    """Makes the kernel kill this process when its parent exits.
 
     Args:
-      parent: The id of the process that started this one. If it is the parent no more, it
-        ended before it could be watched.
+      parent: The id of the process that started this one. If it is not the parent any more, it
+        has already exited.
     """
-    # Where there is no such call the lease of the coordinator is what ends orphans.
+    # Without `prctl`, orphans end when the lease of their job expires.
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         raise errors.UnavailableError(
-            f"The process {parent} must be there while its tasks serve",
-            "it has ended",
-            "Start the cluster again.",
+            f"The parent process {parent} of this task has exited. Start the cluster again."
         )
 
 
 @contextlib.contextmanager
 def ended_by_signals(end: Callable[[], None], *, seconds: float) -> Iterator[None]:
-    """Calls `end` at the first SIGTERM or SIGINT; ends the process if that does not help.
+    """Calls `end` at the first SIGTERM or SIGINT, and exits if the block does not return in time.
 
-    The second signal, or the end of the time given, ends the process where it stands: a
-    closure may compute for hours.
+    The process exits at once at the second signal or after the timeout: a closure may compute for
+    hours.
 
     Args:
-      end: Makes the body of the block return soon. Called in a thread of its own, because
-        Python runs handlers only in the main thread, and not while that is inside XLA.
-      seconds: How long the body may take after the first signal.
+      end: Makes the body of the block return soon. Called in a separate thread, because Python runs
+        signal handlers only in the main thread, and not while that is inside XLA.
+      seconds: The timeout after the first signal.
     """
     owner = os.getpid()
     reading, writing = os.pipe()
@@ -76,7 +74,7 @@ def ended_by_signals(end: Callable[[], None], *, seconds: float) -> Iterator[Non
         target=_watch, args=(reading, end, seconds), name="replicax-signals", daemon=True
     )
     old_writing = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, _pass_by) for number in _SIGNALS}
+    before = {number: signal.signal(number, _ignore) for number in _SIGNALS}
 
     def restore() -> None:
         for number, handler in before.items():
@@ -103,9 +101,9 @@ def ended_by_signals(end: Callable[[], None], *, seconds: float) -> Iterator[Non
 
 
 def end_soon(exit_code: int, *, seconds: float) -> None:
-    """Ends the process where it stands, unless it has ended in order by then.
+    """Exits after a timeout, unless the process has shut down in order before.
 
-    For a task that ends by itself: a closure that it runs may never come to an end.
+    For a task that ends by itself: its running closure may never end.
     """
 
     def end() -> None:
@@ -137,30 +135,30 @@ os.register_at_fork(
 )
 
 
-def _pass_by(number: int, frame: FrameType | None) -> None:
-    """What Python calls for a signal; the thread that watches has already heard of it."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The Python-level handler; the watcher thread reads the signal from the pipe."""
 
 
 def _watch(reading: int, end: Callable[[], None], seconds: float) -> None:
-    """Waits for signals. Ends the process if its descriptors are closed under it."""
+    """Waits for signals. Exits if the descriptors of the process are closed."""
     try:
         _read_signals(reading, end, seconds)
     except (OSError, ValueError) as error:
-        # The pipe wakes this thread when it is closed. Nothing else works any more either: sockets
-        # are gone, and ZeroMQ would abort the process sooner or later.
-        text = "the descriptors of this process were closed by the code that it ran (%s): ending"
+        # A closure has closed all descriptors. The sockets are gone too, and ZeroMQ would abort the
+        # process.
+        text = "a closure has closed the descriptors of this process (%s): exiting"
         _log.error(text, error)
         os._exit(START_AGAIN)
 
 
 def _read_signals(reading: int, end: Callable[[], None], seconds: float) -> None:
-    """Reads the numbers of signals, until told to leave or out of time."""
+    """Reads signal numbers, until the block returns or the timeout is over."""
     deadline: float | None = None
     while True:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not select.select([reading], [], [], left)[0]:
-            # Being busy when told to end is no failure of the task.
-            _log.warning("still busy %g s after the signal to end: ending now", seconds)
+            # A busy task is not a failure.
+            _log.warning("still busy %g s after the signal: exiting now", seconds)
             os._exit(0)
         for number in os.read(reading, 64):
             if number == _LEAVE[0]:

@@ -1,4 +1,4 @@
-"""Errors of a worker's closures as texts: the coordinator makes exceptions of them again."""
+"""Describes errors of closures for the coordinator, which rebuilds the exceptions."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ import os
 import traceback
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 from replicax.foundation import errors
 from replicax.protocol.messages import ClosureCall, RemoteError, Result
 
 Cause = Literal["closure", "input", "server", "fenced", "unknown_function"]
 
-# Errors travel in headers, several in one.
+# The header of a message contains several errors.
 _TEXT_LENGTH = 8_000
 _TRACEBACK_LENGTH = 16_000
-_LONGEST_CHAIN = 10
+_MAX_CHAIN = 10
 _HERE = os.path.dirname(__file__) + os.sep
 
 
 class UnknownFunctionError(Exception):
-    """The coordinator named a function that the worker does not have, or has no more."""
+    """The worker does not have a function, or has evicted it."""
 
 
-def describe(error: BaseException, otherwise: Cause = "closure") -> RemoteError:
-    """Puts an error into words.
+def describe(error: BaseException, default: Cause = "closure") -> RemoteError:
+    """Describes an error.
 
     Args:
       error: The error.
-      otherwise: What it is blamed on if it is not the fault of anything known.
+      default: The cause, if the chain of the error contains no other.
 
     >>> remote = describe(KeyError("weights"))
     >>> remote.cause, remote.kind, remote.text
     ('closure', 'KeyError', 'weights')
     """
-    cause, root = _blame(error, otherwise)
+    cause, root = _classify(error, default)
     if cause in ("server", "fenced"):
-        # Wherever it surfaced, it is this error that the coordinator acts on.
+        # The coordinator acts on the root, wherever it surfaced.
         error = root
     if isinstance(error, StopIteration):
         error = _end_of_data().with_traceback(error.__traceback__)
@@ -54,17 +54,15 @@ def describe(error: BaseException, otherwise: Cause = "closure") -> RemoteError:
 
 
 def cancelled(closure: int, task: str) -> RemoteError:
-    """Describes a closure that was taken back before it ran."""
+    """Describes a closure that was recalled before it ran."""
     error = errors.CancelledError(
-        "A closure runs unless it is cancelled before",
-        f"closure {closure} was taken from the queue of {task}",
-        "Schedule it again.",
+        f"Closure {closure} was recalled from {task} before it ran. Schedule it again."
     )
     return RemoteError("cancelled", _kind_of(type(error)), str(error), "", parts=error.parts)
 
 
-def taken_back(calls: Iterable[ClosureCall], task: str) -> list[Result]:
-    """Returns what is said about closures that were taken back before they ran."""
+def recalled(calls: Iterable[ClosureCall], task: str) -> list[Result]:
+    """Returns the results of closures that were recalled before they ran."""
     return [
         Result(call.closure, None, cancelled(call.closure, task), 0, attempt=call.attempt)
         for call in calls
@@ -72,33 +70,33 @@ def taken_back(calls: Iterable[ClosureCall], task: str) -> list[Result]:
 
 
 def size_of(error: RemoteError) -> int:
-    """Returns what an error takes in a header, at most."""
+    """Returns the maximum size of an error in a header."""
     texts = (error.kind, error.text, error.traceback, *error.parts)
     return 64 + sum(len(text.encode(errors="replace")) for text in texts)
 
 
-def _blame(error: BaseException, otherwise: Cause) -> tuple[Cause, BaseException]:
-    """Looks along the causes of an error for one that is not the closure's own."""
+def _classify(error: BaseException, default: Cause) -> tuple[Cause, BaseException]:
+    """Returns the cause of an error, and the error in its chain that determines it."""
     for link in _chain(error):
         if isinstance(link, UnknownFunctionError):
             return "unknown_function", link
         if isinstance(link, errors.FencedError):
             return "fenced", link
-        if isinstance(link, errors.PSUnavailableError) or _is_silence(link):
+        if isinstance(link, errors.PSUnavailableError) or _is_timeout_of_server(link):
             return "server", link
         if isinstance(link, errors.ClosureInputError):
             return "input", link
-    return otherwise, error
+    return default, error
 
 
-def _is_silence(error: BaseException) -> bool:
-    """Tells whether a server gave no answer; a deadline of the user's own names no task."""
+def _is_timeout_of_server(error: BaseException) -> bool:
+    """Returns whether a server did not reply; deadlines of the user's own have no task index."""
     return isinstance(error, errors.DeadlineExceededError) and hasattr(error, "task_index")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     link: BaseException | None = error
-    for _ in range(_LONGEST_CHAIN):
+    for _ in range(_MAX_CHAIN):
         if link is None:
             return
         yield link
@@ -106,7 +104,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _kind_of(kind: type[BaseException]) -> str:
-    """Returns a bare name for types that the coordinator knows, a qualified one for others."""
+    """Returns the name of a built-in or replicax class, or the qualified name of another one."""
     if getattr(builtins, kind.__name__, None) is kind:
         return kind.__name__
     if getattr(errors, kind.__name__, None) is kind:
@@ -116,16 +114,16 @@ def _kind_of(kind: type[BaseException]) -> str:
 
 def _text_of(error: BaseException) -> str:
     if isinstance(error, KeyError) and len(error.args) == 1 and isinstance(error.args[0], str):
-        # Python shows the key in quotes, and would do so again at the coordinator.
+        # `str` quotes the key, and the coordinator would quote it again.
         return _clean(error.args[0])
     try:
         return _clean(str(error))
     except Exception as failure:
-        return f"(its text cannot be made: {type(failure).__name__})"
+        return f"(its text raises {type(failure).__name__})"
 
 
 def _parts_of(error: BaseException) -> tuple[str, ...]:
-    """Returns the parts of one of our errors; none if its text has to be cut."""
+    """Returns the parts of a replicax error; none if its text is too long."""
     if not isinstance(error, errors.DistributeError) or len(str(error)) > _TEXT_LENGTH:
         return ()
     return tuple(map(_clean, error.parts))
@@ -133,28 +131,28 @@ def _parts_of(error: BaseException) -> tuple[str, ...]:
 
 def _traceback_of(error: BaseException) -> str:
     with contextlib.suppress(Exception):
-        start = _first_foreign(error.__traceback__)
+        start = _first_user_frame(error.__traceback__)
         lines = traceback.TracebackException(type(error), error, start, compact=True).format()
         return _clean("".join(lines))
     return ""
 
 
-def _first_foreign(link: TracebackType | None) -> TracebackType | None:
-    """Leaves out the calls of the worker itself."""
+def _first_user_frame(link: TracebackType | None) -> TracebackType | None:
+    """Skips the frames of the worker itself."""
     start = link
     while link is not None and link.tb_frame.f_code.co_filename.startswith(_HERE):
         link = link.tb_next
     return link or start
 
 
-def _clean(text: Any) -> str:
-    """Returns a text that can be written as UTF-8."""
+def _clean(text: str) -> str:
+    """Returns a text that can be encoded as UTF-8."""
     return str(text).encode(errors="replace").decode()
 
 
 def _end_of_data() -> errors.OutOfRangeError:
     return errors.OutOfRangeError(
         "A closure needs another element",
-        "the iterator that it reads has come to its end",
+        "its iterator is exhausted",
         "Repeat the dataset, or schedule as many steps as it has.",
     )

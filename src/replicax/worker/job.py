@@ -1,6 +1,6 @@
-"""What a worker holds for one job: the work that waits, and results that may be asked again.
+"""A worker's state of one job: queued work, and results that may be requested again.
 
-The thread of the socket puts work in, the thread that computes takes it out.
+The socket thread adds work, the compute thread takes it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ import collections
 import dataclasses
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from replicax.protocol.codec import Buffer
 from replicax.protocol.messages import Attach, ClosureCall, CreateResource, Result
+from replicax.transport.sessions import Session
 from replicax.worker.functions import Functions
 
-# Results that were sent and may be asked for again, and their bytes.
-_MOST_RESULTS = 64
-_MOST_RESULT_BYTES = 64 * 1024**2
+# Limits of the sent results that may be requested again.
+_MAX_RESULTS = 64
+_MAX_RESULT_BYTES = 64 * 1024**2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,15 +25,15 @@ class Call:
     """A closure to run, with its pickled arguments."""
 
     call: ClosureCall
-    buffers: Sequence[Any]
+    buffers: Sequence[Buffer]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Make:
-    """A resource to make, with the pickled arguments of its function."""
+class Create:
+    """A resource to create, with the pickled arguments of its function."""
 
     order: CreateResource
-    buffers: Sequence[Any]
+    buffers: Sequence[Buffer]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class Drop:
     resources: list[int]
 
 
-Work = Call | Make | Drop
-Sent = tuple[Result, Sequence[Any]]
+Work = Call | Create | Drop
+Sent = tuple[Result, Sequence[Buffer]]
 
 
 class Job:
@@ -51,34 +52,40 @@ class Job:
 
     Attributes:
       name: Its name.
-      epoch: Which coordinator of the job it is.
-      incarnation: The life of this worker that serves it.
-      attach: What the coordinator said about it.
-      session: Where the coordinator is reached.
-      request: The number of its question to attach.
-      functions: What it was sent.
-      last_seen_s: When its coordinator gave a sign of life.
-      is_ready: Whether the question was answered, and closures can run.
+      epoch: The epoch of its coordinator.
+      incarnation: The incarnation of this worker that serves it.
+      attach: The attach request.
+      session: The session of the coordinator.
+      request: The id of the attach request.
+      functions: The functions of the job.
+      last_seen_s: When the last message of the coordinator arrived.
+      is_ready: Whether the attach request was answered, and closures can run.
     """
 
     def __init__(
-        self, name: str, epoch: int, incarnation: int, attach: Attach, session: Any, request: int
+        self,
+        name: str,
+        epoch: int,
+        incarnation: int,
+        attach: Attach,
+        session: Session,
+        request: int,
     ) -> None:
         self.name, self.epoch, self.incarnation = name, epoch, incarnation
         self.attach, self.session, self.request = attach, session, request
         self.functions = Functions()
         self.last_seen_s = 0.0
         self.is_ready = False
-        # Protects everything below, and says that work came or that the job has ended.
+        # Protects everything below; notified when work is added or the job ends.
         self._changed = threading.Condition()
-        # Resources are made before anything else, so that closures find them.
-        self._urgent: collections.deque[Make] = collections.deque()
+        # Resources are created first, so that closures find them.
+        self._urgent: collections.deque[Create] = collections.deque()
         self._work: collections.deque[Call | Drop] = collections.deque()
-        # Closures that wait, run, or are not reported yet: the same message may come twice.
+        # Closures that are queued, running or unreported: a message may arrive twice.
         self._known: set[int] = set()
         self._sent: collections.OrderedDict[int, Sent] = collections.OrderedDict()
         self._sent_bytes = 0
-        # Closures that were taken back: the order to run them may come again after that.
+        # Recalled closures: a duplicate of their Run message may arrive later.
         self._cancelled: dict[int, Result] = {}
         self._is_ended = False
 
@@ -86,7 +93,7 @@ class Job:
         return f"job {self.name!r} (epoch {self.epoch})"
 
     def is_orphaned(self, now: float) -> bool:
-        """Tells whether its coordinator was not heard for longer than the job allows."""
+        """Returns whether the coordinator has been silent for longer than the job allows."""
         seconds = self.attach.settings.get("orphan")
         if not isinstance(seconds, int | float) or seconds <= 0:
             return False
@@ -94,24 +101,24 @@ class Job:
 
     @property
     def is_ended(self) -> bool:
-        """Whether nothing of it may run any more."""
+        """Whether the job has ended."""
         return self._is_ended
 
     @property
     def num_waiting(self) -> int:
-        """How many pieces of work wait."""
+        """The number of queued calls and resource operations."""
         return len(self._urgent) + len(self._work)
 
     @property
     def num_open(self) -> int:
-        """How many closures wait, run, or are not reported yet."""
+        """The number of closures that are queued, running or unreported."""
         return len(self._known)
 
-    # The thread of the socket.
+    # The socket thread.
 
     def add_calls(self, calls: Iterable[Call]) -> list[Sent]:
-        """Queues closures; returns the results of those that have run before."""
-        again = []
+        """Queues closures; returns the results of those that have already run."""
+        known = []
         with self._changed:
             if self._is_ended:
                 return []
@@ -119,28 +126,28 @@ class Job:
                 closure = call.call.closure
                 cancelled = self._cancelled.get(closure)
                 if cancelled is not None and call.call.attempt <= cancelled.attempt:
-                    again.append((cancelled, ()))
+                    known.append((cancelled, ()))
                 elif closure in self._sent:
-                    again.append(self._sent[closure])
+                    known.append(self._sent[closure])
                 elif closure not in self._known:
                     self._known.add(closure)
                     self._work.append(call)
             self._changed.notify_all()
-        return again
+        return known
 
-    def add(self, work: Make | Drop) -> None:
-        """Queues work on resources."""
+    def add(self, work: Create | Drop) -> None:
+        """Queues an operation on resources."""
         with self._changed:
             if self._is_ended:
                 return
-            if isinstance(work, Make):
+            if isinstance(work, Create):
                 self._urgent.append(work)
             else:
                 self._work.append(work)
             self._changed.notify_all()
 
     def cancel(self, closures: Iterable[int]) -> list[ClosureCall]:
-        """Takes closures out that have not been started; returns those."""
+        """Removes and returns queued closures."""
         wanted = set(closures)
         with self._changed:
             kept = collections.deque[Call | Drop]()
@@ -154,13 +161,13 @@ class Job:
             self._known.difference_update(call.closure for call in taken)
         return taken
 
-    def note_cancelled(self, results: Iterable[Result]) -> None:
-        """Notes what was said about closures that were taken out."""
+    def record_cancelled(self, results: Iterable[Result]) -> None:
+        """Records the results of recalled closures."""
         with self._changed:
             self._cancelled.update((result.closure, result) for result in results)
 
     def forget_settled(self, settled: int) -> None:
-        """Drops results that the coordinator will not ask for again."""
+        """Drops results that the coordinator will not request again."""
         with self._changed:
             while self._sent and next(iter(self._sent)) < settled:
                 self._forget_oldest()
@@ -168,29 +175,29 @@ class Job:
                 del self._cancelled[closure]
 
     def end(self) -> None:
-        """Drops all work; the thread that computes closes the rest."""
+        """Ends the job, and drops all queued work."""
         with self._changed:
             self._is_ended = True
             self._urgent.clear()
             self._work.clear()
             self._changed.notify_all()
 
-    # The thread that computes.
+    # The compute thread.
 
     def take(self) -> Work | None:
-        """Returns the next piece of work, if there is one."""
+        """Returns the next piece of work, or None."""
         with self._changed:
             if self._urgent:
                 return self._urgent.popleft()
             return self._work.popleft() if self._work else None
 
     def wait(self, timeout: float) -> None:
-        """Waits for work, or for the end."""
+        """Waits for work, or for the end of the job."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_ended or self.num_waiting, timeout)
 
-    def note_sent(self, sent: Sequence[Sent]) -> None:
-        """Notes results that were sent; those without an error may be asked for again."""
+    def record_sent(self, sent: Sequence[Sent]) -> None:
+        """Records sent results; those without an error may be requested again."""
         with self._changed:
             for result, buffers in sent:
                 self._known.discard(result.closure)
@@ -199,7 +206,7 @@ class Job:
                 if result.error is None:
                     self._sent[result.closure] = (result, buffers)
                     self._sent_bytes += _size(buffers)
-            while len(self._sent) > _MOST_RESULTS or self._sent_bytes > _MOST_RESULT_BYTES:
+            while len(self._sent) > _MAX_RESULTS or self._sent_bytes > _MAX_RESULT_BYTES:
                 self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -207,5 +214,5 @@ class Job:
         self._sent_bytes -= _size(buffers)
 
 
-def _size(buffers: Sequence[Any]) -> int:
+def _size(buffers: Sequence[Buffer]) -> int:
     return sum(memoryview(buffer).nbytes for buffer in buffers)

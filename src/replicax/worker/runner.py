@@ -1,85 +1,92 @@
-"""Runs the work of one job on a worker, piece by piece, in one thread."""
+"""Runs the closures of one job on a worker, in one thread."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
+import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, cast
 
 from replicax.contexts import worker_index
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
+from replicax.protocol import trees
+from replicax.protocol.codec import Buffer
 from replicax.protocol.messages import Body, ClosureCall, CreateResource, ResourceCreated
-from replicax.worker import error_reports, forked_children, resources, results
+from replicax.strategies.base import Strategy
+from replicax.strategies.parameter_server import ParameterServerExtended
+from replicax.worker import error_reports, resources, results
 from replicax.worker.functions import unpickle
-from replicax.worker.job import Call, Drop, Job, Make, Work
-from replicax.worker.results import Outcome
-from replicax.worker.warning_relay import WarningRelay
+from replicax.worker.job import Call, Create, Drop, Job, Work
+from replicax.worker.results import Outcome, WarningRelay
 
 Ended = list[tuple[int, Exception | None]]
 
-# Before a closure that takes so long, or may, what has ended is reported.
+# Results are reported before a closure that may take so long.
 _LONG_S = 0.05
-_MOST_DURATIONS = 1_000
+_MAX_DURATIONS = 1_000
 
 
 class WorkerSession(Protocol):
-    """A worker's side of one job: its strategy, and the way of updates to the servers.
+    """A worker's side of one job: its strategy and its connections to the servers.
 
-    `begin` and `end` surround each closure. Its updates may still be on the way when `end`
-    returns; `poll` and `drain` tell which closures have arrived at the servers, each once,
-    with the error that an update of it met.
+    `begin` and `end` surround each closure. Its updates may still be in flight when `end`
+    returns; `poll` and `drain` return each closure once, when the servers have acknowledged its
+    updates, with the error of an update.
     """
 
     @property
-    def strategy(self) -> Any:
-        """What closures run under; its `extended.adopt(key)` finds variables."""
+    def strategy(self) -> Strategy:
+        """The strategy of the worker, a `ParameterServerStrategy`."""
         ...
 
     def begin(self, closure: int) -> None:
-        """Says that reads and updates belong to a closure from now on."""
+        """Assigns further reads and updates to a closure."""
         ...
 
     def end(self, closure: int) -> bool | None:
-        """Says that a closure makes no further updates; tells whether it made a step."""
+        """Ends a closure; returns whether an optimizer made a step."""
         ...
 
     def poll(self) -> Ended:
-        """Returns closures that have arrived, without waiting."""
+        """Returns acknowledged closures, without waiting."""
         ...
 
     def drain(self) -> Ended:
-        """Waits until all closures that ended have arrived, and returns them."""
+        """Waits until all ended closures are acknowledged, and returns them."""
         ...
 
     def pending(self) -> int:
-        """Returns how many closures that ended have not arrived."""
+        """Returns the number of ended closures that are not acknowledged."""
         ...
 
     def waiting_for(self) -> tuple[int, float] | None:
-        """Returns the server that is waited for now, and since when. Any thread may ask."""
+        """Returns the server that it waits for, and since when. Thread-safe."""
         ...
 
     def close(self) -> None:
-        """Drops everything; what was not sent is lost."""
+        """Closes all connections; unsent updates are lost."""
         ...
 
 
 class Runner:
-    """Runs closures and makes resources.
+    """Runs closures and creates resources.
 
     Args:
-      job: Whose work it is.
+      job: The job.
       session: The worker's side of the job.
       index: The index of the worker.
       task: Its name, for messages.
       send: Sends a message to the coordinator.
 
     Attributes:
-      is_fenced: Whether the servers refuse this life of the worker; nothing more can run.
-      num_run: How many closures have run.
-      started_s: When the closure that runs was started; None between closures.
+      is_fenced: Whether the servers reject this incarnation of the worker.
+      num_run: The number of closures that have run.
+      started_s: When the running closure was started; None between closures.
     """
 
     def __init__(
@@ -88,28 +95,28 @@ class Runner:
         session: WorkerSession,
         index: int,
         task: str,
-        send: Callable[[Body, Sequence[Any]], None],
+        send: Callable[[Body, Sequence[Buffer]], None],
     ) -> None:
         self._job, self._session, self._send = job, session, send
         self.resources = resources.Resources(task)
-        # Closures that have ended, and whose updates are on the way.
-        self._arriving: dict[int, Outcome] = {}
-        # How long functions took the last time.
+        # Ended closures whose updates are not acknowledged.
+        self._unacknowledged: dict[int, Outcome] = {}
+        # The last duration of each function.
         self._durations: dict[str, float] = {}
         self.is_fenced = False
         self.num_run = 0
         self.started_s: float | None = None
-        # Each piece of work runs in a copy of this context, so that nothing that it leaves
-        # open, such as a scope, meets the next one.
+        # Each closure runs in a copy of this context, so that a scope that it leaves open does not
+        # affect the next one.
         self._context = contextvars.Context()
         self._stack = contextlib.ExitStack()
         self._context.run(self._stack.enter_context, worker_index.on_worker(index))
         self._context.run(self._stack.enter_context, session.strategy.scope())
         self._warnings = WarningRelay()
-        self._reports = results.Reports(send, job.note_sent, self._warnings.take)
+        self._reports = results.Reports(send, job.record_sent, self._warnings.take)
 
     def close(self) -> None:
-        """Drops all resources, and the session."""
+        """Closes all resources, and the session."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._warnings.close)
             stack.callback(self._session.close)
@@ -118,58 +125,57 @@ class Runner:
 
     @property
     def waiting_for(self) -> tuple[int, float] | None:
-        """The server that is waited for now, and since when."""
+        """The server that the worker waits for, and since when."""
         return self._session.waiting_for()
 
     @property
     def has_unreported(self) -> bool:
         """Whether outcomes wait to be reported."""
-        return bool(self._arriving) or self._reports.is_waiting
+        return bool(self._unacknowledged) or self._reports.is_waiting
 
     def run(self, work: Work) -> None:
-        """Does one piece of work, and reports what can be reported."""
+        """Executes one task of the job, and reports results that are due."""
         if isinstance(work, Call):
             self._run_closure(work.call, work.buffers)
-        elif isinstance(work, Make):
-            self._make(work.order, work.buffers)
+        elif isinstance(work, Create):
+            self._create(work.order, work.buffers)
         elif isinstance(work, Drop):
             self._context.copy().run(self.resources.drop, work.resources)
 
     def report_all(self) -> None:
-        """Waits for the updates of all closures that ended, and reports them."""
-        if self._arriving:
+        """Waits for the acknowledgement of all ended closures, and reports them."""
+        if self._unacknowledged:
             self._settle(self._session.drain)
         now = time.monotonic()
-        for closure in list(self._arriving):
+        for closure in list(self._unacknowledged):
             error = errors.DistributeError(
-                f"The servers acknowledge the updates of closure {closure}",
-                "they have not",
-                "Report this as a bug.",
+                f"The servers did not acknowledge the updates of closure {closure}. Report this "
+                "as a bug."
             )
-            self._report(self._arriving.pop(closure), error, now)
+            self._report(self._unacknowledged.pop(closure), error, now)
         self._reports.send_all()
 
     # Closures.
 
-    def _run_closure(self, call: ClosureCall, buffers: Sequence[Any]) -> None:
+    def _run_closure(self, call: ClosureCall, buffers: Sequence[Buffer]) -> None:
         if self.has_unreported and self._durations.get(call.function, _LONG_S) >= _LONG_S:
             self.report_all()
             if self.is_fenced:
                 return
         started_s = self.started_s = time.monotonic()
-        outcome, is_arriving = self._outcome_of(call, buffers)
+        outcome, is_unacknowledged = self._outcome_of(call, buffers)
         self.started_s = None
         self.num_run += 1
-        self._note_duration(call.function, time.monotonic() - started_s)
-        if is_arriving:
-            self._arriving[call.closure] = outcome
+        self._record_duration(call.function, time.monotonic() - started_s)
+        if is_unacknowledged:
+            self._unacknowledged[call.closure] = outcome
         else:
             self._report(outcome, None, time.monotonic())
         self._settle(self._session.poll)
         self._reports.send_if_due(time.monotonic())
 
-    def _outcome_of(self, call: ClosureCall, buffers: Sequence[Any]) -> tuple[Outcome, bool]:
-        """Runs a closure; tells also whether its updates have yet to arrive."""
+    def _outcome_of(self, call: ClosureCall, buffers: Sequence[Buffer]) -> tuple[Outcome, bool]:
+        """Runs a closure; returns also whether its updates are still unacknowledged."""
         closure = call.closure
         context = self._context.copy()
         try:
@@ -189,53 +195,54 @@ class Runner:
             outcome = Outcome(closure, outcome.value, outcome.error, has_stepped)
         return outcome, True
 
-    def _note_duration(self, function: str, seconds: float) -> None:
-        if len(self._durations) >= _MOST_DURATIONS:
+    def _record_duration(self, function: str, seconds: float) -> None:
+        if len(self._durations) >= _MAX_DURATIONS:
             self._durations.clear()
         self._durations[function] = seconds
 
     def _load(
-        self, call: ClosureCall, buffers: Sequence[Any]
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        self, call: ClosureCall, buffers: Sequence[Buffer]
+    ) -> tuple[Callable[..., Tree], tuple[object, ...], dict[str, object]]:
         function = self._job.functions.load(call.function, self._resolve)
         if call.resources:
             return function, tuple(self.resources.get(r) for r in call.resources), {}
         args, kwargs = self._arguments(buffers)
         return function, args, kwargs
 
-    def _arguments(self, buffers: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, buffers: Sequence[Buffer]) -> tuple[tuple[object, ...], dict[str, object]]:
         return unpickle(buffers, self._resolve) if buffers else ((), {})
 
-    def _resolve(self, name: Any) -> Any:
-        """Returns what a name in a pickle stands for on this worker."""
+    def _resolve(self, persistent_id: object) -> object:
+        """Returns the object of this worker that a persistent id in a pickle refers to."""
         strategy = self._session.strategy
-        match name:
-            case ("variable", key):
-                return strategy.extended.adopt(key)
-            case ("resource", number):
+        extended = cast(ParameterServerExtended, strategy.extended)
+        match persistent_id:
+            case ("variable", tuple(key)):
+                return extended.adopt(key)
+            case ("resource", int(number)):
                 return self.resources.get(number)
             case ("strategy",):
                 return strategy
             case ("extended",):
-                return strategy.extended
+                return extended
             case ("layout",):
-                return strategy.extended.layout
+                return extended.layout
         raise errors.ProtocolError(
-            "A pickle names variables, resources and the strategy",
-            f"it names {name!r}",
+            "A persistent id refers to a variable, a resource or the strategy",
+            f"it is {persistent_id!r}",
             "Run the same version of replicax on all tasks.",
         )
 
-    def _settle(self, ask: Callable[[], Ended]) -> None:
-        """Reports the closures whose updates have arrived."""
+    def _settle(self, acknowledged: Callable[[], Ended]) -> None:
+        """Reports the closures whose updates are acknowledged."""
         try:
-            ended = ask()
+            ended = acknowledged()
         except Exception as error:
-            # Of no closure in particular: it is that of all that have not arrived.
-            ended = [(closure, error) for closure in self._arriving]
+            # Not of one closure: all unacknowledged ones fail.
+            ended = [(closure, error) for closure in self._unacknowledged]
         now = time.monotonic()
         for closure, error in ended:
-            outcome = self._arriving.pop(closure, None)
+            outcome = self._unacknowledged.pop(closure, None)
             if outcome is not None:
                 self._report(outcome, error, now)
 
@@ -248,33 +255,69 @@ class Runner:
 
     # Resources.
 
-    def _make(self, order: CreateResource, buffers: Sequence[Any]) -> None:
-        @forked_children.only_in_this_process()
-        def make() -> Any:
+    def _create(self, order: CreateResource, buffers: Sequence[Buffer]) -> None:
+        @_exits_in_forked_children()
+        def create() -> object:
             if order.kind == "iterator":
                 return iter(self.resources.get(order.source))
             function = self._job.functions.load(order.function, self._resolve)
             if order.kind == "dataset":
-                return resources.make_dataset(function, self._session.strategy)
+                return resources.create_dataset(function, self._session.strategy)
             args, kwargs = self._arguments(buffers)
             return function(*args, **kwargs)
 
-        error = self._context.copy().run(self.resources.make, order.resource, make)
+        error = self._context.copy().run(self.resources.create, order.resource, create)
         if error is not None and error.cause == "fenced":
             self.is_fenced = True
         self._send(ResourceCreated(order.resource, error), ())
 
 
-def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with forked_children.only_in_this_process():
+@contextlib.contextmanager
+def _exits_in_forked_children() -> Iterator[None]:
+    """Makes a child that is forked in the block exit at the end of the block.
+
+    Otherwise a closure that forks would duplicate the worker. The exit code of the child is 0, 1
+    after an error, or that of `sys.exit`. `process/shutdown.py` restores its signal handlers.
+    """
+    owner = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != owner:
+            _exit_child(error)
+        raise
+    if os.getpid() != owner:
+        _exit_child(None)
+
+
+def _exit_child(error: BaseException | None) -> None:
+    code: object = 0
+    if isinstance(error, SystemExit):
+        code = 0 if error.code is None else error.code
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    if not isinstance(code, int):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def _call(
+    function: Callable[..., Tree], args: tuple[object, ...], kwargs: dict[str, object]
+) -> trees.Encoded:
+    with _exits_in_forked_children():
         value = function(*args, **kwargs)
     return results.encode(value)
 
 
 def _worse(outcome: Outcome, error: Exception) -> Outcome:
-    """Adds an error of the servers; an error of the closure's own came first and stays.
+    """Adds an error of the servers, unless the closure has failed before.
 
-    Unless the worker is refused: then nothing that it says about a closure counts.
+    The error of a fenced worker always counts: the closure runs again on another worker.
     """
     described = error_reports.describe(error)
     if outcome.error is None or described.cause == "fenced":

@@ -13,15 +13,15 @@ from replicax.transport.keys import Keys
 
 
 class ParameterServerSession:
-    """What a worker needs to run the closures of one coordinator.
+    """A worker's strategy and connections for the closures of one coordinator.
 
     Args:
-      attach: What the coordinator said.
-      job: The job.
-      epoch: Which coordinator of the job it is.
-      incarnation: The life of this worker.
+      attach: The attach request of the coordinator.
+      job: The name of the job.
+      epoch: The epoch of the coordinator.
+      incarnation: The incarnation of this worker.
       index: The index of this worker.
-      keys: What it proves with who it is.
+      keys: The keys that authenticate this task.
     """
 
     def __init__(
@@ -63,5 +63,5 @@ class ParameterServerSession:
         self.waiting_for = self._client.waiting_for
 
     def close(self) -> None:
-        """Drops everything; what was not sent is lost."""
+        """Closes all connections; unsent updates are lost."""
         self.strategy.close()

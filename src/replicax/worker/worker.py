@@ -1,7 +1,7 @@
-"""What a worker process runs: it takes closures from a coordinator and computes them.
+"""The worker process: runs the closures of a coordinator.
 
-Two threads. That of the socket stores and queues what comes, and answers beats also while a
-closure computes. The one that calls `run_forever` does everything else: it makes sessions,
+The socket thread stores and queues messages, and answers heartbeats also while a closure
+computes. The compute thread, which calls `run_forever`, does everything else: it creates sessions,
 unpickles, computes and waits for servers.
 """
 
@@ -12,46 +12,46 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from replicax.foundation import errors
 from replicax.protocol import error_replies, messages
+from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Task, new_incarnation
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
 from replicax.transport.service import Service
 from replicax.transport.sessions import Session
 from replicax.worker import error_reports
-from replicax.worker.job import Call, Drop, Job, Make
+from replicax.worker.job import Call, Create, Drop, Job
 from replicax.worker.runner import Runner, WorkerSession
 
 _log = logging.getLogger(__name__)
 
-# Makes a worker's side of a job from (attach, job, epoch, incarnation of this worker).
+# Creates a worker's side of a job from (attach, job, epoch, incarnation of this worker).
 MakeSession = Callable[[messages.Attach, str, int, int], WorkerSession]
-_Answer = tuple[messages.Body, Sequence[Any]]
+_Reply = tuple[messages.Body, Sequence[Buffer]]
 
-_LOOK_S = 0.5
-# The service looks around every tenth of a second. If it did not for so long, this process
-# was stopped, and that its coordinator was not heard is nobody's fault.
+_POLL_S = 0.5
+# The service polls every tenth of a second. If it did not for so long, this process was stopped,
+# and the silence of its coordinator does not count.
 _PAUSE_S = 1.0
 
 
 class WorkerTask:
-    """One worker: belongs to one coordinator at a time, and runs its closures in order.
+    """One worker: attached to one coordinator at a time, runs its closures in order.
 
-    When it is let go, or refused by the servers, it drops everything of the job and begins a
-    new life, with a new incarnation, in which it can be attached again. When it was declared
-    dead, or has not heard of its coordinator for the seconds of the setting "orphan", it ends:
-    nobody knows what state it is in, and a new process is as good as new.
+    When the coordinator releases it, or the servers reject it, it drops the job and begins a new
+    incarnation, which can be attached again. When the coordinator declares it dead, or has been
+    silent for the seconds of the setting "orphan", it exits: its state is unknown, and a new
+    process replaces it.
 
     Args:
       index: Its index in the job "worker".
-      location: Where to listen.
-      make_session: Makes its side of a job, when it is attached to one.
-      keys: What to prove with who listens; TCP needs them.
-      on_ending: Called when the task ends by itself, with the reason. A closure may still be
-        running then, for ever: whoever owns the process can end it.
+      location: The address to listen at.
+      make_session: Creates its side of a job.
+      keys: The keys that authenticate this task; TCP needs them.
+      on_ending: Called with the reason when the task ends by itself. A closure may still be
+        running, and never end: the owner of the process can end it.
 
     Attributes:
       ending: Why it has ended by itself; None while it has not.
@@ -79,34 +79,34 @@ class WorkerTask:
             on_idle=self._on_idle,
             on_failed=self._end,
         )
-        # Protects the job and its successor; also says that there is one, or that it is over.
-        # Taken before the lock of a job.
+        # Protects the job and its successor; notified when either changes. Taken before the lock of
+        # a job.
         self._changed = threading.Condition()
         self._job: Job | None = None
         self._is_interrupted = False
-        # The newest coordinator that this worker has seen: older ones of the job are refused.
+        # The newest coordinator of this worker: older ones of the job are rejected.
         self._newest = ("", 0)
-        self._looked_s: float | None = None
+        self._polled_s: float | None = None
         self._runner: Runner | None = None
-        # Closures of jobs that are over; see `_progress`.
+        # The number of closures of earlier jobs.
         self._num_run_before = 0
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address at which it listens."""
         return self._service.address
 
     @property
     def incarnation(self) -> int:
-        """Which of its lives this is."""
+        """Its current incarnation."""
         return self._service.incarnation
 
     def start(self) -> None:
-        """Begins to listen."""
+        """Starts to listen."""
         self._service.start()
 
     def interrupt(self) -> None:
-        """Makes `run_forever` return after the closure that runs now."""
+        """Makes `run_forever` return after the running closure."""
         with self._changed:
             self._is_interrupted = True
             job = self._job
@@ -115,59 +115,60 @@ class WorkerTask:
             job.end()
 
     def close(self) -> None:
-        """Listens no more; again is harmless."""
+        """Stops listening. Idempotent."""
         self.interrupt()
         self._service.close()
 
     def run_forever(self) -> None:
-        """Computes in this thread, until interrupted or closed."""
+        """Runs closures in this thread, until interrupted or closed."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._job or self._is_interrupted, _LOOK_S)
+                self._changed.wait_for(lambda: self._job or self._is_interrupted, _POLL_S)
                 if self._is_interrupted:
                     return
                 job = self._job
             if job is not None:
                 self._serve(job)
 
-    # The thread that computes.
+    # The compute thread.
 
     def _serve(self, job: Job) -> None:
-        """Does the work of a job until it ends."""
+        """Runs the closures of a job until it ends."""
         runner = self._open(job)
         if runner is None:
             return
-        _log.info("%s works for %s", self._task, job)
+        _log.info("%s attached to %s", self._task, job)
         self._runner = runner
         try:
             self._work(job, runner)
         except Exception as error:
-            # Not of a closure. The coordinator gives what this incarnation had to another worker.
-            _log.exception("%s cannot go on with %s", self._task, job)
+            # Not an error of a closure. The coordinator assigns the closures of this incarnation to
+            # another worker.
+            _log.exception("%s cannot continue %s", self._task, job)
             if isinstance(error, OSError) and error.errno == errno.EBADF:
                 self._end("a closure has closed its descriptors")
                 return
-            self._end_life(job)
+            self._end_incarnation(job)
         self._num_run_before += runner.num_run
         self._runner = None
         if runner.is_fenced:
-            self._end_life(job)
+            self._end_incarnation(job)
         try:
             runner.close()
         except Exception:
-            # The user's iterators are closed here too; the worker is free for the next job anyway.
-            _log.exception("%s could not close what it had for %s", self._task, job)
+            # An error of a resource; the worker is free for the next job.
+            _log.exception("%s could not close the resources of %s", self._task, job)
         _log.info("%s has dropped %s", self._task, job)
 
     def _open(self, job: Job) -> Runner | None:
-        """Makes what a job needs, and answers the coordinator."""
+        """Creates the session of a job, and replies to the attach request."""
         session: WorkerSession | None = None
         try:
             session = self._make_session(job.attach, job.name, job.epoch, job.incarnation)
             runner = Runner(job, session, self._index, str(self._task), self._sender(job))
         except Exception as error:
             if not isinstance(error, errors.DistributeError):
-                _log.exception("%s cannot work for %s", self._task, job)
+                _log.exception("%s cannot attach to %s", self._task, job)
             if session is not None:
                 session.close()
             self._forget(job)
@@ -187,21 +188,21 @@ class WorkerTask:
             elif runner.has_unreported:
                 runner.report_all()
             else:
-                job.wait(_LOOK_S)
+                job.wait(_POLL_S)
         if runner.is_fenced:
             runner.report_all()
 
-    def _sender(self, job: Job) -> Callable[[messages.Body, Sequence[Any]], None]:
-        def send(body: messages.Body, buffers: Sequence[Any]) -> None:
+    def _sender(self, job: Job) -> Callable[[messages.Body, Sequence[Buffer]], None]:
+        def send(body: messages.Body, buffers: Sequence[Buffer]) -> None:
             if not job.is_ended:
                 self._service.send(job.session, body, buffers)
 
         return send
 
-    # Lives.
+    # Incarnations.
 
     def _forget(self, job: Job) -> bool:
-        """Lets a job go, unless another one has replaced it."""
+        """Drops a job, unless another one has replaced it."""
         job.end()
         with self._changed:
             if self._job is not job:
@@ -209,14 +210,14 @@ class WorkerTask:
             self._job = None
             return True
 
-    def _end_life(self, job: Job) -> None:
-        """Lets a job go; what the servers may refuse ends with this life of the worker."""
+    def _end_incarnation(self, job: Job) -> None:
+        """Drops a job, and begins a new incarnation that the servers have not fenced."""
         if self._forget(job):
             self._service.incarnation = new_incarnation()
             self._service.wake()
 
     def _end(self, why: str) -> None:
-        """Ends the task, because nobody counts on it any more."""
+        """Ends the task by itself."""
         if self.ending is not None:
             return
         _log.warning("%s ends: %s", self._task, why)
@@ -226,65 +227,65 @@ class WorkerTask:
             self._on_ending(why)
 
     def _on_idle(self, now: float) -> None:
-        """Gives up a job whose coordinator was not heard of for too long."""
+        """Ends the task if its coordinator was silent for too long."""
         job = self._job
-        pause_s = 0.0 if self._looked_s is None else now - self._looked_s
-        self._looked_s = now
+        pause_s = 0.0 if self._polled_s is None else now - self._polled_s
+        self._polled_s = now
         if job is None:
             return
         if pause_s > _PAUSE_S:
             job.last_seen_s += pause_s
         if job.is_orphaned(now):
-            self._end(f"it has not heard of its coordinator for {now - job.last_seen_s:.1f} s")
+            self._end(f"its coordinator has been silent for {now - job.last_seen_s:.1f} s")
 
-    # The thread of the socket.
+    # The socket thread.
 
     def _handle(
         self, session: Session, envelope: messages.Envelope, buffers: list[memoryview]
-    ) -> _Answer | None:
+    ) -> _Reply | None:
         body = envelope.body
         if isinstance(body, messages.Attach):
             return self._attach(session, envelope, body)
         if isinstance(body, messages.Ping):
-            return self._answer_ping(session, envelope, body), ()
+            return self._pong(session, envelope, body), ()
         if isinstance(body, messages.Detach):
             job = self._job_of(session, envelope)
             if body.is_dead and self._newest == (envelope.job, envelope.epoch):
-                self._end("its coordinator has given it up")
+                self._end("its coordinator has declared it dead")
             elif job is not None:
-                self._end_life(job)
-            # Said also when nobody asked: the coordinator learns of the new life by it.
+                self._end_incarnation(job)
+            # Also without a request id: it announces the new incarnation.
             return messages.Done(), ()
         job = self._require_job(session, envelope)
         job.session = session
-        answer = self._store(job, body, buffers)
-        if answer is None and envelope.request:
+        reply = self._store(job, body, buffers)
+        if reply is None and envelope.request:
             return messages.Done(), ()
-        return answer
+        return reply
 
-    def _store(self, job: Job, body: messages.Body, buffers: list[memoryview]) -> _Answer | None:
-        """Takes what closures need, and the closures."""
+    def _store(self, job: Job, body: messages.Body, buffers: list[memoryview]) -> _Reply | None:
+        """Stores functions, and queues closures and resource operations."""
         if isinstance(body, messages.ShipFunction):
             job.functions.store(body.function, buffers)
         elif isinstance(body, messages.Run):
-            again = job.add_calls(_calls(body, buffers))
-            if again:
-                return _finished(again)
+            known = job.add_calls(_calls(body, buffers))
+            if known:
+                return _finished(known)
         elif isinstance(body, messages.CreateResource):
             _require_count(body.num_buffers, buffers)
-            job.add(Make(body, buffers))
+            job.add(Create(body, buffers))
         elif isinstance(body, messages.DropResources):
             job.add(Drop(body.resources))
         elif isinstance(body, messages.Cancel):
-            ended = error_reports.taken_back(job.cancel(body.closures), str(self._task))
-            job.note_cancelled(ended)
+            ended = error_reports.recalled(job.cancel(body.closures), str(self._task))
+            job.record_cancelled(ended)
             if ended:
                 return messages.Finished(ended), ()
         return None
 
     def _attach(
         self, session: Session, envelope: messages.Envelope, body: messages.Attach
-    ) -> _Answer | None:
+    ) -> _Reply | None:
         name, epoch = envelope.job, envelope.epoch
         with self._changed:
             old = self._job
@@ -299,44 +300,49 @@ class WorkerTask:
             self._job = job
             self._changed.notify_all()
         if old is not None:
-            _log.info("%s leaves %s for %s", self._task, old, job)
+            _log.info("%s replaces %s with %s", self._task, old, job)
             old.end()
         return None
 
     def _is_same(
         self, job: Job, session: Session, envelope: messages.Envelope, body: messages.Attach
     ) -> bool:
-        """Tells whether a question to attach is the one that was asked before."""
+        """Returns whether an attach request repeats the one of the job."""
         return (
             (job.name, job.epoch, job.attach) == (envelope.job, envelope.epoch, body)
             and job.session.incarnation == session.incarnation
             and not job.is_ended
         )
 
-    def _answer_ping(
+    def _pong(
         self, session: Session, envelope: messages.Envelope, body: messages.Ping
     ) -> messages.Pong:
         job, runner = self._job_of(session, envelope), self._runner
-        figures: dict[str, int | float] = {"attached": 0, "open": 0, "waiting": 0, "running_s": 0.0}
+        counters: dict[str, int | float] = {
+            "attached": 0,
+            "open": 0,
+            "waiting": 0,
+            "running_s": 0.0,
+        }
         if job is not None:
             job.session = session
             job.last_seen_s = time.monotonic()
             job.forget_settled(body.settled)
-            figures |= {"attached": 1, "open": job.num_open, "waiting": job.num_waiting}
-            figures["functions"] = len(job.functions)
+            counters |= {"attached": 1, "open": job.num_open, "waiting": job.num_waiting}
+            counters["functions"] = len(job.functions)
         if runner is not None:
-            figures["resources"] = len(runner.resources)
+            counters["resources"] = len(runner.resources)
             started_s = runner.started_s
-            figures["running_s"] = 0.0 if started_s is None else time.monotonic() - started_s
+            counters["running_s"] = 0.0 if started_s is None else time.monotonic() - started_s
             waiting = runner.waiting_for
             if waiting is not None:
                 since_s = time.monotonic() - waiting[1]
-                figures |= {"waiting_ps": waiting[0], "waiting_s": since_s}
+                counters |= {"waiting_ps": waiting[0], "waiting_s": since_s}
         progress = self._num_run_before + (runner.num_run if runner is not None else 0)
-        return messages.Pong(progress, figures)
+        return messages.Pong(progress, counters)
 
     def _job_of(self, session: Session, envelope: messages.Envelope) -> Job | None:
-        """Returns the job, if it is the coordinator of the job that speaks."""
+        """Returns the job, if the message is from its coordinator."""
         job = self._job
         if job is None or (job.name, job.epoch) != (envelope.job, envelope.epoch):
             return None
@@ -349,21 +355,19 @@ class WorkerTask:
         if envelope.job == self._newest[0] and envelope.epoch < self._newest[1]:
             raise self._replaced(envelope.job, envelope.epoch)
         raise errors.UnavailableError(
-            f"{self._task} takes closures of the job that it is attached to",
-            f"it works for {self._job or 'no job'} now, and {session} is not its coordinator",
-            "Attach it first.",
+            f"{self._task} is attached to {self._job or 'no job'}, and {session} is not its "
+            "coordinator. Attach it first."
         )
 
     def _replaced(self, job: str, epoch: int) -> errors.FencedError:
         return errors.FencedError(
-            f"{self._task} works for the newest coordinator of a job",
-            f"that of job {job!r} has epoch {self._newest[1]}, and epoch {epoch} is over",
-            "Let one coordinator at a time run a job.",
+            f"{self._task} rejects the coordinator of job {job!r} with epoch {epoch}: a newer one "
+            f"has epoch {self._newest[1]}. Run one coordinator per job."
         )
 
 
 def _calls(body: messages.Run, buffers: list[memoryview]) -> list[Call]:
-    """Deals out the buffers of closures."""
+    """Splits the buffers of a message by closure."""
     _require_count(sum(call.num_buffers for call in body.closures), buffers)
     calls, start = [], 0
     for call in body.closures:
@@ -374,14 +378,14 @@ def _calls(body: messages.Run, buffers: list[memoryview]) -> list[Call]:
     return calls
 
 
-def _require_count(count: int, buffers: Sequence[Any]) -> None:
+def _require_count(count: int, buffers: Sequence[Buffer]) -> None:
     if count != len(buffers):
         raise errors.ProtocolError(
             f"The message needs {count} buffers",
-            f"{len(buffers)} came",
+            f"it has {len(buffers)}",
             "Run the same version of replicax on all tasks.",
         )
 
 
-def _finished(sent: Sequence[tuple[messages.Result, Sequence[Any]]]) -> _Answer:
+def _finished(sent: Sequence[tuple[messages.Result, Sequence[Buffer]]]) -> _Reply:
     return messages.Finished([r for r, _ in sent]), [b for _, own in sent for b in own]
