@@ -80,7 +80,7 @@ class ListeningProcess(Process):
             if role != body.role:
                 raise AssertionError(f"{self} takes {wire.ends[0]} for a {role}")
             session = Session(identity, body.role, body.task, body.incarnation)
-            session.expected = body.first
+            session.next_request = body.first
             self._sessions[wire.number] = wire, session
             me = self.task
             self.send(

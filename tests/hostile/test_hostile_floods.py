@@ -30,7 +30,7 @@ from transport_partners import Place, random_body
 from replicax import errors
 from replicax.protocol import codec, limits, messages
 from replicax.transport.channel import Channel
-from replicax.transport.zmq.pending_connections import PendingConnections
+from replicax.transport.zmq.connection_guard import PendingConnections
 
 PING = messages.Ping(0)
 MIB = 1 << 20
@@ -284,19 +284,19 @@ def test_bar45_nothing_is_ever_decompressed() -> None:
 # Bar 46: silence.
 
 
-def test_visitors_go_when_they_are_late_or_too_many() -> None:
-    visitors = PendingConnections()
+def test_pending_connections_are_closed_when_late_or_too_many() -> None:
+    pending = PendingConnections()
     for fd in range(10):
-        visitors.arrived(fd, now=float(fd))
-    visitors.forget(3)
-    assert visitors.must_go(now=limits.HANDSHAKE + 1.5) == [0, 1]
-    assert visitors.must_go(now=limits.HANDSHAKE + 1.5, room=4) == [2, 4, 5]
-    visitors.dismiss(9, at=7.0)
-    visitors.dismiss(77, at=8.0)  # a known caller that misbehaves
-    assert visitors.must_go(now=8.0) == [9, 77]
-    visitors.arrived(6, now=100.0)  # the number is used again
-    assert visitors.must_go(now=limits.HANDSHAKE + 50.0) == [7, 8]
-    assert list(visitors) == [6] and len(visitors) == 1
+        pending.add(fd, now=float(fd))
+    pending.discard(3)
+    assert pending.take_expired(now=limits.HANDSHAKE + 1.5) == [0, 1]
+    assert pending.take_expired(now=limits.HANDSHAKE + 1.5, limit=4) == [2, 4, 5]
+    pending.close_at(9, at=7.0)
+    pending.close_at(77, at=8.0)  # a peer that violates the protocol
+    assert pending.take_expired(now=8.0) == [9, 77]
+    pending.add(6, now=100.0)  # the number is used again
+    assert pending.take_expired(now=limits.HANDSHAKE + 50.0) == [7, 8]
+    assert list(pending) == [6] and len(pending) == 1
 
 
 class Dribble:

@@ -113,12 +113,12 @@ def test_bar50_callers_with_a_new_key_are_let_in_by_servers_that_run(directory: 
         key_files.renew(directory, "coordinator")
         after = key_files.load(directory, "coordinator")
         assert before.public != after.public
-        assert after.good("coordinator") == (after.public, before.public)
+        assert after.accepted("coordinator") == (after.public, before.public)
         with channel(directory, server) as new:
             assert is_answered(new) and is_answered(old)
         key_files.retire(directory)
         old.close()  # it opens a new connection when it is used again
-        with pytest.raises(errors.PermissionDeniedError, match="it does not know that of"):
+        with pytest.raises(errors.PermissionDeniedError, match="is not one of them"):
             is_answered(old)
         with channel(directory, server) as new:
             assert is_answered(new)
@@ -159,7 +159,7 @@ def test_bar50_files_that_are_unsafe_or_torn_change_nothing(
         public.chmod(0o644)
         with Channel(where, Task("coordinator", 0), keys, peer=PS) as one:
             assert is_answered(one)
-    assert "The keys stay as they were" in caplog.text
+    assert "Keeping the old keys" in caplog.text
     assert keys.secret.decode() not in caplog.text
 
 
@@ -196,7 +196,7 @@ def test_bar50_a_coordinator_whose_key_is_good_no_more_leaves_in_order(directory
     channels = strategy.extended.cluster.channels
     for one in channels:
         one.close()  # it opens a new connection when it is used again
-    with pytest.raises(errors.PermissionDeniedError, match="it does not know that of"):
+    with pytest.raises(errors.PermissionDeniedError, match="is not one of them"):
         is_answered(channels[0])
     strategy.close()
     for server in servers:

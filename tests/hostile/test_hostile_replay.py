@@ -149,7 +149,7 @@ def test_bar47_recorded_messages_change_nothing_on_one_machine(tmp_path: Path) -
             for i in range(100):
                 push = messages.Push(i + 1, [messages.Update(0, "assign_add", 1)])
                 number = channel.send(messages.Exchange([push], []), [one])
-                recorded.append([bytes(f) for f in channel._unanswered[number]])
+                recorded.append([bytes(f) for f in channel._in_flight[number]])
                 assert channel.receive(20) is not None
             with Stranger(place.address) as stranger:
                 stranger.connect()

@@ -161,8 +161,8 @@ def test_no_shared_memory_goes_past_the_proxy(ipc: Between) -> None:
             _, received = channel.request(messages.Ping(0), [data, b"end"], timeout=60)
             assert bytes(received[0]) == data and bytes(received[1]) == b"end"
         connection = channel._connection
-        assert connection is not None and connection.lane is not None
-        assert not connection.lane.is_open
+        assert connection is not None and connection.shared_memory is not None
+        assert not connection.shared_memory.is_open
 
 
 @pytest.mark.usefixtures("repeats_soon")

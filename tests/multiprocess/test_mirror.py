@@ -507,7 +507,7 @@ class Servers:
         return int(np.frombuffer(buffers[0], np.int64)[0])
 
     def counters(self, server: int) -> dict[str, Any]:
-        return self.ask(server, messages.Ping(0)).figures
+        return self.ask(server, messages.Ping(0)).counters
 
     def seen(self, server: int) -> dict[str, Any]:
         """What it says of itself to who waits for nothing."""
@@ -517,7 +517,7 @@ class Servers:
             other.incarnation = self.channels[server].incarnation
             answer = other.request(messages.Ping(0), timeout=30)[0]
         assert isinstance(answer, messages.Pong)
-        return dict(answer.figures)
+        return dict(answer.counters)
 
     def in_step(self) -> None:
         becomes(lambda: is_in_step(map(self.counters, range(len(self.tasks)))), "in step")
@@ -561,7 +561,7 @@ def test_bar22_changes_wait_for_a_mirror_that_is_away_and_reads_do_not(servers: 
         _, buffers = other.request(READ, timeout=30)
         assert int(np.frombuffer(buffers[0], np.int64)[0]) == 2, "made, and read by others"
         ping = other.request(messages.Ping(0), timeout=30)[0]
-        assert isinstance(ping, messages.Pong) and ping.figures["mirror_lag"] >= 1
+        assert isinstance(ping, messages.Pong) and ping.counters["mirror_lag"] >= 1
         other.request(messages.Fence([5]), timeout=30)
     assert servers.channels[0].receive(0.3) is None, "not acknowledged"
     assert servers.channels[0].num_in_flight() == 1
@@ -818,7 +818,7 @@ def check_kills(desk: Desk, times: int) -> None:
             counter.assign_add(1)
 
     def server_counters(server: int) -> dict[str, Any]:
-        return strategy.extended.cluster.ask(server, messages.Ping(0)).figures
+        return strategy.extended.cluster.ask(server, messages.Ping(0)).counters
 
     num_closures = 0
 

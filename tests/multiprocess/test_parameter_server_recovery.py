@@ -56,7 +56,7 @@ def test_bar21_bar23_servers_come_back_from_snapshots_and_never_empty() -> None:
             for constant in constants:
                 constant.assign(100.0)  # there is something new, and the same
             ask = strategy.extended.cluster.ask
-            return [ask(i, messages.Ping(0)).figures["snapshot_number"] for i in range(2)]
+            return [ask(i, messages.Ping(0)).counters["snapshot_number"] for i in range(2)]
 
         for _ in range(300):
             coordinator.schedule(count)

@@ -96,7 +96,7 @@ class Coordinator:
         return int(found.pop())
 
     def counters(self) -> dict[str, float]:
-        return self.ask(messages.Ping(0)).figures
+        return self.ask(messages.Ping(0)).counters
 
     def saved(self) -> None:
         """Waits until there is a snapshot that began after this moment."""

@@ -80,7 +80,7 @@ def test_S203_the_server_of_the_samples_answers() -> None:
         assert isinstance(answer, messages.Exchanged) and not answer.failures
         assert np.frombuffer(found[0], np.float32).tolist() == [1, 1, 1, 1]
         answer, _ = channel.request(messages.Ping(1), timeout=60)
-        assert isinstance(answer, messages.Pong) and answer.figures["parts"] == 1
+        assert isinstance(answer, messages.Pong) and answer.counters["parts"] == 1
 
 
 def test_S203_join_blocks_until_the_server_is_stopped() -> None:

@@ -280,7 +280,7 @@ def test_S185_closures_are_finished_when_servers_have_acknowledged(desk: Desk) -
     closure = desk.run(lambda: 1)
     assert desk.session.has_ended.wait(30)
     # Messages arrive in order: no result was sent before this answer.
-    assert desk.ping().figures["open"] == 1
+    assert desk.ping().counters["open"] == 1
     assert desk.inbox.empty()
     desk.session.servers_answer.set()
     assert desk.value(closure) == 1
@@ -394,7 +394,7 @@ def test_bar17_closures_that_come_twice_run_once(desk: Desk) -> None:
         desk.pool.send(WORKER, messages.Run([first]), buffers)
     assert desk.session.started.wait(30)
     desk.pool.send(WORKER, messages.Run([first]), buffers)
-    assert desk.ping().figures["open"] == 1
+    assert desk.ping().counters["open"] == 1
     desk.session.gate.set()
     assert desk.value(first.closure) == "through"
     desk.results.clear()
@@ -413,12 +413,12 @@ def test_beats_are_answered_while_a_closure_computes(desk: Desk) -> None:
     closure = desk.run(wait_at_gate)
     waiting = desk.run(lambda: 1)
     assert desk.session.started.wait(30)
-    figures = desk.ping().figures
+    figures = desk.ping().counters
     assert figures["open"] == 2 and figures["waiting"] == 1 and figures["running_s"] > 0
     desk.session.gate.set()
     desk.value(closure)
     desk.value(waiting)
-    assert desk.ping().figures["open"] == 0
+    assert desk.ping().counters["open"] == 0
 
 
 def test_results_are_reported_before_a_closure_that_may_take_long(desk: Desk) -> None:
@@ -696,12 +696,12 @@ def test_only_the_coordinator_of_the_job_is_heard(desk: Desk) -> None:
         other.job, other.epoch = "job", 1
         other.connect(WORKER, location)
         pong, _ = other.request(WORKER, messages.Ping(0), timeout=30)
-        assert isinstance(pong, messages.Pong) and pong.figures["attached"] == 0
+        assert isinstance(pong, messages.Pong) and pong.counters["attached"] == 0
         for order in (messages.ShipFunction("x"), messages.Run([]), messages.DropResources([1])):
             with pytest.raises(errors.UnavailableError, match="is not its coordinator"):
                 other.request(WORKER, order, timeout=30)
         other.request(WORKER, messages.Detach(), timeout=30)
-    assert desk.ping().figures["attached"] == 1
+    assert desk.ping().counters["attached"] == 1
     assert desk.value(desk.run(lambda: 1)) == 1
 
 
@@ -716,7 +716,7 @@ def test_bar30_a_newer_coordinator_takes_over_and_the_older_is_refused(desk: Des
     for question in (messages.Attach([], {}), messages.Cancel([1])):
         with pytest.raises(errors.FencedError, match="with epoch 1: a newer one has epoch 2"):
             desk.pool.request(WORKER, question, timeout=30)
-    assert desk.ping().figures["attached"] == 0
+    assert desk.ping().counters["attached"] == 0
     desk.pool.epoch, desk.pool.job = 1, "another"
     with pytest.raises(errors.UnavailableError, match="works for job 'job'"):
         desk.pool.request(WORKER, messages.Cancel([1]), timeout=30)

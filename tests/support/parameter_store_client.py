@@ -96,7 +96,7 @@ class Caller:
         return answer.reads[0].version
 
     def counters(self) -> dict[str, float]:
-        return self.ask(messages.Ping(0))[0].figures
+        return self.ask(messages.Ping(0))[0].counters
 
 
 def exported(fn: Any, *specs: Any) -> bytearray:

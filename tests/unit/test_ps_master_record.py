@@ -70,7 +70,7 @@ def test_bar30_a_replaced_coordinator_does_not_get_a_server_back(host: Host) -> 
     with refused(errors.PermissionDeniedError, "another process holds it in epoch 2"):
         host.attach(OTHER, 2, [0])
     assert host.attach(NEW, 2, [0]) == messages.Attached(is_saved=True, is_restored=True)
-    assert host.ask(NEW, 2, messages.Ping(0)).figures["parts"] == 1
+    assert host.ask(NEW, 2, messages.Ping(0)).counters["parts"] == 1
 
 
 def test_bar30_the_next_one_takes_it_over_from_whoever_was_last(host: Host) -> None:

@@ -57,9 +57,9 @@ def test_without_a_runtime_directory_the_temporary_one_is_used(
 def test_a_directory_that_others_can_enter_is_refused(runtime: Path, mode: int) -> None:
     runtime.mkdir()
     runtime.chmod(mode)
-    with pytest.raises(errors.PermissionDeniedError, match="only its user"):
+    with pytest.raises(errors.PermissionDeniedError, match="private to its user"):
         addresses.resolve("localhost:2222")
-    with pytest.raises(errors.PermissionDeniedError, match="only its user"):
+    with pytest.raises(errors.PermissionDeniedError, match="private to its user"):
         addresses.resolve(f"ipc://{runtime}/x")
 
 

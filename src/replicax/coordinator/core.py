@@ -152,7 +152,7 @@ class Core:
         if task.role == "ps":
             server = self.policy.servers[task.index]
             if isinstance(body, messages.Pong):
-                server.counters = body.figures
+                server.counters = body.counters
                 self._perform(self.policy.server_policy.heartbeat(task.index, now))
                 return
             server.last_seen_s = now
@@ -165,7 +165,7 @@ class Core:
                 self._handle_resource(task.index, body)
                 return
             if isinstance(body, messages.Pong):
-                self._handle_worker_heartbeat(task.index, body.figures, now)
+                self._handle_worker_heartbeat(task.index, body.counters, now)
                 return
         self._handle_reply(task, envelope, now)
 

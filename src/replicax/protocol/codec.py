@@ -1,9 +1,9 @@
-"""Messages as frames, and frames as messages.
+"""Encodes messages as the parts of a ZeroMQ multipart message, and decodes them.
 
-The first frame is the envelope. Buffers may be in shared memory (`transport/shared_memory.py`); of
-the others, all below 32 KiB follow joined in one frame, each at a multiple of 64 bytes; each larger
-buffer has frames of its own, of 1 MiB but for the last. `Envelope.sizes` says which is which.
-Nothing is believed: counts and sizes are compared with what came before anything is used.
+The first part is the envelope. Buffers may be in shared memory (`transport/shared_memory.py`); of
+the others, all below 32 KiB are joined in one part, each at a multiple of 64 bytes; each larger
+buffer has parts of its own, of 1 MiB but for the last. `Envelope.sizes` defines the layout.
+Counts and sizes are validated against the received parts before any buffer is used.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,8 +19,11 @@ import numpy as np
 from replicax.foundation import errors
 from replicax.protocol import limits, messages
 
-# Anything with the buffer protocol and contiguous memory, and NumPy arrays of any type.
-Buffer = Any
+# Anything with the buffer protocol and contiguous memory, and NumPy arrays of any dtype. Typeshed
+# has no type for the buffer protocol in Python 3.11.
+Buffer: TypeAlias = Any
+# One part of an encoded message.
+Part: TypeAlias = bytes | bytearray | memoryview
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(messages.Envelope)
@@ -30,21 +33,21 @@ _EMPTY = memoryview(b"")
 class SharedMemoryWriter(Protocol):
     """Memory that the receiver of a message can read; see `transport/shared_memory.py`."""
 
-    def put(self, buffers: Sequence[Any], request: int = 0) -> list[int]:
-        """Copies buffers; returns where they are, or an empty list if there is no room."""
+    def put(self, buffers: Sequence[memoryview | bytes], request: int = 0) -> list[int]:
+        """Copies buffers; returns their offsets, or an empty list if there is no room."""
         ...
 
 
 class SharedMemoryReader(Protocol):
     """Memory into which the sender of a message writes."""
 
-    def views(self, places: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+    def views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
         """Returns the buffers of one message."""
         ...
 
 
-class _Greeting(msgspec.Struct, array_like=True, frozen=True):
-    """The only envelope that is read of a caller who is not known."""
+class _HelloEnvelope(msgspec.Struct, array_like=True, frozen=True):
+    """The only envelope that is decoded before a handshake."""
 
     job: str
     epoch: int
@@ -52,10 +55,10 @@ class _Greeting(msgspec.Struct, array_like=True, frozen=True):
     request: int
     sizes: list[int]
     body: messages.Hello
-    places: list[int] = []
+    offsets: list[int] = []
 
 
-_greeting_decoder = msgspec.msgpack.Decoder(_Greeting)
+_hello_decoder = msgspec.msgpack.Decoder(_HelloEnvelope)
 
 
 def as_bytes(buffer: Buffer) -> memoryview | bytes:
@@ -70,13 +73,13 @@ def as_bytes(buffer: Buffer) -> memoryview | bytes:
     if isinstance(buffer, np.ndarray):
         if not buffer.flags.c_contiguous:
             raise errors.ArgumentTypeError(
-                "Arrays travel as they lie in memory",
+                "Arrays in messages must be contiguous",
                 f"one of shape {buffer.shape} is not contiguous",
                 "Pass `np.ascontiguousarray(array)`.",
             )
         if buffer.size == 0:
             return b""
-        # Types of ml_dtypes have no buffer protocol; their bytes have.
+        # The dtypes of ml_dtypes do not support the buffer protocol; their bytes do.
         return buffer.reshape(-1).view(np.uint8).data
     try:
         view = memoryview(buffer)
@@ -98,67 +101,67 @@ def encode(
     buffers: Sequence[Buffer] = (),
     shared: SharedMemoryWriter | None = None,
     is_kept: bool = False,
-) -> list[Any]:
-    """Turns a message into frames.
+) -> list[Part]:
+    """Encodes a message as parts.
 
     Args:
       job: See `Envelope`.
       epoch: See `Envelope`.
       incarnation: See `Envelope`.
       request: See `Envelope`.
-      body: What is said.
-      buffers: What goes with it.
+      body: The contents.
+      buffers: The buffers of the body.
       shared: Shared memory for large buffers.
-      is_kept: Whether they must stay there until `shared.release(request)`.
+      is_kept: Whether buffers must stay in shared memory until `shared.release(request)`.
 
     Raises:
-      ResourceExhaustedError: The header or the buffers are larger than a message may be.
+      ResourceExhaustedError: The header or the buffers are larger than the limit.
 
     Example:
-      >>> frames = encode("job", 1, 7, 3, messages.Done(), [b"abc"])
-      >>> envelope, buffers = decode(frames)
+      >>> parts = encode("job", 1, 7, 3, messages.Done(), [b"abc"])
+      >>> envelope, buffers = decode(parts)
       >>> envelope.request, envelope.body, bytes(buffers[0])
       (3, Done(), b'abc')
     """
     if not buffers:
         envelope = messages.Envelope(job, epoch, incarnation, request, [], body)  # type: ignore[arg-type]
-        frames = [_encoder.encode(envelope)]
-        _check_lengths(len(frames[0]), 0, body)
-        return frames
+        header = _encoder.encode(envelope)
+        _check_lengths(len(header), 0, body)
+        return [header]
     memory = [as_bytes(b) for b in buffers]
     sizes = [len(m) for m in memory]
-    places: list[int] = []
+    offsets: list[int] = []
     if shared is not None and max(sizes) >= limits.SHARED_BUFFER:
         large = [m for m in memory if len(m) >= limits.SHARED_BUFFER]
         found = shared.put(large, request if is_kept else 0)
         if found:
-            where = iter(found)
-            places = [next(where) if len(m) >= limits.SHARED_BUFFER else -1 for m in memory]
+            places = iter(found)
+            offsets = [next(places) if len(m) >= limits.SHARED_BUFFER else -1 for m in memory]
             memory = [m for m in memory if len(m) < limits.SHARED_BUFFER]
-    envelope = messages.Envelope(job, epoch, incarnation, request, sizes, body, places)  # type: ignore[arg-type]
+    envelope = messages.Envelope(job, epoch, incarnation, request, sizes, body, offsets)  # type: ignore[arg-type]
     header = _encoder.encode(envelope)
     _check_lengths(len(header), sum(sizes), body)
-    frames: list[Any] = [header]
+    parts: list[Part] = [header]
     joined = _join(memory)
     if joined is not None:
-        frames.append(joined)
+        parts.append(joined)
     for m in memory:
         if len(m) > limits.PART:
             view = memoryview(m)
-            frames.extend(view[i : i + limits.PART] for i in range(0, len(m), limits.PART))
+            parts.extend(view[i : i + limits.PART] for i in range(0, len(m), limits.PART))
         elif len(m) >= limits.JOINED:
-            frames.append(m)
-    return frames
+            parts.append(m)
+    return parts
 
 
-def num_bytes(frames: Sequence[Any]) -> int:
-    """Returns how large the buffers of a message are, wherever they lie.
+def num_bytes(parts: Sequence[Part]) -> int:
+    """Returns the size of the buffers of an encoded message, also of those in shared memory.
 
     Example:
       >>> num_bytes(encode("job", 1, 7, 3, messages.Done(), [b"abc", b"d"]))
       4
     """
-    return sum(_decoder.decode(frames[0]).sizes)
+    return sum(_decoder.decode(parts[0]).sizes)
 
 
 def fingerprint(buffers: Iterable[Buffer]) -> str:
@@ -191,7 +194,7 @@ def _check_lengths(header: int, total: int, body: messages.Body) -> None:
 
 
 def _join(memory: list[memoryview | bytes]) -> bytearray | memoryview | bytes | None:
-    """Puts all small buffers into one frame; None if there is nothing in them."""
+    """Joins all small buffers into one part; None if they are empty."""
     small = [m for m in memory if 0 < len(m) < limits.JOINED]
     if not small:
         return None
@@ -211,46 +214,46 @@ def _join(memory: list[memoryview | bytes]) -> bytearray | memoryview | bytes | 
 
 
 def decode(
-    frames: Sequence[Any], shared: SharedMemoryReader | None = None
+    parts: Sequence[Any], shared: SharedMemoryReader | None = None
 ) -> tuple[messages.Envelope, list[memoryview]]:
-    """Turns frames into a message; the buffers are views of the frames, or of shared memory.
+    """Decodes a message; the buffers are views of the parts, or of shared memory.
 
     Raises:
-      ProtocolError: The frames are no message of this protocol.
+      ProtocolError: The parts are not a valid message.
     """
-    if not frames or len(header := memoryview(frames[0])) > limits.HEADER:
+    if not parts or len(header := memoryview(parts[0])) > limits.HEADER:
         raise _broken("the header is missing or too long")
     try:
         envelope = _decoder.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _broken(str(error)) from error
     if not envelope.sizes:
-        if len(frames) != 1:
-            raise _broken("there are frames that the header does not name")
+        if len(parts) != 1:
+            raise _broken("there are parts that the header does not list")
         return envelope, []
-    if not envelope.places:
-        return envelope, _split(envelope.sizes, frames)
-    return envelope, _split_with_shared_memory(envelope, frames, shared)
+    if not envelope.offsets:
+        return envelope, _split(envelope.sizes, parts)
+    return envelope, _split_with_shared_memory(envelope, parts, shared)
 
 
 def _split_with_shared_memory(
-    envelope: messages.Envelope, frames: Sequence[Any], shared: SharedMemoryReader | None
+    envelope: messages.Envelope, parts: Sequence[Any], shared: SharedMemoryReader | None
 ) -> list[memoryview]:
-    sizes, places = envelope.sizes, envelope.places
-    if shared is None or len(places) != len(sizes) or sum(map(abs, sizes)) > limits.MESSAGE:
-        raise _broken("its buffers would lie in memory that is not shared")
-    rest = [size for size, place in zip(sizes, places, strict=True) if place < 0]
-    if not rest and len(frames) != 1:
-        raise _broken("there are frames that the header does not name")
-    others = iter(_split(rest, frames) if rest else [])
-    blocks = [(place, size) for size, place in zip(sizes, places, strict=True) if place >= 0]
+    sizes, offsets = envelope.sizes, envelope.offsets
+    if shared is None or len(offsets) != len(sizes) or sum(map(abs, sizes)) > limits.MESSAGE:
+        raise _broken("its buffers are outside of the shared memory")
+    rest = [size for size, offset in zip(sizes, offsets, strict=True) if offset < 0]
+    if not rest and len(parts) != 1:
+        raise _broken("there are parts that the header does not list")
+    others = iter(_split(rest, parts) if rest else [])
+    blocks = [(offset, size) for size, offset in zip(sizes, offsets, strict=True) if offset >= 0]
     found = iter(shared.views(*zip(*blocks, strict=True)) if blocks else [])
-    return [next(others) if place < 0 else next(found) for place in places]
+    return [next(others) if offset < 0 else next(found) for offset in offsets]
 
 
-def _split(sizes: list[int], frames: Sequence[Any]) -> list[memoryview]:
-    """Finds the buffers in the frames, once everything is as the header says."""
-    joined, large = _place(sizes, frames)
+def _split(sizes: list[int], parts: Sequence[Any]) -> list[memoryview]:
+    """Returns the buffers in the parts, which must match the header."""
+    joined, large = _check_parts(sizes, parts)
     mask = limits.ALIGNMENT - 1
     buffers: list[memoryview] = []
     end = 0
@@ -266,25 +269,25 @@ def _split(sizes: list[int], frames: Sequence[Any]) -> list[memoryview]:
     return buffers
 
 
-def _whole(frames: Iterator[memoryview], size: int) -> memoryview:
-    """Takes the next large buffer from its frames: as it lies there, or put together."""
+def _whole(large: Iterator[memoryview], size: int) -> memoryview:
+    """Returns the next large buffer: a view of its part, or a copy of several parts."""
     if size <= limits.PART:
-        view = next(frames)
+        view = next(large)
         if len(view) != size:
-            raise _broken("a buffer does not have the size that the header says")
+            raise _broken("the size of a buffer differs from that in the header")
         return view
-    parts = list(itertools.islice(frames, -(-size // limits.PART)))
+    parts = list(itertools.islice(large, -(-size // limits.PART)))
     last = size - (len(parts) - 1) * limits.PART
     if [len(part) for part in parts] != [limits.PART] * (len(parts) - 1) + [last]:
-        raise _broken("the frames of a buffer do not have the size that the header says")
+        raise _broken("the parts of a buffer differ from its size in the header")
     whole = np.empty(size, np.uint8)
     for i, part in enumerate(parts):
         whole[i * limits.PART :][: len(part)] = part
     return whole.data
 
 
-def _place(sizes: list[int], frames: Sequence[Any]) -> tuple[memoryview, Iterator[memoryview]]:
-    """Returns the frame of the small buffers, and those of the large ones."""
+def _check_parts(sizes: list[int], parts: Sequence[Any]) -> tuple[memoryview, Iterator[memoryview]]:
+    """Returns the part of the small buffers, and those of the large ones."""
     mask = limits.ALIGNMENT - 1
     end = num_large = 0
     for size in sizes:
@@ -295,39 +298,39 @@ def _place(sizes: list[int], frames: Sequence[Any]) -> tuple[memoryview, Iterato
     if min(sizes) < 0 or sum(sizes) > limits.MESSAGE:
         raise _broken(f"its buffers would have between {min(sizes)} and {sum(sizes)} bytes")
     num_joined = 1 if end else 0
-    if len(frames) != 1 + num_joined + num_large:
-        raise _broken("the number of frames is not what the header says")
-    joined = memoryview(frames[1]) if end else _EMPTY
+    if len(parts) != 1 + num_joined + num_large:
+        raise _broken("the number of parts differs from that in the header")
+    joined = memoryview(parts[1]) if end else _EMPTY
     if len(joined) != end:
-        raise _broken("the small buffers do not have the size that the header says")
-    return joined, map(memoryview, frames[1 + num_joined :])
+        raise _broken("the size of the small buffers differs from that in the header")
+    return joined, map(memoryview, parts[1 + num_joined :])
 
 
-def decode_hello(frames: Sequence[Any]) -> tuple[int, messages.Hello] | None:
-    """Reads the first message of a caller: its number and the hello.
+def decode_hello(parts: Sequence[Any]) -> tuple[int, messages.Hello] | None:
+    """Decodes the handshake of a peer: the number of the request and the `Hello`.
 
     Returns:
-      None for a message of ours that is no hello.
+      None for another message of this protocol.
 
     Raises:
-      ProtocolError: The frames are no message of this protocol.
+      ProtocolError: The parts are not a valid message.
     """
-    header = memoryview(frames[0]) if frames else _EMPTY
-    # An envelope is an array of seven; nothing else is looked at before the caller is known.
+    header = memoryview(parts[0]) if parts else _EMPTY
+    # An envelope is an array of seven fields; the rest is decoded after the handshake only.
     if not len(header) or header[0] != 0x90 + len(messages.Envelope.__struct_fields__):
-        raise _broken("it does not begin as one")
-    if len(frames) != 1 or len(header) > limits.HELLO:
+        raise _broken("it does not start with an envelope")
+    if len(parts) != 1 or len(header) > limits.HELLO:
         return None
     try:
-        greeting = _greeting_decoder.decode(header)
+        found = _hello_decoder.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    return greeting.request, greeting.body
+    return found.request, found.body
 
 
 def _broken(found: str) -> errors.ProtocolError:
     return errors.ProtocolError(
-        f"A message of version {messages.VERSION} of the protocol was expected",
+        f"Peers must send valid messages of protocol version {messages.VERSION}",
         found,
         "Check that all tasks have the same version of replicax.",
     )

@@ -1,18 +1,18 @@
-"""Errors as answers: how one task tells another which error to raise."""
+"""Errors as replies: how a task makes its peer raise an error."""
 
 from __future__ import annotations
 
 from replicax.foundation import errors
 from replicax.protocol import messages
 
-# What a service says to a connection that it does not know; the caller then introduces itself.
+# The reply to a request without a handshake before it; the peer then repeats the handshake.
 HELLO_FIRST = "hello first"
 
 _TEXT_LENGTH = 10_000
 
 
 def from_error(error: BaseException) -> messages.ErrorReply:
-    """Turns an error into an answer.
+    """Returns the reply for an error.
 
     Example:
       >>> to_error(from_error(errors.NotFoundError("a", "b", "c"))).found
@@ -26,8 +26,8 @@ def from_error(error: BaseException) -> messages.ErrorReply:
     return messages.ErrorReply(errors.DistributeError.__name__, text[:_TEXT_LENGTH])
 
 
-def to_error(refused: messages.ErrorReply) -> errors.DistributeError:
-    """Turns an answer into the error to raise. Unknown names become `DistributeError`.
+def to_error(reply: messages.ErrorReply) -> errors.DistributeError:
+    """Returns the error to raise for a reply; a `DistributeError` for an unknown code.
 
     Example:
       >>> to_error(messages.ErrorReply("NotFoundError", "There is no part 3."))
@@ -35,19 +35,19 @@ def to_error(refused: messages.ErrorReply) -> errors.DistributeError:
       >>> to_error(messages.ErrorReply("os.system", "x"))
       DistributeError('x')
     """
-    parts = refused.parts if len(refused.parts) == 3 else (refused.text,)
-    kind = vars(errors).get(refused.code)
+    parts = reply.parts if len(reply.parts) == 3 else (reply.text,)
+    kind = vars(errors).get(reply.code)
     if isinstance(kind, type) and issubclass(kind, errors.DistributeError):
         return kind(*parts)
     return errors.DistributeError(*parts)
 
 
 def is_hello_first(body: messages.Body) -> bool:
-    """Says whether a service does not know the connection."""
+    """Returns whether a service requires a handshake first."""
     return type(body) is messages.ErrorReply and body.text.startswith(HELLO_FIRST)
 
 
 def hello_first() -> messages.ErrorReply:
-    """Returns the answer to a connection that has not introduced itself."""
-    text = f"{HELLO_FIRST}: this connection has not said who is calling."
+    """Returns the reply to a request on a connection without a handshake."""
+    text = f"{HELLO_FIRST}: there was no handshake on this connection."
     return messages.ErrorReply(errors.ProtocolError.__name__, text)

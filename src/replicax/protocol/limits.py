@@ -1,4 +1,4 @@
-"""The bounds of the transport: how much, how many, how long."""
+"""The limits of the transport: sizes in bytes, counts, and times in seconds."""
 
 from __future__ import annotations
 
@@ -6,64 +6,64 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# Of a message: its header, all its buffers together, the header of a caller that is not known yet.
+# The header of a message, all its buffers together, and the header of a handshake.
 HEADER = MIB
 MESSAGE = 2 * GIB
 HELLO = 4 * KIB
 
-# Buffers below this travel joined in one frame, each at a multiple of `ALIGNMENT`.
+# Buffers below this size are joined in one part of a message, each at a multiple of `ALIGNMENT`.
 JOINED = 32 * KIB
 ALIGNMENT = 64
 
-# Larger buffers are cut into frames of this size: one is ciphered while the one before travels,
-# and the one before that is deciphered.
+# Larger buffers are split into parts of this size, so that encryption, transfer and decryption
+# overlap.
 PART = MIB
 
-# Frames from here on are sent from the memory they lie in. Below, a copy costs less than the
-# thread that ZeroMQ's Python side needs to learn when the memory is free again.
+# Parts of at least this size are sent without a copy. Below, a copy costs less than the thread in
+# which pyzmq waits until the memory can be reused.
 ZERO_COPY = 512 * KIB
 
-# Messages that wait in one direction of one connection, and questions of a channel without answer.
+# Queued messages in one direction of one connection, and requests of a channel in flight.
 QUEUE = 1_000
 IN_FLIGHT = 500
 
-# Connections whose callers a service remembers. Forgotten ones are asked to say hello again.
+# The sessions that a service keeps. A peer whose session was dropped repeats the handshake.
 SESSIONS = 4_096
 
-# Connections of callers that have not said who they are; the oldest are closed for new ones.
+# The connections without a handshake; when there are more, the oldest are closed.
 PENDING_CONNECTIONS = 256
-# Connections that the kernel holds until they are accepted; who finds no place there tries again
-# only after a second.
+# The connections that the kernel queues until they are accepted; the client of a dropped one
+# retries only after a second.
 BACKLOG = 1_024
-# What a caller may send before it has said who it is, in bytes; how many seconds one that is
-# refused has to read why.
+# The bytes that a peer may send before its handshake, and the seconds that a rejected peer has to
+# read the error.
 PENDING_BYTES = 64 * KIB
 REJECTION = 0.3
 
-# Seconds. A closed connection is a lost task after `RESET`; a silent stranger is cut off after
-# `HANDSHAKE`; messages not sent when a socket is closed get `LINGER`.
+# Seconds. A task counts as lost `RESET` after its connection closed; a connection without a
+# handshake is closed after `HANDSHAKE`; unsent messages of a closed socket get `LINGER`.
 RESET = 0.5
 HANDSHAKE = 5.0
 LINGER = 0.5
 IDLE = 0.1
 
-# File descriptors that a process keeps for itself, as a part of all and at most: when only these
-# are left, it listens no more for `PAUSE` seconds, and until there are others. Over `ipc` ZeroMQ
-# aborts the process when there is none, so callers in a burst need more room.
+# The file descriptors that a process reserves, as a fraction of its limit and at most: when only
+# these are left, it stops listening for at least `PAUSE` seconds. Over `ipc` ZeroMQ aborts the
+# process when it runs out, so bursts of connections need more room.
 RESERVED = {"tcp": 1 / 8, "ipc": 1 / 2}
 RESERVED_MOST = 4_096
 PAUSE = 0.2
 
-# Seconds until an answer must be there, unless the caller says otherwise. A question is repeated
-# after this part of it, but not before `PATIENCE`, and then each time after twice as long, up to
-# the larger part. Large ones get as much more as they take at `SLOWEST` bytes a second.
+# The default deadline of a request, in seconds. A request is retried after the fraction `RETRY` of
+# its deadline, but not before `MIN_RETRY` seconds; the interval doubles up to the fraction
+# `MAX_RETRY`. Large requests get the additional time that they take at `MIN_BANDWIDTH` bytes/s.
 DEADLINE = 60.0
 RETRY = 1 / 50
 MAX_RETRY = 1 / 10
 MIN_RETRY = 0.02
 MIN_BANDWIDTH = 50 * MIB
 
-# Shared memory of a connection on one machine, in each direction (only what is used takes memory),
-# and the buffers that go through it rather than through the socket.
+# The shared memory of a connection on one machine, in each direction (unused pages take no memory),
+# and the size from which buffers go through it rather than through the socket.
 SHARED_MEMORY_BYTES = 256 * MIB
 SHARED_BUFFER = 8 * KIB

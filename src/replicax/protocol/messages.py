@@ -1,9 +1,7 @@
-"""Every message that tasks exchange, as typed structures; arrays travel beside them.
+"""Every message that tasks exchange, as typed structures; arrays travel in buffers beside them.
 
-A message is an `Envelope` and a list of buffers. The envelope says which job it belongs to,
-in which epoch of that job, which life of which process sent it, and which question it asks
-or answers. What a body says about its buffers fixes their order; their types and shapes are
-known to both sides, or said in the body.
+A message is an `Envelope` and a list of buffers. The docstring of a body defines the order of its
+buffers; their dtypes and shapes are known to both sides, or are fields of the body.
 """
 
 from __future__ import annotations
@@ -14,21 +12,21 @@ import msgspec
 
 from replicax.protocol.tasks import Role
 
-# Raised whenever a message changes its meaning; both sides must have the same.
-VERSION = 3
+# Increased whenever a message changes; both sides must have the same version.
+VERSION = 4
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Base of everything that can be said."""
+    """Base of the contents of a message."""
 
 
 class ErrorReply(Body, frozen=True):
-    """The answer to a question that cannot be answered.
+    """The reply to a request that failed.
 
     Attributes:
-      code: The name of the class in `replicax.foundation.errors` that the caller raises.
-      text: The message of that error.
-      parts: What was required, found and advised; empty for an error of one text, or a cut one.
+      code: The name of the class in `replicax.foundation.errors` to raise.
+      text: The text of the error.
+      parts: The required, found and advice parts; empty for an error of one text, or a cut one.
     """
 
     code: str
@@ -40,7 +38,12 @@ class ErrorReply(Body, frozen=True):
 
 
 class Hello(Body, frozen=True):
-    """The first message on a connection: who calls, and with which versions."""
+    """The handshake: the first message on a connection, with the versions of the sender.
+
+    Attributes:
+      shared_memory: The name of the memory that the sender shares; empty without.
+      first: The number of the next request, if requests are numbered consecutively; else 0.
+    """
 
     version: int
     library: str
@@ -48,36 +51,37 @@ class Hello(Body, frozen=True):
     role: Role
     task: int
     incarnation: int
-    # The name of the memory that the caller shares; empty if it shares none.
-    lane: str = ""
-    # The number of the first question that follows, if each has the number after the last one.
+    shared_memory: str = ""
     first: int = 0
 
 
 class Welcome(Body, frozen=True):
-    """The answer to `Hello`: who was reached."""
+    """The reply to an accepted `Hello`.
+
+    Attributes:
+      has_shared_memory: Whether buffers may go through the memory that the peer shares.
+    """
 
     library: str
     role: Role
     task: int
     incarnation: int
-    # Whether buffers may go through the memory that the caller shares.
     has_shared_memory: bool = False
 
 
 class Done(Body, frozen=True):
-    """The answer to an order that was carried out, when there is nothing else to say."""
+    """The reply to a request that returns nothing."""
 
 
 class Attach(Body, frozen=True):
-    """The coordinator takes a task into its job; the epoch is that of the envelope.
+    """The coordinator takes a task into its job, in the epoch of the envelope.
 
     Attributes:
-      servers: Where the parameter servers listen, for workers.
+      servers: The addresses of the parameter servers, for workers.
       settings: Plain options of the job, by name.
-      parts: For a parameter server that was attached before: the parts that it must hold. One
-        that lacks any of them refuses. None at the beginning.
-      fenced: Lives that were given up: from the first request on, nothing is taken from them.
+      parts: For a parameter server that was attached before: the parts that it must hold; if
+        any is missing, the reply is an error. None at the first attach.
+      fenced: The incarnations from which the server accepts nothing, from the first request on.
     """
 
     servers: list[str]
@@ -87,64 +91,60 @@ class Attach(Body, frozen=True):
 
 
 class Detach(Body, frozen=True):
-    """The coordinator lets a task go; what it held for the job is dropped.
+    """The coordinator releases a task, which drops the state of the job.
 
     Attributes:
-      is_dead: Whether the task was declared dead: its process is to end.
+      is_dead: Whether the task was declared dead: its process must exit.
     """
 
     is_dead: bool = False
 
 
 class Ping(Body, frozen=True):
-    """Keeps the coordinator's lease on a task alive.
+    """A heartbeat of the coordinator, which renews its lease on a task.
 
     Attributes:
-      settled: All closures with smaller ids are settled: no update of theirs may come.
+      settled: No update of a closure with a smaller id can arrive any more.
     """
 
     settled: int
 
 
 class Pong(Body, frozen=True):
-    """How a task is doing.
+    """The reply to `Ping`.
 
     Attributes:
       progress: Grows with each request or closure that the task has finished.
-      figures: Counters and sizes by name, such as "bytes" or "requests".
+      counters: Counters and sizes by name, such as "bytes" or "requests".
     """
 
     progress: int
-    figures: dict[str, int | float]
+    counters: dict[str, int | float]
 
 
 class GetStacks(Body, frozen=True):
-    """Asks a task what its threads are doing, for people."""
+    """Requests the stacks of the threads of a task."""
 
 
 class Stacks(Body, frozen=True):
-    """What the threads of a task are doing.
-
-    Attributes:
-      text: The stack of each, the newest call last.
-    """
+    """The reply to `GetStacks`: the stack of each thread as text, the newest call last."""
 
     text: str
 
 
-# What parameter servers say to each other: each keeps a copy of another.
+# Mirrors: each parameter server keeps a copy of another.
 
 
 class Replicate(Body, frozen=True):
-    """A server tells its mirror what was changed, or asks how far it is.
+    """A server sends changes to its mirror, or queries its position.
 
     Attributes:
-      position: The place of the first change among all that the server has told.
-      count: How many there are; with none, it is only asked.
-      is_slow: Whether one of them may take long.
+      position: The position of the first change in the log of the server.
+      count: The number of changes; 0 for a query.
+      is_slow: Whether applying one of them may take long.
 
-    Buffers: if there are changes, their descriptions (see `ps/store/journal.py`), then
-    the buffers of each.
+    Buffers: if there are changes, their encoding (see `ps/store/journal.py`), then the buffers
+    of each.
     """
 
     position: int
@@ -153,20 +153,20 @@ class Replicate(Body, frozen=True):
 
 
 class Replicated(Body, frozen=True):
-    """The answer to `Replicate`: the place of the change that the mirror expects next."""
+    """The reply to `Replicate`: the position of the change that the mirror expects next."""
 
     position: int
 
 
 class Seed(Body, frozen=True):
-    """A server gives its mirror all that it holds: a snapshot, piece by piece.
+    """A server sends its mirror one piece of a snapshot of its state.
 
     Attributes:
-      position: The place of the first change that is not in it.
-      offset: Where the piece begins.
-      total: How long the snapshot is.
+      position: The position of the first change that is not in the snapshot.
+      offset: The offset of the piece, in bytes.
+      total: The size of the snapshot, in bytes.
       is_first: Whether the server has never reached its mirror before.
-      attach: What the coordinator said to the server.
+      attach: The request with which the coordinator attached the server.
 
     Buffers: the piece.
     """
@@ -179,23 +179,21 @@ class Seed(Body, frozen=True):
 
 
 class FetchReplica(Body, frozen=True):
-    """A server that came back empty asks its mirror for a piece of what it held.
+    """A server that restarted empty requests one piece of its state from its mirror.
 
     Attributes:
-      offset: Where the piece begins. At 0, no process before this one is listened to any more.
+      offset: The offset of the piece. From offset 0 on, the mirror accepts no earlier incarnation.
     """
 
     offset: int
 
 
 class ReplicaPiece(Body, frozen=True):
-    """The answer to `FetchReplica`.
+    """The reply to `FetchReplica`.
 
     Attributes:
-      position: The place of the first change that is not in the snapshot.
-      total: How long the snapshot is.
-
-    Buffers: the piece.
+      position: The position of the first change that is not in the snapshot.
+      total: The size of the snapshot, in bytes. Buffers: the piece.
     """
 
     position: int
@@ -206,18 +204,18 @@ class ReplicaPiece(Body, frozen=True):
 
 
 class QueryJob(Body, frozen=True):
-    """A coordinator asks who holds a server, before it joins or takes over a job."""
+    """A coordinator queries the job of a server, before it starts or resumes one."""
 
 
 class JobInfo(Body, frozen=True):
-    """The answer to `QueryJob`.
+    """The reply to `QueryJob`.
 
     Attributes:
-      job: The job that holds the server, or that it has restored; empty if there is none.
-      epoch: The epoch of that job; -1 if there is none.
-      newest: The largest number of a closure that changed something; -1 if there is none.
-      settled: Closures with smaller numbers are settled.
-      parts: The parts that there are.
+      job: The job that the server is attached to, or has restored; empty without.
+      epoch: The epoch of that job; -1 without.
+      newest: The largest id of a closure that changed a part; -1 without.
+      settled: Closures with smaller ids are settled.
+      parts: The parts on the server.
     """
 
     job: str
@@ -228,11 +226,11 @@ class JobInfo(Body, frozen=True):
 
 
 class Attached(Body, frozen=True):
-    """The answer of a parameter server to `Attach`.
+    """The reply of a parameter server to `Attach`.
 
     Attributes:
-      is_saved: Whether what it holds outlives its process.
-      is_restored: Whether it holds what another process has left.
+      is_saved: Whether the state outlives the process.
+      is_restored: Whether the state was restored from that of another process.
     """
 
     is_saved: bool = False
@@ -240,21 +238,21 @@ class Attached(Body, frozen=True):
 
 
 class Fill(Body, frozen=True):
-    """A part starts with one number everywhere: the bytes of one element."""
+    """An initial value with one number everywhere: the bytes of one element."""
 
     element: bytes
 
 
 class FromBuffer(Body, frozen=True):
-    """A part starts with the next buffer; of a long one, with its first rows."""
+    """An initial value in the next buffer; of a long part, its first rows."""
 
 
 class FromProgram(Body, frozen=True):
-    """A part starts with a result of an exported program: the next buffer.
+    """An initial value that an exported program, the next buffer, computes.
 
     Attributes:
-      arguments: The parts whose values the program takes.
-      result: Which of its results it is.
+      arguments: The parts whose values are the arguments of the program.
+      result: The index of the result.
     """
 
     arguments: list[int]
@@ -262,14 +260,14 @@ class FromProgram(Body, frozen=True):
 
 
 class CreatePart(Body, frozen=True):
-    """The coordinator makes a part of a variable on a server.
+    """The coordinator creates a part of a variable on a server.
 
     Attributes:
-      part: Its number, unique in the job.
-      name: The name of the variable, for people.
+      part: The id of the part, unique in the job.
+      name: The name of the variable, for error messages.
       shape: The shape of the part.
-      dtype: The name of its NumPy or ml_dtypes type.
-      initial: Its first value.
+      dtype: The name of its NumPy or ml_dtypes dtype.
+      initial: Its initial value.
     """
 
     part: int
@@ -280,19 +278,19 @@ class CreatePart(Body, frozen=True):
 
 
 class DropParts(Body, frozen=True):
-    """The coordinator needs some parts no more; unknown ones are passed over."""
+    """The coordinator deletes parts; unknown ones are ignored."""
 
     parts: list[int]
 
 
 class TrainedPart(Body, frozen=True):
-    """A part that an optimizer changes.
+    """A part that an optimizer updates.
 
     Attributes:
-      part: Its number.
-      slots: The parts that hold its slots, in the order that the program takes them.
-      program: Which of the programs updates it.
-      is_row_wise: Whether rows without a gradient may stay as they are.
+      part: The id of the part.
+      slots: The parts that hold its slots, in the order of the arguments of the program.
+      program: The index of the program that updates it.
+      is_row_wise: Whether rows without a gradient may be skipped.
     """
 
     part: int
@@ -302,17 +300,17 @@ class TrainedPart(Body, frozen=True):
 
 
 class RegisterOptimizer(Body, frozen=True):
-    """The coordinator tells a server how an optimizer changes the parts that live there.
+    """The coordinator registers an optimizer for the parts on a server.
 
-    Each of the buffers is a program made by `jax.export`: it takes (gradient, value,
-    slots..., shared...) and returns (value, slots..., shared...). The first dimension of
-    gradient, value and slots is open, unless the part has no dimensions.
+    Each buffer is a program made by `jax.export`: it takes (gradient, value, slots..., shared...)
+    and returns (value, slots..., shared...). The first dimension of gradient, value and slots is
+    symbolic, unless the part has no dimensions.
 
     Attributes:
-      optimizer: Its number, unique in the job.
-      shared: The parts that hold state which belongs to no single variable.
-      trained: The parts that it changes.
-      num_programs: How many buffers there are.
+      optimizer: The id of the optimizer, unique in the job.
+      shared: The parts that hold state of no single variable.
+      trained: The parts that it updates.
+      num_programs: The number of buffers.
     """
 
     optimizer: int
@@ -322,23 +320,23 @@ class RegisterOptimizer(Body, frozen=True):
 
 
 class Fence(Body, frozen=True):
-    """The coordinator forbids some processes, by incarnation, every further update."""
+    """The coordinator fences incarnations: the server accepts no further update from them."""
 
     incarnations: list[int]
 
 
 class Update(Body, frozen=True):
-    """One change of a part.
+    """One update of a part.
 
     Attributes:
-      call: Which update of its closure it is.
+      call: The index of the update in its closure.
       kind: "assign", "assign_add", "assign_sub", or one of the scatter family; "write_rows"
         replaces the rows from `start` on.
       part: The part.
       start: The first row of "write_rows".
 
     Buffers: the payload; for the scatter family the row numbers (int32, or int64 where the
-    part has 2**31 rows or more), sorted and each once, then the rows.
+    part has 2**31 rows or more), sorted and unique, then the rows.
     """
 
     call: int
@@ -358,7 +356,7 @@ class Gradient(Body, frozen=True):
 
 
 class Apply(Body, frozen=True):
-    """One step of an optimizer, on the parts that one server holds."""
+    """One step of an optimizer, on the parts of one server."""
 
     call: int
     optimizer: int
@@ -366,11 +364,11 @@ class Apply(Body, frozen=True):
 
 
 class Push(Body, frozen=True):
-    """What one closure changes on one server.
+    """The changes of one closure on one server.
 
     Attributes:
-      closure: The closure.
-      changes: What it changes.
+      closure: The id of the closure.
+      changes: The changes.
       clock: The clock of the server when the closure read from it; -1 if it has read nothing.
     """
 
@@ -380,12 +378,12 @@ class Push(Body, frozen=True):
 
 
 class Read(Body, frozen=True):
-    """Asks for a part, or for some of its rows.
+    """A read of a part, or of some of its rows.
 
     Attributes:
       part: The part.
-      known: The version that the caller has already; -1 for none.
-      is_rows: Whether a buffer with row numbers (int64) says which rows to read.
+      known: The version that the reader has cached; -1 without.
+      is_rows: Whether a buffer with row numbers (int64) selects the rows.
     """
 
     part: int
@@ -394,7 +392,7 @@ class Read(Body, frozen=True):
 
 
 class Exchange(Body, frozen=True):
-    """Changes parts, then reads parts: the one question of training.
+    """The request of training: pushes changes, then reads parts.
 
     Buffers: those of the pushes in order, then those of the reads in order.
     """
@@ -404,26 +402,26 @@ class Exchange(Body, frozen=True):
 
 
 class ReadResult(Body, frozen=True):
-    """What was read: its version, and whether it is the version that the caller has."""
+    """The version that was read, and whether it is the version that the reader has cached."""
 
     version: int
     is_known: bool
 
 
 class PushFailure(Body, frozen=True):
-    """A closure whose changes could not be made; see `ErrorReply`."""
+    """A closure whose changes failed."""
 
     closure: int
     error: ErrorReply
 
 
 class Exchanged(Body, frozen=True):
-    """The answer to `Exchange`.
+    """The reply to `Exchange`.
 
     Attributes:
-      reads: What was read.
-      failures: The closures whose changes could not be made.
-      clock: How many steps of training the values have seen.
+      reads: The results of the reads.
+      failures: The closures whose changes failed.
+      clock: The number of training steps that the values include.
 
     Buffers: one per read that is not known, in order.
     """
@@ -434,17 +432,17 @@ class Exchanged(Body, frozen=True):
 
 
 class FlushGradients(Body, frozen=True):
-    """The coordinator lets optimizers apply gradients that still wait for others."""
+    """The coordinator lets optimizers apply accumulated gradients without waiting for more."""
 
 
 # Workers.
 
 
 class ShipFunction(Body, frozen=True):
-    """The coordinator sends a function: the buffers are its pickle and what lies beside it.
+    """The coordinator sends a function.
 
     Attributes:
-      function: The SHA-256 of the buffers, in hexadecimal.
+      function: The SHA-256 of the buffers: the pickle and its out-of-band buffers.
     """
 
     function: str
@@ -454,11 +452,11 @@ class ClosureCall(Body, frozen=True):
     """One closure to run.
 
     Attributes:
-      closure: Its id, growing, unique in the job.
-      attempt: How often it was handed out before.
-      function: What to call.
-      resources: The arguments, if they are nothing but objects of the worker.
-      num_buffers: Else: how many buffers hold the pickled arguments.
+      closure: Its id, increasing, unique in the job.
+      attempt: The number of earlier attempts.
+      function: The SHA-256 of the function.
+      resources: The arguments, if all of them are resources of the worker.
+      num_buffers: Otherwise, the number of buffers that hold the pickled arguments.
     """
 
     closure: int
@@ -475,15 +473,15 @@ class Run(Body, frozen=True):
 
 
 class CreateResource(Body, frozen=True):
-    """Makes an object that stays on the worker: a dataset, an iterator or any value.
+    """Creates an object that stays on the worker: a dataset, an iterator or any value.
 
     Attributes:
-      resource: Its number, unique in the job.
-      kind: "dataset" calls a function and keeps what it returns; "iterator" starts one over
+      resource: Its id, unique in the job.
+      kind: "dataset" and "value" call a function and keep the result; "iterator" iterates over
         another resource.
-      function: The function to call.
-      source: The resource to start from.
-      num_buffers: How many buffers hold the pickled arguments of the function.
+      function: The SHA-256 of the function.
+      source: The resource to iterate over.
+      num_buffers: The number of buffers that hold the pickled arguments of the function.
     """
 
     resource: int
@@ -494,29 +492,29 @@ class CreateResource(Body, frozen=True):
 
 
 class DropResources(Body, frozen=True):
-    """Objects of the worker that the coordinator needs no more."""
+    """Deletes resources of the worker."""
 
     resources: list[int]
 
 
 class Cancel(Body, frozen=True):
-    """Closures that are not to be started."""
+    """Closures that must not be started."""
 
     closures: list[int]
 
 
 class RemoteError(Body, frozen=True):
-    """An error that happened on a worker.
+    """An error on a worker.
 
     Attributes:
-      cause: "closure" for an error of the user's code; "input" for a resource that could
-        not be made; "server" for a parameter server that did not answer; "fenced";
-        "cancelled" for a closure that was taken back before it was started.
+      cause: "closure" for an error of the user's code; "input" for a resource that could not be
+        created; "server" for a parameter server that did not reply; "fenced";
+        "unknown_function"; "cancelled" for a closure that was cancelled before it started.
       kind: The qualified name of its type.
       text: Its text.
-      traceback: Where it happened.
+      traceback: Its traceback.
       task: The index of the parameter server, with cause "server".
-      parts: What was required, found and advised, if it is an error of replicax that says so.
+      parts: The required, found and advice parts of an error of replicax that has them.
     """
 
     cause: Literal["closure", "input", "server", "fenced", "unknown_function", "cancelled"]
@@ -528,15 +526,15 @@ class RemoteError(Body, frozen=True):
 
 
 class Result(Body, frozen=True):
-    """How a closure ended. Its buffers are the arrays of `value`, in order.
+    """The result of a closure. Buffers: the arrays of `value`, in order.
 
     Attributes:
-      closure: The closure.
+      closure: The id of the closure.
       value: The value that it returned, encoded by `trees.encode`; None after an error.
       error: The error that it raised.
-      num_buffers: How many buffers it takes.
+      num_buffers: The number of buffers.
       has_stepped: Whether an optimizer made a step in it.
-      attempt: Which attempt was taken back, if it was; the coordinator may have made another.
+      attempt: The attempt that was cancelled, if it was; the coordinator may have made another.
     """
 
     closure: int
@@ -548,11 +546,11 @@ class Result(Body, frozen=True):
 
 
 class Finished(Body, frozen=True):
-    """Closures that are finished and whose updates the servers have acknowledged.
+    """Results of closures whose updates the servers have acknowledged.
 
     Attributes:
-      results: How each of them ended.
-      warnings: What the worker warned of since the last such message, such as a function that
+      results: The results.
+      warnings: The warnings of the worker since the last such message, such as a function that
         is traced for nearly every closure.
     """
 
@@ -561,60 +559,36 @@ class Finished(Body, frozen=True):
 
 
 class ResourceCreated(Body, frozen=True):
-    """A resource is there, or could not be made."""
+    """A resource was created, or failed to be."""
 
     resource: int
     error: RemoteError | None
 
 
-AnyBody = (
-    Hello
-    | Welcome
-    | ErrorReply
-    | Done
-    | Attach
-    | Detach
-    | Ping
-    | Pong
-    | GetStacks
-    | Stacks
-    | QueryJob
-    | JobInfo
-    | Attached
-    | CreatePart
-    | DropParts
-    | RegisterOptimizer
-    | Fence
-    | Exchange
-    | Exchanged
-    | FlushGradients
-    | Replicate
-    | Replicated
-    | Seed
-    | FetchReplica
-    | ReplicaPiece
-    | ShipFunction
-    | Run
-    | CreateResource
-    | DropResources
-    | Cancel
-    | Finished
-    | ResourceCreated
+_OfConnections = (
+    Hello | Welcome | ErrorReply | Done | Attach | Detach | Ping | Pong | GetStacks | Stacks
 )
+_OfMirrors = Replicate | Replicated | Seed | FetchReplica | ReplicaPiece
+_OfServers = QueryJob | JobInfo | Attached | CreatePart | DropParts | RegisterOptimizer | Fence
+_OfTraining = Exchange | Exchanged | FlushGradients
+_OfWorkers = (
+    ShipFunction | Run | CreateResource | DropResources | Cancel | Finished | ResourceCreated
+)
+AnyBody = _OfConnections | _OfMirrors | _OfServers | _OfTraining | _OfWorkers
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
-    """What surrounds every body.
+    """The header of every message.
 
     Attributes:
-      job: The job; empty until a coordinator has taken the task into one.
-      epoch: Grows each time a coordinator takes the job over.
-      incarnation: A random number of the sending process, new in each of its lives.
-      request: The number of a question, and of its answer; 0 for a notice.
+      job: The job; empty until a coordinator has attached the task to one.
+      epoch: The epoch of the job: grows each time a coordinator resumes it.
+      incarnation: The incarnation of the sender: a random id of its process.
+      request: The number of a request, and of its reply; 0 for a notification.
       sizes: The sizes of the buffers, in bytes.
-      body: What is said.
-      places: Where each buffer lies in shared memory, -1 for those that travel as frames;
-        empty if all do.
+      body: The contents.
+      offsets: The position of each buffer in shared memory, -1 for those in the message itself;
+        empty if all are.
     """
 
     job: str
@@ -623,4 +597,4 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     request: int
     sizes: list[int]
     body: AnyBody
-    places: list[int] = []
+    offsets: list[int] = []

@@ -229,5 +229,5 @@ def _without_lane(frame: bytes, link: Link) -> bytes:
         return frame
     number, hello = found
     link.caller = (hello.role, hello.task)
-    plain: messages.Body = msgspec.structs.replace(hello, lane="")
+    plain: messages.Body = msgspec.structs.replace(hello, shared_memory="")
     return bytes(codec.encode("", 0, hello.incarnation, number, plain)[0])

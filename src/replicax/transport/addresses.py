@@ -1,7 +1,7 @@
-"""Where tasks listen: from an address in a cluster to a place that a socket can use.
+"""Resolves the addresses of a cluster to socket URLs.
 
-Tasks on one host meet in a directory that only their user can enter. Everything that could be
-reached by others goes over TCP, encrypted, between tasks that have keys.
+Tasks on one host use sockets in a directory that only their user can enter. All other connections
+use TCP, encrypted, between tasks that have keys.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from replicax.transport.keys import Keys
 
 Scheme = Literal["ipc", "tcp", "inproc"]
 
-# A socket's path must fit into the kernel's structure, with its end.
+# The size of a socket path in the kernel, without the terminating zero.
 _MAX_PATH = 106
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Location:
-    """A place to listen at or to call.
+    """An address to bind or to connect to.
 
     Attributes:
       scheme: The kind of socket.
-      url: What ZeroMQ is given; `resolve` takes it as an address too.
-      address: What the cluster calls it.
+      url: The URL for ZeroMQ; `resolve` accepts it as an address, too.
+      address: The address in the cluster.
     """
 
     scheme: Scheme
@@ -51,15 +51,15 @@ class Location:
 
 
 def resolve(address: str, protocol: str | None = None, keys: Keys | None = None) -> Location:
-    """Finds the place that an address stands for.
+    """Resolves an address.
 
     Args:
       address: `host:port`, `[v6 host]:port`, `ipc://path`, `inproc://name` or `tcp://host:port`.
       protocol: "tcp" to use TCP also on one host; None, "grpc" and "ipc" choose by the address.
-      keys: What this task proves with who it is. TCP needs them.
+      keys: CURVE keys that authenticate this task; required for TCP.
 
     Raises:
-      InvalidArgumentError: The address has no meaning, or would be open on every interface.
+      InvalidArgumentError: The address is malformed, or a wildcard.
       PermissionDeniedError: TCP without keys, or a directory that others can enter.
 
     Example:
@@ -107,8 +107,8 @@ def _host_and_port(text: str, address: str) -> tuple[str, int]:
         raise _malformed(address)
     if host is None or host == "*" or _is_wildcard(host):
         raise errors.InvalidArgumentError(
-            "A task listens at one address",
-            f"{address!r} stands for every interface of the host",
+            "A task must listen at one address",
+            f"{address!r} means every interface of the host",
             "Name the interface, such as '10.0.0.5:2222', or use localhost.",
         )
     return host, port
@@ -157,7 +157,7 @@ def _at_path(path: str, address: str) -> Location:
 
 
 def own_directory() -> Path:
-    """Returns the directory where tasks of this user meet; makes it if need be."""
+    """Returns the socket directory of this user; creates it if necessary."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.path.isdir(runtime) and os.access(runtime, os.W_OK | os.X_OK):
         directory = Path(runtime) / "replicax"
@@ -173,21 +173,21 @@ def _check_directory(directory: Path) -> None:
         found = os.lstat(directory)
     except OSError as error:
         raise errors.NotFoundError(
-            "A socket lies in a directory of its user",
-            f"there is no {str(directory)!r}",
-            "Make it with `mkdir -m 700`.",
+            "The directory of a socket must exist",
+            f"{str(directory)!r} does not",
+            "Create it with `mkdir -m 700`.",
         ) from error
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or mode & 0o077:
         raise errors.PermissionDeniedError(
-            "A socket lies in a directory that only its user can enter",
+            "The directory of a socket must be private to its user",
             f"{str(directory)!r} has mode {mode:o} and belongs to user {found.st_uid}",
             "Use a directory made with `mkdir -m 700`.",
         )
 
 
 class PathLock:
-    """Holds the place of an `ipc` socket; the kernel frees it when the process ends."""
+    """Locks the path of an `ipc` socket; the kernel releases it when the process ends."""
 
     def __init__(self, path: str) -> None:
         self._socket_path = path
@@ -206,7 +206,7 @@ class PathLock:
             os.close(self._fd)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, str(os.getpid()).encode(), 0)
-        # Left behind by a process that was killed: whoever lives holds the lock.
+        # Left behind by a killed process: a running one would hold the lock.
         Path(path).unlink(missing_ok=True)
 
     def _is_current(self) -> bool:
@@ -215,19 +215,19 @@ class PathLock:
         except FileNotFoundError:
             return False
 
-    def leave_to_parent(self) -> None:
+    def close_in_child(self) -> None:
         """Closes the descriptor in a forked child; the lock stays with the other process."""
         os.close(self._fd)
 
     def release(self) -> None:
-        """Gives the place free; nobody may listen there any more."""
+        """Releases the path; the socket must be closed."""
         Path(self._socket_path).unlink(missing_ok=True)
         Path(self._path).unlink(missing_ok=True)
         os.close(self._fd)
 
 
 def in_use(address: str, pid: str = "") -> errors.AddressInUseError:
-    """Makes the error for a place where somebody else listens."""
+    """Returns the error for an address where another process listens."""
     holder = f"process {pid} listens there" if pid else "another process listens there"
     return errors.AddressInUseError(
         f"The address {address!r} must be free",
@@ -237,7 +237,7 @@ def in_use(address: str, pid: str = "") -> errors.AddressInUseError:
 
 
 def numeric(location: Location) -> str:
-    """Returns the URL of a TCP location with the host as a number, as binding needs it."""
+    """Returns the URL of a TCP location with a numeric host, which `bind` requires."""
     host, port = _host_and_port(location.url.removeprefix("tcp://"), location.address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]

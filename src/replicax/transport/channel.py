@@ -1,4 +1,4 @@
-"""The caller's side of one connection: questions and answers."""
+"""The client side of one connection: sends requests and receives replies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from replicax.foundation import errors, lazy
 from replicax.protocol import codec, error_replies, limits, messages
@@ -25,47 +25,47 @@ else:
 
 Reply = tuple[int, messages.Body, list[memoryview]]
 
-# How often who waits asks whether the peer was given up.
-_LOOK_S = 0.25
+# Seconds between two calls of `check_failure` during a wait.
+_CHECK_S = 0.25
 
 
 class Channel:
-    """Asks one task. Any thread may use it; one at a time does.
+    """Sends requests to one task. Thread-safe; one thread at a time waits for replies.
 
-    Questions are either asked and waited for (`request`), or posted, so that several are under
-    way, and collected. A question whose connection broke is asked again when the same life of
-    the peer is back within half a second, and one without an answer is repeated now and then: the
-    question or its answer may be lost. So it may arrive twice; the memory of its buffers must
-    stay as it is until the answer is there.
+    `request` sends a request and waits for its reply; `send` and `receive` keep several requests in
+    flight. A request is sent again if the connection broke and the same incarnation of the peer
+    reconnects within half a second, and periodically while its reply is missing, since the request
+    or its reply may be lost. So it may arrive twice; its buffers must not change until the reply
+    has arrived.
 
-    Questions have consecutive numbers, and the peer takes none before it has taken the ones before;
-    answers are taken in the same order. What overtakes something that was lost is repeated with it.
+    Requests have consecutive numbers, and the peer handles them in this order; replies are received
+    in the same order. Requests that overtook a lost one are repeated with it.
 
     Args:
-      location: Where the peer listens.
-      me: Who asks.
-      keys: What to prove with who asks; TCP needs them.
-      incarnation: Which life of the asking task this is.
-      peer: Who is asked.
+      location: The address of the peer.
+      me: This task.
+      keys: CURVE keys that authenticate this task; required for TCP.
+      incarnation: The incarnation of this task; random by default.
+      peer: The task to connect to.
 
     Attributes:
-      job: The job that questions belong to; may be set.
+      job: The job of the requests; may be set.
       epoch: Its epoch; may be set.
-      incarnation: May be set, when the asking task begins a new life.
-      check_failure: May be set: asked now and then by who waits, returns the error to raise if no
-        answer will come, and None if one may.
+      incarnation: May be set when this task starts a new incarnation.
+      check_failure: May be set to a function that is called periodically during a wait. Returns the
+        error to raise if no reply will arrive, and None if one may.
 
     Example:
       >>> from replicax.transport import addresses
       >>> from replicax.transport.service import Service
-      >>> place = addresses.resolve("inproc://channel-example")
-      >>> answer = lambda caller, envelope, buffers: (messages.Pong(1, {}), buffers)
+      >>> location = addresses.resolve("inproc://channel-example")
+      >>> handler = lambda session, envelope, buffers: (messages.Pong(1, {}), buffers)
       >>> ps = Task("ps", 0)
-      >>> with Service(place, ps, answer) as service:
+      >>> with Service(location, ps, handler) as service:
       ...     service.start()
-      ...     with Channel(place, Task("coordinator", 0), peer=ps) as channel:
+      ...     with Channel(location, Task("coordinator", 0), peer=ps) as channel:
       ...         channel.request(messages.Ping(0))[0]
-      Pong(progress=1, figures={})
+      Pong(progress=1, counters={})
     """
 
     def __init__(
@@ -89,22 +89,22 @@ class Channel:
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._next = 1
-        # What was asked and not answered, in order: it is sent again on a new connection.
-        self._unanswered: dict[int, list[Any]] = {}
-        # When the oldest of them was asked, how often it was repeated since, the time that their
-        # bytes may take, and which was the last one to be repeated because an answer to a later
-        # one came.
-        self._asked_s = 0.0
-        self._num_repeats = 0
+        # The encoded requests in flight, in order: they are sent again on a new connection.
+        self._in_flight: dict[int, list[codec.Part]] = {}
+        # When the oldest of them was sent, the number of retries since, the time that the transfer
+        # of their bytes may take, and the last one that was retried because the reply to a later
+        # one arrived.
+        self._sent_s = 0.0
+        self._num_retries = 0
         self._grace_s = 0.0
         self._overtaken = 0
-        # Answers that came while another one was waited for.
+        # Replies that arrived during the wait for another one.
         self._ready: collections.deque[Reply] = collections.deque()
-        # The life of the peer that was met first; later ones are errors until `reset`.
-        self._peer_life: int | None = None
-        self._new_life: int | None = None
+        # The incarnation of the peer at the first handshake; a later one is an error until `reset`.
+        self._peer_incarnation: int | None = None
+        self._new_incarnation: int | None = None
 
-    # Questions.
+    # Requests and replies.
 
     def request(
         self,
@@ -112,14 +112,14 @@ class Channel:
         buffers: Sequence[codec.Buffer] = (),
         timeout: float = limits.DEADLINE,
     ) -> tuple[messages.Body, list[memoryview]]:
-        """Asks, and waits for the answer.
+        """Sends a request and waits for the reply.
 
         Raises:
-          DeadlineExceededError: There was no answer in time; all questions under way are given up.
-          PSUnavailableError: The peer, a parameter server, is gone.
-          PSIncarnationError: It came back, without what it held.
-          UnavailableError: The peer, another task, is gone or came back.
-          DistributeError: What the peer said: one of the classes of `replicax.errors`.
+          DeadlineExceededError: The request timed out; all requests in flight are cancelled.
+          PSUnavailableError: The peer, a parameter server, is unreachable.
+          PSIncarnationError: It was restarted without its state.
+          UnavailableError: The peer, another task, is unreachable or was restarted.
+          DistributeError: The error in the reply: one of the classes of `replicax.errors`.
         """
         deadline = time.monotonic() + timeout
         self._require_own_process()
@@ -129,47 +129,46 @@ class Channel:
         try:
             number = self._send(body, buffers)
             while True:
-                answer = self._take(deadline, timeout)
-                if answer is None:
+                reply = self._wait(deadline, timeout)
+                if reply is None:
                     raise failures.deadline_exceeded(self.peer, body, timeout, self._reason())
-                if answer[0] == number:
+                if reply[0] == number:
                     break
-                self._ready.append(answer)
+                self._ready.append(reply)
         finally:
-            if number in self._unanswered:
-                # The questions after this one would wait for it.
-                self._give_up()
+            if number in self._in_flight:
+                # Later requests would wait for this one.
+                self._disconnect()
             self._lock.release()
-        if type(answer[1]) is messages.ErrorReply:
-            raise error_replies.to_error(answer[1])
-        return answer[1], answer[2]
+        if type(reply[1]) is messages.ErrorReply:
+            raise error_replies.to_error(reply[1])
+        return reply[1], reply[2]
 
     def send(self, body: messages.Body, buffers: Sequence[codec.Buffer] = ()) -> int:
-        """Asks without waiting.
+        """Sends a request without waiting.
 
         Returns:
-          The number by which `receive` names the answer.
+          The number of the request, which `receive` returns with its reply.
         """
         self._require_own_process()
         with self._lock:
             return self._send(body, buffers)
 
     def receive(self, timeout: float = limits.DEADLINE, wakeup: int | None = None) -> Reply | None:
-        """Waits for the next answer to a posted question.
+        """Waits for the next reply to a request that was sent by `send`.
 
-        Answers come in the order in which the peer gives them. One that says `ErrorReply` is
-        returned like all others; `refusals.to_error` makes the error of it.
+        An `ErrorReply` is returned like all others; `error_replies.to_error` returns its error.
 
         Args:
-          timeout: How long to wait.
-          wakeup: A file that ends the wait when there is something to read in it.
+          timeout: The time to wait, in seconds.
+          wakeup: A file descriptor that ends the wait when it is readable.
 
         Returns:
-          The number of the question, the answer and its buffers; None if there was none in
-          time, or if nothing was asked.
+          The number of the request, the reply and its buffers; None if none arrived in time, or if
+          no request is in flight.
 
         Raises:
-          UnavailableError: As for `request`; all questions under way are given up.
+          UnavailableError: As for `request`; all requests in flight are cancelled.
         """
         deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=max(timeout, 0.0)):
@@ -177,48 +176,48 @@ class Channel:
         try:
             if self._ready:
                 return self._ready.popleft()
-            return self._take(deadline, timeout, wakeup) if self._unanswered else None
+            return self._wait(deadline, timeout, wakeup) if self._in_flight else None
         finally:
             self._lock.release()
 
     def num_in_flight(self) -> int:
-        """Returns how many questions are under way."""
-        return len(self._unanswered)
+        """Returns the number of requests in flight."""
+        return len(self._in_flight)
 
     @property
     def peer_incarnation(self) -> int | None:
-        """The life of the peer that this channel talks to; None before it was reached."""
-        return self._peer_life
+        """The incarnation of the peer; None before the first handshake."""
+        return self._peer_incarnation
 
     @property
     def peer_restarted(self) -> bool:
-        """Whether another life of the peer has answered; every question fails until `reset`."""
-        return self._new_life is not None
+        """Whether the peer was restarted; every request fails until `reset`."""
+        return self._new_incarnation is not None
 
     def cancel(self) -> None:
-        """Gives up what is under way; later questions go to the same life of the peer."""
+        """Cancels the requests in flight; later ones require the same incarnation of the peer."""
         with self._lock:
-            self._give_up()
+            self._disconnect()
             self._ready.clear()
 
     def reset(self) -> None:
-        """Forgets what is under way, and accepts whoever answers next as the peer."""
+        """Cancels the requests in flight, and accepts any incarnation of the peer."""
         with self._lock:
-            self._give_up()
+            self._disconnect()
             self._ready.clear()
-            self._peer_life = self._new_life = None
+            self._peer_incarnation = self._new_incarnation = None
 
     def _require_own_process(self) -> None:
-        # The thread that moves the bytes of a socket does not exist in a forked child.
+        # The I/O threads of ZeroMQ do not exist in a forked child.
         if os.getpid() != self._process:
             raise failures.forked(self.peer, self._process)
 
     def close(self) -> None:
-        """Ends the connection. The channel opens a new one if it is used again."""
+        """Closes the connection. The channel opens a new one if it is used again."""
         if os.getpid() != self._process:
             return
         with self._lock:
-            self._give_up(limits.LINGER)
+            self._disconnect(limits.LINGER)
             self._ready.clear()
 
     def __enter__(self) -> Channel:
@@ -227,29 +226,29 @@ class Channel:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Under the lock.
+    # Called under the lock.
 
     def _send(self, body: messages.Body, buffers: Sequence[codec.Buffer]) -> int:
-        if self._new_life is not None:
+        if self._new_incarnation is not None:
             raise failures.restarted(self.peer, self.location)
-        if len(self._unanswered) >= limits.IN_FLIGHT:
+        if len(self._in_flight) >= limits.IN_FLIGHT:
             raise errors.ResourceExhaustedError(
-                f"At most {limits.IN_FLIGHT} questions to {self.peer} may be under way",
-                "as many have no answer yet",
-                "Collect some answers first.",
+                f"At most {limits.IN_FLIGHT} requests to {self.peer} may be in flight",
+                "as many have no reply yet",
+                "Receive some replies first.",
             )
-        number, life = self._next, self.incarnation
+        number = self._next
         connection = self._connection
         if connection is None:
             connection = self._open()
-        lane = connection.lane
-        writer = lane.writer if lane is not None and lane.is_open else None
+        memory = connection.shared_memory
+        writer = memory.writer if memory is not None and memory.is_open else None
         message = codec.encode(
-            self.job, self.epoch, life, number, body, buffers, writer, is_kept=True
+            self.job, self.epoch, self.incarnation, number, body, buffers, writer, is_kept=True
         )
-        if not self._unanswered:
-            self._wait_anew(time.monotonic())
-        self._unanswered[number] = message
+        if not self._in_flight:
+            self._restart_timer(time.monotonic())
+        self._in_flight[number] = message
         self._next += 1
         if connection.is_ready:
             connection.send(message)
@@ -257,14 +256,14 @@ class Channel:
 
     def _open(self) -> Connection:
         connection = Connection(
-            self.location, self.me, self.peer, self._keys, self.incarnation, uses_lane=True
+            self.location, self.me, self.peer, self._keys, self.incarnation, shares_memory=True
         )
         connection.first = self._next
         self._connection = connection
         try:
             connection.open(time.monotonic())
         except BaseException:
-            self._give_up()
+            self._disconnect()
             raise
         return connection
 
@@ -272,23 +271,23 @@ class Channel:
         connection = self._connection
         return None if connection is None or connection.is_ready else connection.reason
 
-    def _give_up(self, linger: float = 0.0) -> None:
-        self._unanswered.clear()
+    def _disconnect(self, linger: float = 0.0) -> None:
+        self._in_flight.clear()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close(linger)
 
-    def _take(self, deadline: float, timeout: float, wakeup: int | None = None) -> Reply | None:
-        """Waits for the answer to the oldest question; None at the deadline, or if woken."""
+    def _wait(self, deadline: float, timeout: float, wakeup: int | None = None) -> Reply | None:
+        """Waits for the reply to the oldest request; None at the deadline, or if woken."""
         connection = self._connection
         if connection is None:
-            raise failures.unavailable(self.peer, self.location, "the channel was closed")
+            raise failures.unavailable(self.peer, self.location, "the channel is closed")
         connection.my_incarnation = self.incarnation
         while True:
             now = time.monotonic()
-            wait = min(deadline - now, connection.next_check(now), self._repeat_s(timeout) - now)
+            wait = min(deadline - now, connection.next_check(now), self._retry_s(timeout) - now)
             if self.check_failure is not None:
-                wait = min(wait, _LOOK_S)
+                wait = min(wait, _CHECK_S)
             polled = connection.pollables
             if wakeup is not None:
                 polled = [*polled, (wakeup, 1)]
@@ -301,8 +300,8 @@ class Channel:
                 elif self._is_next(connection, envelope.request):
                     return envelope.request, envelope.body, buffers
             now = time.monotonic()
-            if now >= self._repeat_s(timeout):
-                self._repeat(connection, now)
+            if now >= self._retry_s(timeout):
+                self._retry(connection, now)
             connection.observe(now)
             self._check(connection, now)
             is_woken = any(source == wakeup for source, _ in ready)
@@ -310,74 +309,74 @@ class Channel:
                 return None
 
     def _is_next(self, connection: Connection, number: int) -> bool:
-        """Takes note of an answer; tells whether it is the one that is due."""
-        if number not in self._unanswered:
+        """Records a reply; returns whether it is that to the oldest request."""
+        if number not in self._in_flight:
             return False
-        oldest = connection.first = next(iter(self._unanswered))
+        oldest = connection.first = next(iter(self._in_flight))
         if number != oldest:
             if self._overtaken != oldest:
                 self._overtaken = oldest
                 self._send_all(connection)
             return False
-        del self._unanswered[number]
+        del self._in_flight[number]
         connection.first = number + 1
-        if connection.lane is not None:
-            connection.lane.writer.release(number)
-        self._wait_anew(time.monotonic())
+        if connection.shared_memory is not None:
+            connection.shared_memory.writer.release(number)
+        self._restart_timer(time.monotonic())
         return True
 
-    # What may be lost.
+    # Retries of lost requests and replies.
 
-    def _wait_anew(self, now: float) -> None:
-        self._asked_s = now
-        self._num_repeats = 0
+    def _restart_timer(self, now: float) -> None:
+        self._sent_s = now
+        self._num_retries = 0
         self._grace_s = 0.0
 
-    def _repeat_s(self, timeout: float) -> float:
-        """Returns when to ask again; whoever does not wait does not repeat."""
+    def _retry_s(self, timeout: float) -> float:
+        """Returns the time of the next retry; never without a wait."""
         if timeout <= 0:
             return math.inf
-        pause = max(limits.MIN_RETRY, timeout * limits.RETRY) * 2 ** min(self._num_repeats, 8)
+        pause = max(limits.MIN_RETRY, timeout * limits.RETRY) * 2 ** min(self._num_retries, 8)
         longest = max(limits.MIN_RETRY, timeout * limits.MAX_RETRY)
-        return self._asked_s + min(pause, longest) + self._grace_s
+        return self._sent_s + min(pause, longest) + self._grace_s
 
-    def _repeat(self, connection: Connection, now: float) -> None:
-        grace_s = sum(map(codec.num_bytes, self._unanswered.values())) / limits.MIN_BANDWIDTH
+    def _retry(self, connection: Connection, now: float) -> None:
+        grace_s = sum(map(codec.num_bytes, self._in_flight.values())) / limits.MIN_BANDWIDTH
         if grace_s > self._grace_s:
-            # Looked at only now: most questions are answered long before.
+            # Computed only now: most replies arrive long before.
             self._grace_s = grace_s
             return
-        self._asked_s = now
-        self._num_repeats += 1
-        if connection.is_ready and self._num_repeats < 3:
+        self._sent_s = now
+        self._num_retries += 1
+        if connection.is_ready and self._num_retries < 3:
             self._send_all(connection)
         elif connection.down_since is None:
-            # Nothing passes any more, in whatever state it is.
-            connection.distrust()
+            # The connection looks open and transfers nothing.
+            connection.mark_broken()
 
     def _send_all(self, connection: Connection) -> None:
-        for message in self._unanswered.values():
+        for message in self._in_flight.values():
             connection.send(message)
 
     def _welcomed(self, connection: Connection) -> None:
-        if connection.refusal is not None:
+        if connection.error is not None:
             return
-        if self._peer_life is None:
-            self._peer_life = connection.incarnation
-        elif self._peer_life != connection.incarnation:
-            self._new_life = connection.incarnation
-            self._give_up()
+        if self._peer_incarnation is None:
+            self._peer_incarnation = connection.incarnation
+        elif self._peer_incarnation != connection.incarnation:
+            self._new_incarnation = connection.incarnation
+            self._disconnect()
             raise failures.restarted(self.peer, self.location)
         self._send_all(connection)
 
     def _check(self, connection: Connection, now: float) -> None:
         if self.check_failure is not None and (error := self.check_failure()) is not None:
-            self._give_up()
+            self._disconnect()
             raise error
-        if connection.refusal is not None:
-            refusal = connection.refusal
-            self._give_up()
-            raise refusal
+        if connection.error is not None:
+            error = connection.error
+            self._disconnect()
+            raise error
         if connection.is_lost(now):
-            self._give_up()
+            self._disconnect()
             raise failures.unavailable(self.peer, self.location, connection.reason)

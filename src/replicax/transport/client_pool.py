@@ -1,4 +1,4 @@
-"""The coordinator's side of many connections, in one thread."""
+"""The coordinator's connections to many tasks, in one thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from replicax.protocol.tasks import Task, new_incarnation
 from replicax.transport import failures
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
-from replicax.transport.peers import Peer, Waiter
 from replicax.transport.wakeup import Wakeup
 from replicax.transport.zmq.connection import Connection
 
@@ -32,46 +31,86 @@ OnConnected = Callable[[Task, messages.Welcome], None]
 OnLost = Callable[[Task, str], None]
 OnIdle = Callable[[float], None]
 
-# Seconds between two looks at the clock, and until a task that refused is asked again.
+# Seconds between two runs of periodic work, and until a reconnect to a task that rejected one.
 _IDLE = 0.04
 _RETRY = 1.0
-# Messages of one task before the others get their turn.
+# The number of messages of one task that are handled before those of the others.
 _TURN = 64
-# The numbers of questions that `request` asks; users count from 1.
+# The first number of the requests of `request`; those of `send` are smaller.
 _FIRST_NUMBER = 1 << 48
 
 
-class ClientPool:
-    """Talks to many tasks. Its callbacks run in its one thread, and no lock is held then.
-
-    Args:
-      me: Who talks.
-      keys: What to prove with who talks; TCP needs them.
-      on_message: Called with (task, envelope, buffers) for each message that came.
-      on_connected: Called with (task, welcome) when a task was reached. It is called again, with
-        the same incarnation and without `on_lost` before, after a break of less than half a
-        second: answers and notices that were under way then may be lost.
-      on_lost: Called with (task, reason) when a task that was reached is gone for half a second,
-        came back as another process, or refuses to talk.
-      on_idle: Called with the monotonic time at least every 0.05 s.
-      incarnation: Which life of the talking task this is.
+class _PendingReply:
+    """A request of a waiting thread.
 
     Attributes:
-      job: The job that messages belong to; may be set.
+      message: Its parts, to be sent again after a reconnect.
+      event: Set when there is a reply or an error.
+      reply: The reply and its buffers.
+      error: The error that ended the wait.
+    """
+
+    def __init__(self, message: list[codec.Part]) -> None:
+        self.message = message
+        self.event = threading.Event()
+        self.reply: tuple[messages.Body, list[memoryview]] | None = None
+        self.error: errors.DistributeError | None = None
+
+
+class _Peer:
+    """The state of the connection to one task; used by the pool's thread only.
+
+    Attributes:
+      task: The task.
+      connection: The connection to it.
+      incarnation: The incarnation that was reported as connected, until it is reported as lost.
+      is_lost: Whether it was reported as lost, and not yet as connected again.
+      retry_at: When to reconnect to a task that has rejected the connection.
+      queued: The messages to send once it is connected, in order.
+      pending: The requests of waiting threads, by number.
+    """
+
+    def __init__(self, task: Task, connection: Connection) -> None:
+        self.task = task
+        self.connection = connection
+        self.incarnation: int | None = None
+        self.is_lost = False
+        self.retry_at: float | None = None
+        self.queued: collections.deque[list[codec.Part]] = collections.deque(maxlen=limits.QUEUE)
+        self.pending: dict[int, _PendingReply] = {}
+
+
+class ClientPool:
+    """Exchanges messages with many tasks. Callbacks run in the pool's thread, without a lock.
+
+    Args:
+      me: This task.
+      keys: CURVE keys that authenticate this task; required for TCP.
+      on_message: Called with (task, envelope, buffers) for each received message.
+      on_connected: Called with (task, welcome) after a handshake. It is called again, with the
+        same incarnation and without `on_lost` before, if the connection broke for less than half
+        a second: messages in flight may have been lost.
+      on_lost: Called with (task, reason) when a connected task is unreachable for half a second,
+        was restarted as another process, or rejects the connection.
+      on_idle: Called with the monotonic time at least every 0.05 s.
+      incarnation: The incarnation of this task; random by default.
+
+    Attributes:
+      job: The job of the messages; may be set.
       epoch: Its epoch; may be set.
 
     Example:
       >>> from replicax.transport import addresses
       >>> from replicax.transport.service import Service
-      >>> place, ps = addresses.resolve("inproc://pool-example"), Task("ps", 0)
-      >>> answer = lambda caller, envelope, buffers: (messages.Pong(1, {}), buffers)
+      >>> location, ps = addresses.resolve("inproc://pool-example"), Task("ps", 0)
+      >>> handler = lambda session, envelope, buffers: (messages.Pong(1, {}), buffers)
       >>> ignore = lambda *_: None
-      >>> with Service(place, ps, answer) as service:
+      >>> with Service(location, ps, handler) as service:
       ...     service.start()
       ...     with ClientPool(Task("coordinator", 0), None, ignore, ignore, ignore) as pool:
-      ...         pool.connect(ps, place)
+      ...         pool.connect(ps, location)
       ...         pool.request(ps, messages.Ping(0))[0]
-      Pong(progress=1, figures={})
+      Pong(progress=1, counters={})
     """
 
     def __init__(
@@ -98,24 +137,24 @@ class ClientPool:
         self._commands: collections.deque[tuple[Callable[..., None], tuple[Any, ...]]]
         self._commands = collections.deque()
         self._wakeup = Wakeup()
-        self._peers: dict[Task, Peer] = {}
-        # What is polled, and whose socket it is; made anew after a socket was replaced.
+        self._peers: dict[Task, _Peer] = {}
+        # The polled sockets and their peers; rebuilt after a socket was replaced.
         self._polled: list[tuple[Any, int]] = []
-        self._owners: dict[int, Peer] = {}
+        self._owners: dict[int, _Peer] = {}
         self._idle_at = 0.0
         self._linger = limits.LINGER
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="replicax-pool", daemon=True)
         self._thread.start()
 
-    # What any thread calls.
+    # Called by any thread.
 
     def connect(self, task: Task, location: Location) -> None:
-        """Starts to reach for a task, and goes on until it is there."""
+        """Starts to connect to a task, and retries until it is connected."""
         self._command(self._connect, task, location)
 
     def disconnect(self, task: Task) -> None:
-        """Lets a task go, without `on_lost`; what was sent before still leaves."""
+        """Disconnects from a task, without `on_lost`; sent messages still leave."""
         self._command(self._disconnect, task)
 
     def send(
@@ -125,14 +164,12 @@ class ClientPool:
         buffers: Sequence[codec.Buffer] = (),
         request: int = 0,
     ) -> None:
-        """Sends a message. What is sent to one task arrives in this order.
+        """Sends a message. Messages to one task arrive in order.
 
-        Before the task was reached the message waits; after `on_lost` it is dropped. The memory
-        of the buffers must stay as it is until it was sent. Numbers of questions are the
-        caller's own, below 2**48.
+        The message is queued until the task is connected, and dropped after `on_lost`. The buffers
+        must not change until they are sent. Request numbers, chosen by the caller, are below 2**48.
         """
-        life = self.incarnation
-        message = codec.encode(self.job, self.epoch, life, request, body, buffers)
+        message = codec.encode(self.job, self.epoch, self.incarnation, request, body, buffers)
         self._command(self._send, task, message)
 
     def request(
@@ -142,41 +179,42 @@ class ClientPool:
         buffers: Sequence[codec.Buffer] = (),
         timeout: float = limits.DEADLINE,
     ) -> tuple[messages.Body, list[memoryview]]:
-        """Asks a task and waits for the answer, in another thread than the pool's.
+        """Sends a request and waits for the reply, in another thread than the pool's.
 
         Raises:
-          DeadlineExceededError: There was no answer in time.
-          UnavailableError: The task is gone.
-          DistributeError: What the task said: one of the classes of `replicax.errors`.
+          DeadlineExceededError: The request timed out.
+          UnavailableError: The task is unreachable.
+          DistributeError: The error in the reply: one of the classes of `replicax.errors`.
         """
         if threading.current_thread() is self._thread:
             raise errors.ContextError(
-                "The pool's thread cannot wait for answers",
-                f"a callback asked {task} and would wait",
-                "Use `send`, and take the answer in `on_message`.",
+                "The thread of a ClientPool cannot wait for replies",
+                f"a callback sent a request to {task} and would wait",
+                "Use `send`, and handle the reply in `on_message`.",
             )
-        number, life = next(self._numbers), self.incarnation
-        waiter = Waiter(codec.encode(self.job, self.epoch, life, number, body, buffers))
-        self._command(self._ask, task, number, waiter)
-        if not waiter.event.wait(timeout):
-            self._command(self._forget, task, number)
+        number = next(self._numbers)
+        header = self.job, self.epoch, self.incarnation, number
+        pending = _PendingReply(codec.encode(*header, body, buffers))
+        self._command(self._request, task, number, pending)
+        if not pending.event.wait(timeout):
+            self._command(self._cancel, task, number)
             raise failures.deadline_exceeded(task, body, timeout)
-        if waiter.error is not None:
-            raise waiter.error
-        assert waiter.answer is not None
-        if type(waiter.answer[0]) is messages.ErrorReply:
-            raise error_replies.to_error(waiter.answer[0])
-        return waiter.answer
+        if pending.error is not None:
+            raise pending.error
+        assert pending.reply is not None
+        if type(pending.reply[0]) is messages.ErrorReply:
+            raise error_replies.to_error(pending.reply[0])
+        return pending.reply
 
     def wake(self) -> None:
         """Makes the pool call `on_idle` now."""
-        self._command(self._hurry)
+        self._command(self._run_idle_now)
 
     def close(self, timeout: float = limits.LINGER) -> None:
-        """Sends what waits, and ends the thread and all connections.
+        """Sends the queued messages, ends the thread and closes all connections.
 
         Args:
-          timeout: How many seconds messages get to leave.
+          timeout: The seconds that messages get to leave.
         """
         self._linger = timeout
         self._is_closing = True
@@ -230,13 +268,13 @@ class ClientPool:
             self._call(function, *args)
 
     def _fail_commands(self) -> None:
-        """Tells threads that asked a closed pool."""
+        """Fails the requests to a closed pool."""
         while self._commands:
             function, args = self._commands.popleft()
-            if function == self._ask:
-                task, _, waiter = args
-                waiter.error = self._closed(task)
-                waiter.event.set()
+            if function == self._request:
+                task, _, pending = args
+                pending.error = self._closed(task)
+                pending.event.set()
 
     @staticmethod
     def _closed(task: Task) -> errors.UnavailableError:
@@ -248,11 +286,11 @@ class ClientPool:
         try:
             callback(*args)
         except Exception:
-            # The pool serves all peers: what fails for one must not end it for the others.
-            _log.exception("%s: %s failed in the pool", self.me, callback)
+            # An error of one peer must not affect the others.
+            _log.exception("%s: %s failed in the client pool", self.me, callback)
 
-    def _arrange(self) -> None:
-        """Notes which sockets there are now."""
+    def _update_polled(self) -> None:
+        """Collects the sockets of all connections."""
         self._polled = [p for peer in self._peers.values() for p in peer.connection.pollables]
         self._owners = {
             id(socket): peer
@@ -260,12 +298,12 @@ class ClientPool:
             for socket, _ in peer.connection.pollables
         }
 
-    # The pool's thread: what was asked for.
+    # The pool's thread: commands of other threads.
 
     def _connect(self, task: Task, location: Location) -> None:
         self._disconnect(task)
         connection = Connection(location, self.me, task, self._keys, self.incarnation)
-        peer = Peer(task, connection)
+        peer = _Peer(task, connection)
         self._peers[task] = peer
         try:
             connection.open(time.monotonic())
@@ -273,48 +311,48 @@ class ClientPool:
             self._peers.pop(task)
             connection.close()
             self._call(self._on_lost, task, str(error))
-        self._arrange()
+        self._update_polled()
 
     def _disconnect(self, task: Task) -> None:
         peer = self._peers.pop(task, None)
         if peer is not None:
-            self._fail_waiters(peer, self._closed(task))
+            self._fail_pending(peer, self._closed(task))
             peer.connection.close(self._linger)
-            self._arrange()
+            self._update_polled()
 
-    def _send(self, task: Task, message: list[Any]) -> None:
+    def _send(self, task: Task, message: list[codec.Part]) -> None:
         peer = self._peers.get(task)
         if peer is None or peer.is_lost:
-            _log.debug("%s: a message for %s, which is gone, was dropped", self.me, task)
+            _log.debug("%s dropped a message to %s, which is lost", self.me, task)
         elif peer.connection.is_ready:
             peer.connection.send(message)
         else:
-            peer.held.append(message)
+            peer.queued.append(message)
 
-    def _ask(self, task: Task, number: int, waiter: Waiter) -> None:
+    def _request(self, task: Task, number: int, pending: _PendingReply) -> None:
         peer = self._peers.get(task)
         if peer is None or peer.is_lost:
-            waiter.error = (
+            pending.error = (
                 self._closed(task)
                 if peer is None
-                else failures.unavailable(task, peer.connection.location, "it is gone")
+                else failures.unavailable(task, peer.connection.location, "the connection is lost")
             )
-            waiter.event.set()
+            pending.event.set()
             return
-        peer.waiters[number] = waiter
+        peer.pending[number] = pending
         if peer.connection.is_ready:
-            peer.connection.send(waiter.message)
+            peer.connection.send(pending.message)
 
-    def _forget(self, task: Task, number: int) -> None:
+    def _cancel(self, task: Task, number: int) -> None:
         if (peer := self._peers.get(task)) is not None:
-            peer.waiters.pop(number, None)
+            peer.pending.pop(number, None)
 
-    def _hurry(self) -> None:
+    def _run_idle_now(self) -> None:
         self._idle_at = 0.0
 
-    # The pool's thread: what happens.
+    # The pool's thread: events.
 
-    def _serve(self, peer: Peer, socket: Any) -> None:
+    def _serve(self, peer: _Peer, socket: Any) -> None:
         connection = peer.connection
         if socket is not connection.socket:
             self._observe(peer, time.monotonic())
@@ -325,54 +363,54 @@ class ClientPool:
                 break
             envelope, buffers = received
             if type(envelope.body) is messages.Welcome:
-                if connection.refusal is None:
+                if connection.error is None:
                     self._welcomed(peer, envelope.body)
-            elif (waiter := peer.waiters.pop(envelope.request, None)) is not None:
-                waiter.answer = envelope.body, buffers
-                waiter.event.set()
+            elif (pending := peer.pending.pop(envelope.request, None)) is not None:
+                pending.reply = envelope.body, buffers
+                pending.event.set()
             else:
                 self._call(self._on_message, peer.task, envelope, buffers)
         if not connection.is_ready:
             self._observe(peer, time.monotonic())
 
-    def _welcomed(self, peer: Peer, welcome: messages.Welcome) -> None:
-        if peer.life is not None and peer.life != welcome.incarnation:
+    def _welcomed(self, peer: _Peer, welcome: messages.Welcome) -> None:
+        if peer.incarnation is not None and peer.incarnation != welcome.incarnation:
             self._lose(peer, "it was restarted")
-        peer.life = welcome.incarnation
+        peer.incarnation = welcome.incarnation
         peer.is_lost = False
-        while peer.held:
-            peer.connection.send(peer.held.popleft())
-        for waiter in peer.waiters.values():
-            peer.connection.send(waiter.message)
+        while peer.queued:
+            peer.connection.send(peer.queued.popleft())
+        for pending in peer.pending.values():
+            peer.connection.send(pending.message)
         self._call(self._on_connected, peer.task, welcome)
 
-    def _observe(self, peer: Peer, now: float) -> None:
+    def _observe(self, peer: _Peer, now: float) -> None:
         connection = peer.connection
         before = connection.socket
         connection.observe(now)
-        if connection.refusal is not None and peer.retry_at is None:
+        if connection.error is not None and peer.retry_at is None:
             peer.retry_at = now + _RETRY
-            self._lose(peer, str(connection.refusal), connection.refusal)
+            self._lose(peer, str(connection.error), connection.error)
         elif peer.retry_at is not None and now >= peer.retry_at:
-            peer.retry_at = connection.refusal = None
+            peer.retry_at = connection.error = None
             connection.close()
             connection.open(now)
-        elif peer.life is not None and connection.is_lost(now):
+        elif peer.incarnation is not None and connection.is_lost(now):
             self._lose(peer, connection.reason)
         if connection.socket is not before:
-            self._arrange()
+            self._update_polled()
 
-    def _lose(self, peer: Peer, reason: str, error: errors.DistributeError | None = None) -> None:
-        peer.life = None
+    def _lose(self, peer: _Peer, reason: str, error: errors.DistributeError | None = None) -> None:
+        peer.incarnation = None
         peer.is_lost = True
-        peer.held.clear()
+        peer.queued.clear()
         unavailable = failures.unavailable(peer.task, peer.connection.location, reason)
-        self._fail_waiters(peer, error or unavailable)
+        self._fail_pending(peer, error or unavailable)
         self._call(self._on_lost, peer.task, reason)
 
     @staticmethod
-    def _fail_waiters(peer: Peer, error: errors.DistributeError) -> None:
-        for waiter in peer.waiters.values():
-            waiter.error = error
-            waiter.event.set()
-        peer.waiters.clear()
+    def _fail_pending(peer: _Peer, error: errors.DistributeError) -> None:
+        for pending in peer.pending.values():
+            pending.error = error
+            pending.event.set()
+        peer.pending.clear()

@@ -1,7 +1,7 @@
-"""Tasks that end because this process has asked them to: no reason for alarm.
+"""The tasks that this process is shutting down.
 
-A local cluster ends its tasks while a coordinator in the same process may still be connected to
-them. It says so here, and the coordinator, which sees tasks vanish, writes no warnings.
+A local cluster registers its tasks here before it stops them, so that a coordinator in the same
+process, which is still connected to them, logs no warnings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _expected: set[str] = set()
 
 
 def expect(addresses: Iterable[str]) -> None:
-    """Notes that the tasks at some addresses are about to end.
+    """Records that the tasks at some addresses are about to exit.
 
     >>> from replicax.transport import addresses
     >>> expect(["inproc://leaving"])
@@ -31,11 +31,11 @@ def expect(addresses: Iterable[str]) -> None:
 
 
 def forget(addresses: Iterable[str]) -> None:
-    """Notes that tasks at some addresses are meant to run."""
+    """Records that the tasks at some addresses are meant to run."""
     with _lock:
         _expected.difference_update(addresses)
 
 
 def is_expected(location: Location) -> bool:
-    """Tells whether the task at a place was asked to end."""
+    """Returns whether the task at an address was told to exit."""
     return location.address in _expected

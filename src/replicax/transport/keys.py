@@ -1,8 +1,8 @@
-"""Keys: how tasks prove their role to each other over TCP.
+"""CURVE keys that authenticate the roles of tasks over TCP.
 
-There is one CURVE key pair per role. A task holds the secret of its own role and the public
-keys of all: it knows whom it calls and who calls it, and everything in between is encrypted.
-A file of public keys has a line per key: while keys are renewed, the older ones are good, too.
+There is one key pair per role. A task holds the secret key of its own role and the public keys of
+all roles: both sides of a connection are authenticated, and its traffic is encrypted. A file of
+public keys has one line per key: while keys are renewed, the older ones are accepted, too.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _log = logging.getLogger(__name__)
 
 VARIABLE = "REPLICAX_KEYS"
 
-# Keys of one role that are good at the same time.
-_MOST_GOOD = 8
+# The number of keys of one role that are accepted at the same time.
+_MOST_ACCEPTED = 8
 
 _KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keys:
-    """What one task needs to know.
+    """The keys of one task.
 
     Attributes:
-      role: Whose secret it is.
+      role: The role of the secret key.
       public: The public key of the role.
       secret: The secret key of the role; never shown.
-      public_keys: The public keys of all roles, the newest of each.
-      older: Those that are still good, from before keys were renewed.
-      directory: Where they were read; None if they were not.
+      public_keys: The newest public key of each role.
+      older: The older public keys that are still accepted.
+      directory: The directory of the files; None without.
     """
 
     role: Role
@@ -54,46 +54,46 @@ class Keys:
     older: dict[Role, tuple[bytes, ...]] = dataclasses.field(default_factory=dict, repr=False)
     directory: Path | None = None
 
-    def good(self, role: Role) -> tuple[bytes, ...]:
-        """Returns the public keys of a role that were good when these were read."""
+    def accepted(self, role: Role) -> tuple[bytes, ...]:
+        """Returns the accepted public keys of a role, the newest first."""
         return (self.public_keys[role], *self.older.get(role, ()))
 
     def latest(self) -> Keys:
-        """Returns the same with the public keys that are good by now.
+        """Returns these keys with the public keys in the files now.
 
-        What cannot be read, or is not safe, changes nothing.
+        Files that cannot be read, or are not safe, change nothing.
         """
         if self.directory is None:
             return self
         try:
             found = _read_public(self.directory)
         except (errors.DistributeError, OSError) as error:
-            _log.warning("The keys stay as they were: %s", error)
+            _log.warning("Keeping the old keys: %s", error)
             return self
         return _with_public(self, found)
 
     def stamp(self) -> tuple[object, ...]:
-        """Returns something that changes when the files of public keys do."""
+        """Returns a value that changes when the files of public keys do."""
         if self.directory is None:
             return ()
         return tuple(_stamp(self.directory / f"{role}.public") for role in ROLES)
 
     def __reduce__(self) -> NoReturn:
-        # A closure that captured them would carry the coordinator's secret to the workers.
+        # A closure that captured them would send the coordinator's secret key to the workers.
         raise errors.ArgumentTypeError(
-            "Keys stay in the process that has read them",
-            f"those of a {self.role} were to be pickled or copied",
+            "Keys cannot be pickled or copied",
+            f"those of a {self.role} were",
             "Pass the directory of the keys, and read them where they are needed.",
         )
 
 
 def make(directory: str | os.PathLike[str]) -> Path:
-    """Makes new keys for a cluster: a secret and a public file per role.
+    """Creates new keys for a cluster: a secret and a public file per role.
 
     Each host needs the public files and the secrets of the roles that run there.
 
     Args:
-      directory: Where to put them; it is made, or must be of this user alone and without keys.
+      directory: The directory; it is created, or must be private to this user and without keys.
 
     Returns:
       The directory.
@@ -104,7 +104,7 @@ def make(directory: str | os.PathLike[str]) -> Path:
     names = [f"{role}.{kind}" for role in ROLES for kind in ("public", "secret")]
     if found := [n for n in names if (path / n).exists()]:
         raise errors.InvalidArgumentError(
-            "New keys go into a directory without keys",
+            "New keys need a directory without keys",
             f"{str(path)!r} has {', '.join(found)}",
             "Choose another directory, or remove the old keys.",
         )
@@ -116,24 +116,24 @@ def make(directory: str | os.PathLike[str]) -> Path:
 
 
 def renew(directory: str | os.PathLike[str], role: Role) -> None:
-    """Makes a new key for a role; the older ones stay good until `retire`.
+    """Creates a new key for a role; the older ones are accepted until `retire`.
 
-    Tasks that run take note of the files of public keys. First those go to all hosts; then the
-    secret goes to the hosts of the role, whose tasks are started again, one after the other.
+    Running tasks reload the files of public keys. Copy those to all hosts first, then the secret to
+    the hosts of the role, and restart its tasks one after the other.
     """
     path = Path(directory)
-    good = load(path, role).good(role)
+    accepted = load(path, role).accepted(role)
     public, secret = zmq.curve_keypair()
-    # In this order: a secret whose public key is not there could not be used.
-    _replace(path / f"{role}.public", [public, *good])
+    # In this order: a secret without its public key could not be used.
+    _replace(path / f"{role}.public", [public, *accepted])
     _replace(path / f"{role}.secret", [secret])
 
 
 def retire(directory: str | os.PathLike[str]) -> None:
-    """Leaves only the newest key of each role; connections with others are refused."""
+    """Removes all keys but the newest of each role; connections with others are rejected."""
     path = Path(directory)
-    for role, good in _read_public(path).items():
-        _replace(path / f"{role}.public", good[:1])
+    for role, accepted in _read_public(path).items():
+        _replace(path / f"{role}.public", accepted[:1])
 
 
 def _replace(path: Path, keys: Sequence[bytes]) -> None:
@@ -156,7 +156,7 @@ def load(directory: str | os.PathLike[str], role: Role) -> Keys:
     Raises:
       NotFoundError: A file is missing.
       PermissionDeniedError: Others could read or change the directory or a file.
-      InvalidArgumentError: A file holds no key.
+      InvalidArgumentError: A file contains no key.
     """
     path = Path(directory)
     if role not in ROLES:
@@ -171,7 +171,7 @@ def load(directory: str | os.PathLike[str], role: Role) -> Keys:
     public = zmq.curve_public(secret)
     if public not in found[role]:
         raise errors.InvalidArgumentError(
-            "The two keys of a role belong together",
+            "The public and the secret key of a role must be a pair",
             f"{role}.public in {str(path)!r} is not that of {role}.secret",
             "Copy both from the same `replicax keys make`.",
         )
@@ -181,14 +181,14 @@ def load(directory: str | os.PathLike[str], role: Role) -> Keys:
 def _with_public(keys: Keys, found: Mapping[Role, Sequence[bytes]]) -> Keys:
     return dataclasses.replace(
         keys,
-        public_keys={role: good[0] for role, good in found.items()},
-        older={role: tuple(good[1:]) for role, good in found.items()},
+        public_keys={role: accepted[0] for role, accepted in found.items()},
+        older={role: tuple(accepted[1:]) for role, accepted in found.items()},
     )
 
 
 def _read_public(directory: Path) -> dict[Role, list[bytes]]:
     _check_private(directory)
-    return {role: _read(directory / f"{role}.public", most=_MOST_GOOD) for role in ROLES}
+    return {role: _read(directory / f"{role}.public", most=_MOST_ACCEPTED) for role in ROLES}
 
 
 def _stamp(path: Path) -> object:
@@ -213,7 +213,7 @@ def _read(path: Path, most: int) -> list[bytes]:
             f"A file of keys has a line of 40 characters, or up to {most}"
             if most > 1
             else "A file with a secret has one line of 40 characters",
-            f"{str(path)!r} holds something else",
+            f"{str(path)!r} contains something else",
             "Make new ones with `replicax keys make DIR`.",
         )
     return lines
@@ -224,8 +224,8 @@ def _check_private(path: Path) -> None:
         found = os.stat(path)
     except FileNotFoundError as error:
         raise errors.NotFoundError(
-            "The keys of a cluster lie in one directory",
-            f"there is no {str(path)!r}",
+            "The keys of a cluster must be in one directory",
+            f"{str(path)!r} does not exist",
             f"Make them with `replicax keys make DIR` and set {VARIABLE}=DIR.",
         ) from error
     mode = stat.S_IMODE(found.st_mode)

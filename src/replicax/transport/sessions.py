@@ -1,4 +1,4 @@
-"""Who calls a listener."""
+"""The sessions of a service: one per connection that has completed the handshake."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from replicax.transport.shared_memory import SharedMemoryReader, SharedMemoryWri
 
 
 class Session:
-    """A task at the other end of a connection.
+    """One connection of a peer that has completed the handshake.
 
     Attributes:
-      identity: The connection.
-      role: The session's role; with keys it is proven, without them believed.
-      task: The session's index.
-      incarnation: Which life of the session it is.
+      identity: The ZeroMQ identity of the connection.
+      role: The role of the peer; authenticated with keys, claimed without.
+      task: The index of the peer.
+      incarnation: The incarnation of the peer.
       job: The job of its last message.
       epoch: The epoch of its last message.
-      expected: The number of its next question; 0 if it does not count them.
+      next_request: The number of its next request; 0 if it does not number them consecutively.
       connection: The descriptor of the connection and its inode; None inside a process.
+      reader: The shared memory that the peer writes.
+      writer: The shared memory that the peer reads.
     """
 
     __slots__ = (
         "connection",
         "epoch",
-        "expected",
         "identity",
         "incarnation",
         "job",
+        "next_request",
         "reader",
         "role",
         "task",
@@ -40,24 +42,23 @@ class Session:
         self.incarnation = incarnation
         self.job = ""
         self.epoch = 0
-        self.expected = 0
+        self.next_request = 0
         self.connection: tuple[int, int] | None = None
-        # Memory that the session shares: what it writes, and what it reads.
         self.reader: SharedMemoryReader | None = None
         self.writer: SharedMemoryWriter | None = None
 
     def has_gap_before(self, number: int) -> bool:
-        """Tells whether a question before this one has not arrived; else takes note of it.
+        """Returns whether a request before this one is missing; otherwise records this one.
 
         Example:
           >>> session = Session(b"", "worker", 0, 1)
-          >>> session.expected = 7
+          >>> session.next_request = 7
           >>> [session.has_gap_before(number) for number in (7, 8, 7, 10, 9)]
           [False, False, False, True, False]
         """
-        if self.expected and number == self.expected:
-            self.expected += 1
-        return 0 < self.expected < number
+        if self.next_request and number == self.next_request:
+            self.next_request += 1
+        return 0 < self.next_request < number
 
     def __str__(self) -> str:
         return str(Task(self.role, self.task))

@@ -1,13 +1,12 @@
-"""Shared memory between two tasks on one machine: arrays that no socket has to carry.
+"""Shared memory between two tasks on one machine, for large buffers.
 
-The caller makes two regions, one that it writes and one that the other side writes, and names
-them in its greeting. A sender copies the large buffers of a message into a free block of its
-region, and says in the envelope where they lie; the receiver uses them there, and frees the block
-when nothing refers to it any more. Buffers for which there is no room go through the socket, as
-all do without a lane.
+The client creates two regions, one that it writes and one that the server writes, and names them
+in its handshake. A sender copies the large buffers of a message into a free block of its region and
+puts their offsets into the envelope; the receiver uses them in place, and frees the block when
+nothing refers to it any more. Buffers that do not fit go through the socket.
 
-A region is an anonymous file that cannot change its size, opened by the other side through
-/proc: the kernel checks that both processes belong to one user.
+A region is a sealed anonymous file, which the server opens through /proc: the kernel checks that
+both processes belong to one user.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ import numpy as np
 from replicax.foundation import errors
 from replicax.protocol import limits
 
-# Before the data of each block: whether it is in use, in the first byte, and a number that no other
-# block at this place had. It is part of each place that a message names (the upper bits), so that a
-# message that was repeated, and comes when the block is gone, does no harm to the next one.
+# The header of a block: whether it is in use, in the first byte, and a number that no other block
+# at this offset had. The number is the upper bits of each offset in a message, so that a retried
+# message that arrives after its block was freed does not read the next block.
 _HEAD = limits.ALIGNMENT
 _NUMBER = slice(8, 16)
 _SHIFT = 32
@@ -39,58 +38,57 @@ _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
 
 
 class OutdatedError(errors.ProtocolError):
-    """A message names a block that is gone: it was repeated, and answered before."""
+    """A repeated message refers to a block that was freed after its reply."""
 
 
 class _Region:
-    """A piece of memory that two processes see."""
+    """Memory that two processes map."""
 
     def __init__(self, fd: int) -> None:
         self.memory = mmap.mmap(fd, limits.SHARED_MEMORY_BYTES)
         self.bytes = np.frombuffer(self.memory, np.uint8)
-        # The file, however often it was opened.
+        # Identifies the file, however often it was opened.
         self.file = os.fstat(fd).st_ino
 
 
 class SharedMemoryWriter:
-    """The sender's side of a region."""
+    """The sender's side of a region: allocates blocks."""
 
     def __init__(self, region: _Region) -> None:
         self._bytes = region.bytes
-        # Blocks by their place: where each ends, and the question that may be asked again.
+        # The start, the end and the request, which may be retried, of each block.
         self._blocks: list[tuple[int, int, int]] = []
         self._number = 0
 
-    def put(self, buffers: Sequence[Any], request: int = 0) -> list[int]:
+    def put(self, buffers: Sequence[memoryview | bytes], request: int = 0) -> list[int]:
         """Copies buffers into one block of the region.
 
         Args:
           buffers: Bytes.
-          request: The question that the block belongs to, if it must stay until the answer
-            is there.
+          request: The request of the block, if it must stay until `release`.
 
         Returns:
-          Where each of them lies; nothing if there is no room.
+          The offset of each; an empty list if there is no room.
         """
         sizes = [len(data) for data in buffers]
-        start, index = self._room(_HEAD + sum(-(-size // _HEAD) * _HEAD for size in sizes))
+        start, index = self._find_gap(_HEAD + sum(-(-size // _HEAD) * _HEAD for size in sizes))
         if start < 0:
             return []
-        places: list[int] = []
+        offsets: list[int] = []
         end = start + _HEAD
         region = self._bytes
         number = self._number = (self._number + 1) % _NUMBERS
         region[start + _NUMBER.start : start + _NUMBER.stop].view(np.uint64)[0] = number
         for data, size in zip(buffers, sizes, strict=True):
-            places.append(number << _SHIFT | end)
+            offsets.append(number << _SHIFT | end)
             region[end : end + size] = np.frombuffer(data, np.uint8)
             end += -(-size // _HEAD) * _HEAD
         region[start] = 1
         self._blocks.insert(index, (start, end, request))
-        return places
+        return offsets
 
-    def _room(self, size: int) -> tuple[int, int]:
-        """Finds the first gap of a size, and its place among the blocks."""
+    def _find_gap(self, size: int) -> tuple[int, int]:
+        """Returns the start of the first gap of a size, and its index among the blocks."""
         region = self._bytes
         blocks = self._blocks = [b for b in self._blocks if b[2] or region[b[0]]]
         start = 0
@@ -101,52 +99,52 @@ class SharedMemoryWriter:
         return (start if start + size <= limits.SHARED_MEMORY_BYTES else -1), len(blocks)
 
     def release(self, request: int) -> None:
-        """Lets go of the blocks of a question that was answered."""
+        """Releases the blocks of a request whose reply has arrived."""
         self._blocks = [(b, e, 0 if r == request else r) for b, e, r in self._blocks]
 
 
-# The blocks that are in use in this process. A question that was repeated, on this connection or a
-# new one, names a block again: it is one block, and free when all who use it are done.
+# The blocks in use in this process. A retried request, on the same connection or a new one, refers
+# to the same block, which is freed after the last use.
 _in_use: weakref.WeakValueDictionary[tuple[int, int, int, int], Any] = weakref.WeakValueDictionary()
 
 
 class SharedMemoryReader:
-    """The receiver's side of a region."""
+    """The receiver's side of a region: uses blocks in place."""
 
     def __init__(self, region: _Region) -> None:
         self._region = region
 
-    def views(self, places: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-        """Returns the buffers of a block, which is free again when all of them are gone."""
-        number = places[0] >> _SHIFT
-        places = [place - (number << _SHIFT) for place in places]
-        start = places[0] - _HEAD
-        end = places[-1] + sizes[-1]
-        is_ordered = all(a + n <= b for a, n, b in zip(places, sizes, places[1:], strict=False))
+    def views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        """Returns the buffers of a block, which is freed when all of them are."""
+        number = offsets[0] >> _SHIFT
+        offsets = [offset - (number << _SHIFT) for offset in offsets]
+        start = offsets[0] - _HEAD
+        end = offsets[-1] + sizes[-1]
+        is_ordered = all(a + n <= b for a, n, b in zip(offsets, sizes, offsets[1:], strict=False))
         is_inside = start >= 0 and end <= limits.SHARED_MEMORY_BYTES and min(sizes) > 0
         if not is_inside or not is_ordered or start % _HEAD:
             raise errors.ProtocolError(
-                "Buffers in shared memory must lie inside of it, in order",
-                f"some of {list(sizes)} bytes are said to lie at {list(places)}",
+                "Buffers in shared memory must be inside of it, in order",
+                f"buffers of {list(sizes)} bytes have the offsets {list(offsets)}",
                 "Check that all tasks have the same version of replicax.",
             )
         if _number_at(self._region.bytes, start) != number:
             raise OutdatedError(
-                "A block of shared memory must be there until its question is answered",
-                "it belongs to a later question",
-                "Nothing is to be done: this one was repeated, and answered before.",
+                "A block of shared memory must belong to its request",
+                "it belongs to a later one",
+                "Ignore this: the request was retried, and its reply was sent before.",
             )
         first = start + _HEAD
         key = (self._region.file, number, first, end)
         block = _in_use.get(key)
         if block is None:
-            # Also if it was free already: of a question that came twice the first may be refused.
+            # Also if it was freed already: of a retried request the first copy may have failed.
             self._region.bytes[start] = 1
             block = (ctypes.c_ubyte * (end - first)).from_buffer(self._region.memory, first)
             weakref.finalize(block, _free, self._region.bytes, start, number).atexit = False
             _in_use[key] = block
         whole = memoryview(block).cast("B").toreadonly()
-        return [whole[a - first : a - first + n] for a, n in zip(places, sizes, strict=True)]
+        return [whole[a - first : a - first + n] for a, n in zip(offsets, sizes, strict=True)]
 
 
 def _number_at(region: np.ndarray, start: int) -> int:
@@ -159,18 +157,23 @@ def _free(region: np.ndarray, start: int, number: int) -> None:
 
 
 class SharedMemoryClient:
-    """The lane of a caller: it makes the regions."""
+    """The shared memory of a client: creates the regions.
+
+    Attributes:
+      writer: Writes the client's region.
+      reader: Reads the server's region.
+      is_open: Whether the server has attached the regions.
+    """
 
     def __init__(self) -> None:
         self._nonce = secrets.token_hex(8)
-        self._files = [self._make("up")]
+        self._files = [self._create("up")]
         self._up = _Region(self._files[0])
         self.writer = SharedMemoryWriter(self._up)
         self.reader: SharedMemoryReader | None = None
-        # Whether the other side has joined.
         self.is_open = False
 
-    def _make(self, name: str) -> int:
+    def _create(self, name: str) -> int:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         fd = os.memfd_create(f"replicax-{name}-{self._nonce}", flags)
         os.ftruncate(fd, limits.SHARED_MEMORY_BYTES)
@@ -178,33 +181,33 @@ class SharedMemoryClient:
         return fd
 
     def offer(self) -> str:
-        """Returns the name of the lane for a greeting.
+        """Returns the name of the regions for a handshake.
 
-        The other side begins anew after each greeting, so it writes into a new region: what
-        it wrote before may still be in use here.
+        The server starts again after each handshake, with a new region to write: buffers in the old
+        one may still be in use here.
         """
         self.is_open = False
         for fd in self._files[1:]:
             os.close(fd)
-        down = self._make("down")
+        down = self._create("down")
         self._files[1:] = [down]
         self.reader = SharedMemoryReader(_Region(down))
         return f"{os.getpid()}:{self._files[0]}:{down}:{self._nonce}"
 
     def close(self) -> None:
-        """Closes the files; memory stays for as long as it is in use."""
+        """Closes the files; memory in use stays mapped."""
         for fd in self._files:
             os.close(fd)
         self._files = []
         self.is_open = False
 
 
-def join(name: str) -> tuple[SharedMemoryReader, SharedMemoryWriter] | None:
-    """Opens the lane of a caller: what it writes, and what is written for it.
+def attach(name: str) -> tuple[SharedMemoryReader, SharedMemoryWriter] | None:
+    """Opens the regions of a client: the one that it writes, and the one that it reads.
 
     Returns:
-      None if the regions are not what they are said to be, or cannot be reached: the caller
-      may live in another container.
+      None if the name is not valid or the regions cannot be opened, for example because the client
+      runs in another container.
     """
     found = _NAME.fullmatch(name)
     if found is None:

@@ -1,4 +1,4 @@
-"""A file descriptor by which any thread wakes the one that polls it."""
+"""A file descriptor with which any thread wakes the thread that polls it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _wakeups: weakref.WeakSet[Wakeup] = weakref.WeakSet()
 
 
 class Wakeup:
-    """Wakes a polling thread; many calls before it wakes cost one system call.
+    """Wakes a polling thread; several calls before it wakes cost one system call.
 
     Example:
       >>> wakeup = Wakeup()
@@ -27,17 +27,17 @@ class Wakeup:
         _wakeups.add(self)
 
     def set(self) -> None:
-        """Wakes the thread; what was stored before will be seen by it."""
+        """Wakes the thread, which then sees everything that was stored before."""
         if self._is_set:
             return
         with self._lock:
-            # After closing, the number may belong to another file.
+            # After `close`, the descriptor may belong to another file.
             if not self._is_closed:
                 self._is_set = True
                 os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """Called by the thread that woke, before it looks at what was stored."""
+        """Resets the descriptor; called by the polling thread before it reads what was stored."""
         with self._lock:
             if self._is_set and not self._is_closed:
                 os.eventfd_read(self.fd)
@@ -49,14 +49,14 @@ class Wakeup:
         return self._is_closed
 
     def close(self) -> None:
-        """Closes the file; later calls do nothing."""
+        """Closes the file. Idempotent."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
                 os.close(self.fd)
 
-    def leave_to_parent(self) -> None:
-        """Makes a forked child unable to wake the thread, which its parent has and it has not."""
+    def close_in_child(self) -> None:
+        """Closes the file in a forked child, which does not have the polling thread."""
         self._lock = threading.Lock()
         self._is_closed = True
         os.close(self.fd)
@@ -65,7 +65,7 @@ class Wakeup:
 def _after_fork_in_child() -> None:
     for wakeup in list(_wakeups):
         if not wakeup.is_closed:
-            wakeup.leave_to_parent()
+            wakeup.close_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -214,7 +214,7 @@ class ParameterServerTask:
                 return None
             raise
         if isinstance(body, messages.Pong):
-            body = messages.Pong(body.progress, body.figures | self._counters())
+            body = messages.Pong(body.progress, body.counters | self._counters())
         elif isinstance(body, messages.Attached):
             self._copies.clear(but=envelope.job)
             if self._log.target is not None:

@@ -1,4 +1,4 @@
-"""Answers ZeroMQ when it asks whether a key may come in, and for which role it stands."""
+"""Authenticates CURVE keys for ZeroMQ (ZAP): maps public keys to roles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ else:
     z85 = lazy.module("zmq.utils.z85")
 
 _URL = "inproc://zeromq.zap.01"
-# With a domain a connection is refused when there is nobody to ask.
+# With a domain, ZeroMQ rejects connections while there is no authenticator.
 _DOMAIN = b"replicax"
 
 
@@ -31,24 +31,24 @@ class Authenticator:
         self.socket.bind(_URL)
 
     def reply(self) -> None:
-        """Answers the questions that wait."""
+        """Replies to the waiting requests."""
         self._known.refresh()
         while zmq_io.has_message(self.socket):
-            question = self.socket.recv_multipart()
+            request = self.socket.recv_multipart()
             # version, number, domain, address, identity, mechanism, credentials
             role = None
-            if len(question) == 7 and question[5] == b"CURVE" and question[2] == _DOMAIN:
-                role = self._known.role_of(z85.encode(question[6]))
+            if len(request) == 7 and request[5] == b"CURVE" and request[2] == _DOMAIN:
+                role = self._known.role_of(z85.encode(request[6]))
             status = [b"200", b"OK", role.encode()] if role else [b"400", b"unknown key", b""]
-            self.socket.send_multipart([*question[:2], *status, b""])
+            self.socket.send_multipart([*request[:2], *status, b""])
 
     def close(self) -> None:
-        """Answers no more."""
+        """Closes the socket."""
         self.socket.close()
 
 
 class KnownKeys:
-    """Who may come in: public keys, and the role of each.
+    """The accepted public keys, and the role of each.
 
     >>> known = KnownKeys(Keys("ps", b"p" * 40, b"", {"ps": b"p" * 40, "worker": b"w" * 40}))
     >>> known.role_of(b"w" * 40), known.role_of(b"x" * 40)
@@ -61,22 +61,22 @@ class KnownKeys:
         self._roles = _roles(keys)
 
     def refresh(self) -> None:
-        """Takes note of keys that were renewed or retired."""
+        """Reloads keys that were renewed or retired."""
         if (stamp := self._keys.stamp()) != self._stamp:
             self._stamp, self._keys = stamp, self._keys.latest()
             self._roles = _roles(self._keys)
 
     def role_of(self, key: bytes) -> Role | None:
-        """Returns the role of a public key; None for one that is not known."""
+        """Returns the role of a public key; None for an unknown one."""
         return self._roles.get(key)
 
 
 def _roles(keys: Keys) -> dict[bytes, Role]:
-    return {key: role for role in keys.public_keys for key in keys.good(role)}
+    return {key: role for role in keys.public_keys for key in keys.accepted(role)}
 
 
 def guard_server(socket: zmq.Socket, keys: Keys) -> None:
-    """Makes a socket accept only callers that have a key of the cluster."""
+    """Makes a socket accept only peers with a key of the cluster."""
     socket.curve_server = True
     socket.curve_publickey = keys.public
     socket.curve_secretkey = keys.secret
@@ -84,7 +84,7 @@ def guard_server(socket: zmq.Socket, keys: Keys) -> None:
 
 
 def guard_client(socket: zmq.Socket, keys: Keys, server_key: bytes) -> None:
-    """Makes a socket talk only to the holder of a key."""
+    """Makes a socket connect only to the owner of a key."""
     socket.curve_publickey = keys.public
     socket.curve_secretkey = keys.secret
     socket.curve_serverkey = server_key

@@ -1,7 +1,7 @@
-"""One connection to one task: its socket, how it is doing, and the greeting on it.
+"""One connection to one task: its socket, its health, and the handshake on it.
 
-A connection is used by one thread at a time; a channel or the hub sees to that. When it breaks,
-the socket is thrown away with everything that waits in it, and a new one says hello again: the
+A connection is used by one thread at a time, which a channel or a client pool ensures. When it
+breaks, its socket is dropped with all queued messages, and a new one repeats the handshake: the
 first message on a connection is always `Hello`.
 """
 
@@ -27,13 +27,13 @@ else:
 
 _log = logging.getLogger(__name__)
 
-# Seconds between attempts to reach a peer, first and at most; each time in vain they double.
+# The first and the largest interval between attempts to connect, in seconds; it doubles.
 _RETRY = (0.01, 0.2)
-# Seconds between two sockets for one peer that lets callers in and drops them later.
+# Seconds between two sockets for a peer that accepts connections and closes them later.
 _REOPEN = 0.05
 _NEVER_MS = 3_600_000
-# So many handshakes must fail in a row, with each good key, before keys are looked at; and
-# the seconds between two looks.
+# The number of failed handshakes in a row, with each accepted key, before keys are probed, and the
+# seconds between two probes.
 _FAILURES = 3
 _EXPLAIN_S = 5.0
 
@@ -44,13 +44,15 @@ class Connection:
     """One connection to one task.
 
     Attributes:
-      peer: The task at the other end, as the caller knows it.
-      is_ready: Whether the peer has answered the greeting.
-      incarnation: Which life of the peer answered last; None before the first answer.
-      down_since: Since when the peer cannot be reached; None while it can, or may.
-      refusal: Why the peer, or this side, refuses to talk; None while it does not.
-      first: The number of the next question, or of the oldest that has no answer, if each has
-        the number after the last one; 0 if not.
+      peer: The task to connect to.
+      is_ready: Whether the handshake is complete.
+      incarnation: The incarnation of the peer at the last handshake; None before the first.
+      down_since: The time since which the peer is unreachable; None while it is not.
+      error: The error with which the peer, or this side, rejected the connection.
+      reason: Why the peer is unreachable.
+      first: The number of the oldest request without a reply, or of the next one, if requests are
+        numbered consecutively; else 0.
+      shared_memory: The memory that is shared with a peer on the same machine.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Connection:
         peer: Task,
         keys: Keys | None,
         incarnation: int,
-        uses_lane: bool = False,
+        shares_memory: bool = False,
     ) -> None:
         self.location = location
         self.me = me
@@ -69,11 +71,11 @@ class Connection:
         self.is_ready = False
         self.incarnation: int | None = None
         self.down_since: float | None = None
-        self.refusal: errors.DistributeError | None = None
+        self.error: errors.DistributeError | None = None
         self.reason = "it cannot be reached"
         self.first = 0
-        # Memory that is shared with the peer; only on one machine.
-        self.lane = SharedMemoryClient() if uses_lane and location.scheme == "ipc" else None
+        is_local = location.scheme == "ipc"
+        self.shared_memory = SharedMemoryClient() if shares_memory and is_local else None
         self._keys = keys
         self._context: zmq.Context | None = None
         self._opened_at = 0.0
@@ -82,13 +84,13 @@ class Connection:
         self._pause_s = _RETRY[0]
         self._reopen_at: float | None = None
         self._has_handshake = False
-        # How often there was no handshake: another key may do.
+        # The number of failed handshakes, which selects the next key of the peer.
         self._num_failures = 0
-        self._num_good_keys = 1
-        # How often in a row, and when it was last looked at whether keys are the reason.
+        self._num_accepted_keys = 1
+        # The number of failures in a row, and the time of the last probe.
         self._num_in_a_row = 0
         self._explained_at = -_EXPLAIN_S
-        # Which listener at an in-process name this connection belongs to.
+        # The generation of the listener at an in-process name.
         self._generation: int | None = None
         self.socket: Any = None
         self._monitor: Any = None
@@ -97,7 +99,7 @@ class Connection:
     # Opening and closing.
 
     def open(self, now: float) -> None:
-        """Starts to connect and puts the greeting first."""
+        """Starts to connect and sends the handshake first."""
         if self._context is None:
             self._context = context.acquire()
         socket = self._context.socket(zmq.DEALER)
@@ -106,41 +108,42 @@ class Connection:
         socket.sndhwm = socket.rcvhwm = limits.QUEUE
         socket.maxmsgsize = limits.MESSAGE
         socket.handshake_ivl = int(limits.HANDSHAKE * 1e3)
-        # One socket is one attempt. ZeroMQ would go on by itself, also when nobody uses the
-        # connection, and keep all that happens to it for whoever looks next. Were it told never
-        # to, it would throw away what had come before the connection broke.
+        # One socket is one attempt. ZeroMQ would reconnect by itself, also an unused connection,
+        # and queue the events. With reconnects disabled it would drop messages that arrived
+        # before the connection broke.
         socket.reconnect_ivl = _NEVER_MS
         self.pollables = [(socket, 1)]
         if self.location.scheme == "tcp":
-            self._guard(socket)
+            self._set_keys(socket)
         if self.location.scheme != "inproc":
-            self._watch(socket)
+            self._monitor_events(socket)
         self._opened_at = now
         self._reopen_at = None
         self._has_handshake = False
         self.is_ready = False
         self._generation = context.generation(self.location.url)
         socket.connect(self.location.url)
-        self.greet()
+        self.start_handshake()
 
-    def _guard(self, socket: zmq.Socket) -> None:
+    def _set_keys(self, socket: zmq.Socket) -> None:
         if self._keys is None:
             raise errors.PermissionDeniedError(
                 "TCP needs keys",
-                f"there are none to call {self.peer} at {self.location}",
+                f"there are none for {self.peer} at {self.location}",
                 "Make them with `replicax keys make DIR` and set REPLICAX_KEYS=DIR.",
             )
         socket.ipv6 = "[" in self.location.url
-        # Hosts that vanish without a word; see RESET for those that say one.
+        # Detects hosts that vanish without closing their connections.
         socket.tcp_keepalive = 1
         socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = 1
         socket.tcp_keepalive_cnt = 3
-        # A peer may have an older key, or a newer one, when keys are being renewed.
-        good = self._keys.latest().good(self.peer.role)
-        self._num_good_keys = len(good)
-        authenticator.guard_client(socket, self._keys, good[self._num_failures % len(good)])
+        # The peer may have an older key, or a newer one, while keys are renewed.
+        accepted = self._keys.latest().accepted(self.peer.role)
+        self._num_accepted_keys = len(accepted)
+        server_key = accepted[self._num_failures % len(accepted)]
+        authenticator.guard_client(socket, self._keys, server_key)
 
-    def _watch(self, socket: zmq.Socket) -> None:
+    def _monitor_events(self, socket: zmq.Socket) -> None:
         events = (
             zmq.EVENT_CLOSED
             | zmq.EVENT_DISCONNECTED
@@ -157,8 +160,8 @@ class Connection:
         self._monitor.connect(url)
         self.pollables.append((self._monitor, 1))
 
-    def greet(self) -> None:
-        """Says hello; the connection is ready when the answer is there."""
+    def start_handshake(self) -> None:
+        """Sends `Hello`; the connection is ready when the reply has arrived."""
         self.is_ready = False
         hello = messages.Hello(
             messages.VERSION,
@@ -167,17 +170,17 @@ class Connection:
             self.me.role,
             self.me.index,
             self.my_incarnation,
-            "" if self.lane is None else self.lane.offer(),
+            "" if self.shared_memory is None else self.shared_memory.offer(),
             self.first,
         )
         self.send(codec.encode("", 0, self.my_incarnation, 0, hello))
 
     def close(self, linger: float = 0.0) -> None:
-        """Ends the connection; what was sent is given `linger` seconds to leave."""
+        """Closes the connection; sent messages get `linger` seconds to leave."""
         self._drop_socket(linger)
-        if self.lane is not None:
-            self.lane.close()
-            self.lane = None
+        if self.shared_memory is not None:
+            self.shared_memory.close()
+            self.shared_memory = None
         if self._context is not None:
             used, self._context = self._context, None
             context.release(used)
@@ -196,37 +199,37 @@ class Connection:
 
     # Messages.
 
-    def send(self, message: list[Any]) -> None:
-        """Sends a message. If it cannot leave, the connection is taken as broken."""
+    def send(self, message: list[codec.Part]) -> None:
+        """Sends a message. If the queue is full, the connection counts as broken."""
         try:
             zmq_io.send(self.socket, message, self.location.scheme != "inproc")
         except zmq.Again:
-            self.distrust()
+            self.mark_broken()
         except BaseException:
-            # Half a message may be in the socket: nothing sensible can follow it.
-            self.distrust()
+            # A part of the message may be queued: no other message can follow it.
+            self.mark_broken()
             raise
 
-    def distrust(self) -> None:
-        """Takes the connection as broken: `observe` opens a new one."""
+    def mark_broken(self) -> None:
+        """Marks the connection as broken: `observe` opens a new one."""
         self.is_ready = False
         self._reopen_at = 0.0
 
     def receive(self) -> tuple[messages.Envelope, list[memoryview]] | None:
-        """Returns the next message that came, without waiting.
+        """Returns the next message that has arrived, without blocking.
 
-        A `Welcome` is returned too: whatever was not answered before it must be sent again.
+        After a `Welcome`, which is returned, too, requests without a reply must be sent again.
         """
         while self.socket is not None and zmq_io.has_message(self.socket):
             try:
-                envelope, buffers = codec.decode(
-                    zmq_io.receive(self.socket), None if self.lane is None else self.lane.reader
-                )
+                memory = self.shared_memory
+                reader = None if memory is None else memory.reader
+                envelope, buffers = codec.decode(zmq_io.receive(self.socket), reader)
             except errors.ProtocolError as error:
-                _log.warning("%s sent something that is no message: %s", self.peer, error)
+                _log.warning("%s sent a malformed message: %s", self.peer, error)
                 continue
             except BaseException:
-                self.distrust()
+                self.mark_broken()
                 raise
             body = envelope.body
             if type(body) is messages.Welcome:
@@ -235,51 +238,51 @@ class Connection:
             if error_replies.is_hello_first(body) or (
                 self.is_ready and envelope.incarnation != self.incarnation
             ):
-                # The peer has forgotten this connection, or has begun a new life behind it.
+                # The peer has dropped the session, or has started a new incarnation.
                 if self.is_ready:
-                    self.greet()
+                    self.start_handshake()
                 continue
             if self.is_ready:
                 return envelope, buffers
             if type(body) is messages.ErrorReply and envelope.request == 0:
-                self.refusal = error_replies.to_error(body)
+                self.error = error_replies.to_error(body)
                 return None
         return None
 
     def _accept(self, welcome: messages.Welcome) -> None:
         found = Task(welcome.role, welcome.task)
         if found != self.peer:
-            self.refusal = errors.UnavailableError(
+            self.error = errors.UnavailableError(
                 f"{self.peer} must listen at {self.location}",
-                f"{found} does",
+                f"{found} listens there",
                 "Correct the cluster specification.",
             )
             return
         self.incarnation = welcome.incarnation
-        if self.lane is not None:
-            self.lane.is_open = welcome.has_shared_memory
+        if self.shared_memory is not None:
+            self.shared_memory.is_open = welcome.has_shared_memory
         self.is_ready = True
         self.down_since = None
-        self.refusal = None
+        self.error = None
 
     # Health.
 
     def observe(self, now: float) -> None:
-        """Takes note of what happened to the connection, and opens a new one if it broke."""
+        """Handles the events of the connection, and opens a new one if it broke."""
         gap, self._observed_at = now - self._observed_at, now
         if self.down_since is not None and gap > limits.RESET / 2:
-            # This process was stopped or busy: nobody could be reached meanwhile.
+            # This process was stopped or busy, and could not connect meanwhile.
             self.down_since += gap
         if self.location.scheme == "inproc":
             self._observe_name(now)
         while self._monitor is not None and zmq_io.has_message(self._monitor):
             event, _ = self._monitor.recv_multipart(1)
-            self._note(struct.unpack("=HI", event)[0], now)
+            self._handle_event(struct.unpack("=HI", event)[0], now)
         if self._reopen_at is not None and now >= self._reopen_at:
             self._drop_socket(0.0)
             self.open(now)
 
-    def _note(self, event: int, now: float) -> None:
+    def _handle_event(self, event: int, now: float) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._has_handshake = True
             self.down_since = None
@@ -288,10 +291,10 @@ class Connection:
             self._num_in_a_row = 0
             return
         if event == zmq.EVENT_CLOSED:
-            self.reason = "nobody listens there"
-            # Tried anew since it broke: whoever was there has ended, and need not be waited for.
-            was_met = self.incarnation is not None and self.down_since is not None
-            self._is_refused = was_met and self._opened_at >= (self.down_since or 0.0)
+            self.reason = "nothing listens there"
+            # Tried again since the connection broke: the process has ended.
+            was_connected = self.incarnation is not None and self.down_since is not None
+            self._is_refused = was_connected and self._opened_at >= (self.down_since or 0.0)
             self._try_later(now)
             self._explain(now)
         elif event == zmq.EVENT_DISCONNECTED:
@@ -302,26 +305,26 @@ class Connection:
                 self._num_failures += 1
                 self._num_in_a_row += 1
                 self._try_later(now)
-                if self._num_in_a_row >= _FAILURES * self._num_good_keys:
+                if self._num_in_a_row >= _FAILURES * self._num_accepted_keys:
                     self._explain(now)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self.refusal = errors.PermissionDeniedError(
-                f"{self.peer} at {self.location} lets in only keys that it knows",
-                f"it does not know that of {self.me}",
+            self.error = errors.PermissionDeniedError(
+                f"{self.peer} at {self.location} accepts only the keys of its cluster",
+                f"that of {self.me} is not one of them",
                 "Use the keys of the same `replicax keys make` for all tasks.",
             )
         else:
-            # Also if a good connection brought what cannot be deciphered. ZeroMQ ends it.
-            self.reason = "the handshake failed; its keys may be others than ours"
+            # Also after a message that cannot be decrypted: ZeroMQ closes the connection.
+            self.reason = "the handshake failed; its keys may differ from ours"
         self.is_ready = False
         if self.down_since is None:
             self.down_since = now
 
     def _explain(self, now: float) -> None:
-        """Refuses to go on if keys are the reason why the peer cannot be reached."""
+        """Sets `error` if the peer is unreachable because of its keys or ours."""
         if now - self._explained_at >= _EXPLAIN_S:
             self._explained_at = now
-            self.refusal = probe.explain_failure(self.peer, self.location, self.me)
+            self.error = probe.explain_failure(self.peer, self.location, self.me)
 
     def _try_later(self, now: float) -> None:
         self._reopen_at = now + self._pause_s
@@ -332,7 +335,7 @@ class Connection:
         if self._generation is None and self.is_ready:
             self._generation = current
         if current is None:
-            self.reason = "nobody listens there"
+            self.reason = "nothing listens there"
             self.is_ready = False
             if self.down_since is None:
                 self.down_since = now
@@ -342,13 +345,13 @@ class Connection:
             self.down_since = None
 
     def is_lost(self, now: float) -> bool:
-        """Says whether the peer has ended, or is away for longer than a connection may break."""
+        """Returns whether the peer has ended, or is unreachable for longer than `limits.RESET`."""
         if self._is_refused:
             return True
         return self.down_since is not None and now - self.down_since >= limits.RESET
 
     def next_check(self, now: float) -> float:
-        """Returns the seconds after which `observe` must be called although nothing came."""
+        """Returns the seconds after which `observe` must be called without an event."""
         due = limits.DEADLINE
         if self.down_since is not None:
             due = self.down_since + limits.RESET - now

@@ -1,9 +1,9 @@
-"""Watches who comes to a listener, and closes connections: what ZeroMQ itself does not do.
+"""Closes connections that ZeroMQ itself would keep.
 
-ZeroMQ cuts off callers that do not finish its own handshake. Everything else is left to this
-module: too many strangers, strangers that send a lot, peers that break the rules, and a process
-that runs out of file descriptors. In the last case ZeroMQ would turn in circles on TCP, and abort
-the process on `ipc`; so it is told to stop listening before.
+ZeroMQ closes connections that do not complete its own handshake. This module handles the other
+cases: too many unauthenticated peers, unauthenticated peers that send much, peers that violate the
+protocol, and a process that runs out of file descriptors. In the last case ZeroMQ would spin on
+TCP, and abort the process on `ipc`, so the guard stops listening before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from replicax.foundation import lazy
 from replicax.protocol import limits
 from replicax.transport.zmq import zmq_io
-from replicax.transport.zmq.pending_connections import PendingConnections
 
 if TYPE_CHECKING:
     import zmq
@@ -33,35 +32,89 @@ else:
 _log = logging.getLogger(__name__)
 
 _numbers = itertools.count(1)
-# Events that wait; ZeroMQ's own thread waits when there are more.
+# The limit of queued events; ZeroMQ's I/O thread blocks when there are more.
 _QUEUE = 10_000
-# Where the kernel's report on a TCP connection says how many bytes have come.
+# The position of tcpi_bytes_received in the TCP_INFO of the kernel.
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 
 
+class PendingConnections:
+    """The connections without a handshake, by file descriptor. Uses neither sockets nor a clock.
+
+    A connection has `limits.HANDSHAKE` seconds to complete the handshake. At most
+    `limits.PENDING_CONNECTIONS` may be pending: the oldest are closed first.
+
+    Example:
+      >>> pending = PendingConnections()
+      >>> pending.add(20, now=0.0)
+      >>> pending.add(21, now=1.0)
+      >>> pending.discard(21)
+      >>> pending.take_expired(now=0.0 + limits.HANDSHAKE)
+      [20]
+    """
+
+    def __init__(self) -> None:
+        # The deadline of each, in the order of arrival.
+        self._deadlines: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._deadlines))
+
+    def add(self, fd: int, now: float) -> None:
+        """Adds a new connection."""
+        self._deadlines.pop(fd, None)
+        self._deadlines[fd] = now + limits.HANDSHAKE
+
+    def discard(self, fd: int) -> None:
+        """Removes a connection that is closed, or whose handshake is complete."""
+        self._deadlines.pop(fd, None)
+
+    def close_at(self, fd: int, at: float) -> None:
+        """Schedules the closing of a connection, pending or not."""
+        self._deadlines[fd] = min(at, self._deadlines.get(fd, at))
+
+    def take_expired(self, now: float, limit: int = limits.PENDING_CONNECTIONS) -> list[int]:
+        """Removes and returns the connections that must be closed now.
+
+        Args:
+          now: The monotonic time.
+          limit: The number of connections that may stay.
+        """
+        expired = [fd for fd, deadline in self._deadlines.items() if deadline <= now]
+        for fd in expired:
+            del self._deadlines[fd]
+        excess = list(self._deadlines)[: max(0, len(self._deadlines) - limit)]
+        for fd in excess:
+            del self._deadlines[fd]
+        return expired + excess
+
+
 class ConnectionGuard:
-    """The place where a bound socket takes connections. Used by the thread of its service.
+    """Guards the connections of a bound socket. Used by the thread of its service.
 
     Args:
       socket: A bound ROUTER.
-      owner: Who listens, for the log.
+      owner: The listening task, for the log.
 
     Attributes:
-      monitor: Readable when somebody came or went; the owner then calls `observe`.
+      monitor: Readable after a connect or a disconnect; the service then calls `observe`.
     """
 
     def __init__(self, socket: zmq.Socket, owner: object) -> None:
         self._socket = socket
         self._owner = owner
-        self._visitors = PendingConnections()
+        self._pending = PendingConnections()
         self._endpoint = ""
         self._is_tcp = False
         # When to listen again; None while it listens.
         self._resume_at: float | None = None
-        # Whether ZeroMQ has given the place free after it was told to.
+        # Whether ZeroMQ has released the address after `unbind`.
         self._is_free = False
         self._failed_at = float("-inf")
-        url = f"inproc://replicax-doorway-{next(_numbers)}"
+        url = f"inproc://replicax-connection-guard-{next(_numbers)}"
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         socket.monitor(url, events)
         self.monitor: zmq.Socket = socket.context.socket(zmq.PAIR)
@@ -69,77 +122,78 @@ class ConnectionGuard:
         self.monitor.rcvhwm = _QUEUE
         self.monitor.connect(url)
 
-    def opened(self) -> None:
-        """Notes where the socket is bound; call it once it is."""
+    def start(self) -> None:
+        """Reads the bound address; to be called after `bind`."""
         self._endpoint = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._is_tcp = self._endpoint.startswith("tcp:")
 
-    def admit(self, frame: zmq.Frame) -> tuple[int, int] | None:
-        """Notes that the caller who sent a frame is known; returns its connection.
+    def accept(self, part: zmq.Frame) -> tuple[int, int] | None:
+        """Records a completed handshake; returns the connection of a part of its message.
 
-        That is the descriptor, and the inode, as descriptors are used again.
+        Returns:
+          The descriptor, and the inode, since descriptors are reused.
         """
-        fd = _descriptor(frame)
-        self._visitors.forget(fd)
+        fd = _descriptor(part)
+        self._pending.discard(fd)
         try:
             return fd, os.fstat(fd).st_ino
-        except OSError:  # It is closed already.
+        except OSError:  # Closed already.
             return fd, 0
 
     def is_open(self, connection: tuple[int, int]) -> bool:
-        """Tells whether neither side has closed a connection."""
+        """Returns whether neither side has closed a connection."""
         fd, inode = connection
         poll = select.poll()
         try:
             if os.fstat(fd).st_ino != inode:
                 return False
             poll.register(fd, select.POLLRDHUP)
-            # Seen here before ZeroMQ has read what came before it.
+            # Visible here before ZeroMQ has read the data before it.
             return not poll.poll(0)
         except OSError:
             return False
 
-    def dismiss(self, frame: zmq.Frame, at: float) -> None:
-        """Closes the connection that a frame came from, at some time."""
-        if (fd := _descriptor(frame)) >= 0:
-            self._visitors.dismiss(fd, at)
+    def close_at(self, part: zmq.Frame, at: float) -> None:
+        """Closes the connection of a part of a message at some time."""
+        if (fd := _descriptor(part)) >= 0:
+            self._pending.close_at(fd, at)
 
     def observe(self, now: float) -> None:
-        """Takes note of who came and went, and closes what must be closed."""
+        """Handles the events of connections, and closes those that must be closed."""
         for _ in range(_QUEUE):
             if not zmq_io.has_message(self.monitor):
                 break
             event, _ = self.monitor.recv_multipart(1)
-            self._note(*struct.unpack("=HI", event), now)
+            self._handle_event(*struct.unpack("=HI", event), now)
         most = _most_descriptors()
         reserved = min(
             most * limits.RESERVED["tcp" if self._is_tcp else "ipc"], limits.RESERVED_MOST
         )
         has_room = _free_descriptor() < most - reserved
         self._listen(has_room, now)
-        for fd in self._visitors.must_go(now, limits.PENDING_CONNECTIONS if has_room else 0):
-            _cut(fd, self._endpoint)
+        for fd in self._pending.take_expired(now, limits.PENDING_CONNECTIONS if has_room else 0):
+            _shut_down(fd, self._endpoint)
         if self._is_tcp:
-            for fd in self._visitors:
+            for fd in self._pending:
                 if _num_received(fd, self._endpoint) > limits.PENDING_BYTES:
-                    self._visitors.forget(fd)
-                    _cut(fd, self._endpoint)
+                    self._pending.discard(fd)
+                    _shut_down(fd, self._endpoint)
 
-    def _note(self, event: int, value: int, now: float) -> None:
+    def _handle_event(self, event: int, value: int, now: float) -> None:
         if event == zmq.EVENT_ACCEPTED:
-            self._visitors.arrived(value, now)
+            self._pending.add(value, now)
         elif event == zmq.EVENT_DISCONNECTED:
-            self._visitors.forget(value)
+            self._pending.discard(value)
         else:
             self._is_free = True
 
     def _listen(self, has_room: bool, now: float) -> None:
-        """Stops to listen while the process needs its last descriptors for itself."""
+        """Stops listening while only the reserved descriptors are free."""
         if self._resume_at is None:
             if has_room:
                 return
             _log.warning(
-                "%s has no file descriptors for more callers; it listens again when it has "
+                "%s has no file descriptors for more connections; it stops listening until it has "
                 "(see `ulimit -n`)",
                 self._owner,
             )
@@ -158,9 +212,9 @@ class ConnectionGuard:
                 self._resume_at = None
 
     def close(self) -> None:
-        """Watches no more; call it before the socket is closed."""
+        """Closes the monitor; to be called before the socket is closed."""
         if not self.monitor.closed:
-            # ZeroMQ's thread may wait for room here, and would make the next call wait for it.
+            # ZeroMQ's I/O thread may be blocked by a full queue, and would block the next call.
             for _ in range(_QUEUE):
                 if not zmq_io.has_message(self.monitor):
                     break
@@ -169,10 +223,10 @@ class ConnectionGuard:
             self.monitor.close()
 
 
-def _descriptor(frame: zmq.Frame) -> int:
-    """Returns the file descriptor of the connection that a frame came from; -1 without."""
+def _descriptor(part: zmq.Frame) -> int:
+    """Returns the file descriptor of the connection of a part of a message; -1 without."""
     try:
-        return int(frame.get(zmq.SRCFD))
+        return int(part.get(zmq.SRCFD))
     except zmq.ZMQError:
         return -1
 
@@ -183,7 +237,7 @@ def _most_descriptors() -> int:
 
 
 def _free_descriptor() -> int:
-    """Returns the smallest free descriptor: so many are in use, at least."""
+    """Returns the smallest free descriptor: a lower bound of the number in use."""
     try:
         fd = os.eventfd(0, os.EFD_CLOEXEC)
     except OSError:
@@ -193,11 +247,11 @@ def _free_descriptor() -> int:
 
 
 @contextlib.contextmanager
-def _lent(fd: int, endpoint: str) -> Iterator[sockets.socket | None]:
-    """Gives a socket for a descriptor that stays ZeroMQ's.
+def _borrowed(fd: int, endpoint: str) -> Iterator[sockets.socket | None]:
+    """Returns a socket object for a descriptor that ZeroMQ owns.
 
-    None if it is no connection to the endpoint: ZeroMQ may have closed it since, and the number
-    may belong to another file of this process.
+    None if it is not a connection to the endpoint: ZeroMQ may have closed it since, and the
+    descriptor may belong to another file of this process.
     """
     try:
         one = sockets.socket(fileno=fd)
@@ -224,16 +278,16 @@ def _is_connected_to(one: sockets.socket, endpoint: str) -> bool:
     )
 
 
-def _cut(fd: int, endpoint: str) -> None:
-    """Ends a connection; ZeroMQ finds it closed, and tidies up."""
-    with _lent(fd, endpoint) as one, contextlib.suppress(OSError):
+def _shut_down(fd: int, endpoint: str) -> None:
+    """Shuts a connection down; ZeroMQ then closes it."""
+    with _borrowed(fd, endpoint) as one, contextlib.suppress(OSError):
         if one is not None:
             one.shutdown(sockets.SHUT_RDWR)
 
 
 def _num_received(fd: int, endpoint: str) -> int:
-    """Returns how many bytes have come through a TCP connection."""
-    with _lent(fd, endpoint) as one, contextlib.suppress(OSError):
+    """Returns the number of bytes received on a TCP connection."""
+    with _borrowed(fd, endpoint) as one, contextlib.suppress(OSError):
         if one is not None:
             report = one.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED.size)
             if len(report) == _BYTES_RECEIVED.size:

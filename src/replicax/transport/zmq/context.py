@@ -1,8 +1,8 @@
-"""The ZeroMQ context that the sockets of a process share, for as long as there are any.
+"""The ZeroMQ context that the sockets of a process share.
 
-A context has threads and file descriptors of its own, so it is counted: the first user makes it,
-the last one ends it. A process that was forked starts with none. Services that check keys have a
-context of their own, because there can be one authenticator per context.
+A context has threads and file descriptors of its own, so it is reference-counted: the first user
+creates it, the last one terminates it. A forked process starts with none. Services that
+authenticate keys have a private context, because there can be one authenticator per context.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ else:
 
 
 class _Shared:
-    """What a process has: the context, its users, and the names bound inside the process."""
+    """The context of a process, its users, and the names bound inside the process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -41,19 +41,19 @@ class _Shared:
 _shared = _Shared()
 
 
-def _start_anew() -> None:
+def _reset_in_child() -> None:
     global _shared
     _shared = _Shared()
 
 
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def acquire(is_private: bool = False) -> zmq.Context:
-    """Returns a context; each call is answered by one of `release`.
+    """Returns a context; each call needs one call of `release`.
 
     Args:
-      is_private: Whether the caller wants one that nobody else uses.
+      is_private: Whether to create a context of its own.
     """
     shared = _shared
     with shared.lock:
@@ -70,14 +70,14 @@ def acquire(is_private: bool = False) -> zmq.Context:
 
 
 def release(context: zmq.Context) -> None:
-    """Gives a context back. All sockets of the caller must be closed."""
+    """Releases a context. All sockets of the user must be closed."""
     shared = _shared
     with shared.lock:
         if context in shared.private:
             shared.private.remove(context)
             context.term()
         elif context is not shared.context:
-            return  # made before a fork
+            return  # Created before a fork.
         shared.users -= 1
         if shared.users - len(shared.private) == 0 and shared.context is not None:
             shared.context.term()
@@ -89,8 +89,8 @@ def release(context: zmq.Context) -> None:
 def _stop_collector() -> None:
     """Ends the thread that pyzmq starts for memory that is sent without a copy.
 
-    All contexts are closed, so nothing is being sent from memory any more; the thread only has
-    to be told. If somebody else uses it by now, it holds references and is left alone.
+    All contexts are closed, so no memory is being sent any more. If another library uses the thread
+    by now, it holds references and is left alone.
     """
     deadline = time.monotonic() + limits.LINGER
     while garbage.gc.refs and time.monotonic() < deadline:
@@ -100,7 +100,7 @@ def _stop_collector() -> None:
 
 
 def bind_name(url: str) -> bool:
-    """Records that a name inside the process is bound; says whether it was free."""
+    """Records that a name inside the process is bound; returns whether it was free."""
     shared = _shared
     with shared.lock:
         if url in shared.bound:
@@ -117,5 +117,5 @@ def free_name(url: str) -> None:
 
 
 def generation(url: str) -> int | None:
-    """Returns a number for the present listener at a name, or None if there is none."""
+    """Returns the number of the current listener at a name, or None without."""
     return _shared.bound.get(url)

@@ -1,10 +1,10 @@
-"""The socket of a service: bound, guarded, bounded, and given back.
+"""The listening socket of a service, with its authenticator and its connection guard.
 
 Note [Descriptors of forked children]
-    A child that was forked holds the listening socket, its connections and the lock of its path,
-    too. If the process ends and the child does not, peers would not see their connections
-    close, and the next process could not listen at the same address. So the child closes them. It
-    finds the sockets, which belong to ZeroMQ, by their address.
+    A forked child inherits the listening socket, its connections and the lock of its path. If the
+    process ended before the child, peers would not see their connections close, and the next
+    process could not listen at the same address. So the child closes them. It finds the sockets,
+    which belong to ZeroMQ, by their address.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 class Listener:
-    """A bound ROUTER, with what belongs to it.
+    """A bound ROUTER socket.
 
     Attributes:
       socket: The socket.
-      authenticator: Who decides about keys; None where the place itself keeps strangers out.
-      doorway: Who watches connections; None inside a process, where there are none.
-      url: Where it is bound.
-      address: The same for clusters; with the real port if the one asked for was 0.
+      authenticator: Authenticates keys; None where the file system restricts access.
+      guard: Guards connections; None inside a process, where there are none.
+      url: The bound URL.
+      address: The same for clusters; with the real port if port 0 was requested.
     """
 
     def __init__(self, location: Location, task: Task, keys: Keys | None) -> None:
         self._location = location
         self._path_lock: addresses.PathLock | None = None
         self._has_name = False
-        # As the kernel tells it: a path, or a host and a port.
+        # As `getsockname` returns it: a path, or a host and a port.
         self._local: Any = location.path if location.scheme == "ipc" else None
         self.authenticator: Authenticator | None = None
-        self.doorway: ConnectionGuard | None = None
+        self.guard: ConnectionGuard | None = None
         self.url = location.url
         self.address = location.address
         is_tcp = location.scheme == "tcp"
@@ -65,8 +65,8 @@ class Listener:
                 "Make keys with `replicax keys make DIR` and set REPLICAX_KEYS=DIR.",
             )
         target = addresses.numeric(location) if is_tcp else location.url
-        # Ending a context of its own waits until nothing listens any more; a shared one would go
-        # on listening for a moment after the place was given free.
+        # Terminating a private context waits until the socket is closed; a shared one would listen
+        # for a moment after the address was released.
         self._context = context.acquire(is_private=location.scheme != "inproc")
         self.socket: zmq.Socket = self._context.socket(zmq.ROUTER)
         try:
@@ -76,10 +76,10 @@ class Listener:
                 guard_server(self.socket, keys)
                 self.socket.ipv6 = "[" in target
             if location.scheme != "inproc":
-                self.doorway = ConnectionGuard(self.socket, task)
+                self.guard = ConnectionGuard(self.socket, task)
             self._bind(target)
-            if self.doorway is not None:
-                self.doorway.opened()
+            if self.guard is not None:
+                self.guard.start()
         except BaseException:
             self.close()
             raise
@@ -95,11 +95,11 @@ class Listener:
         self.socket.handshake_ivl = int(limits.HANDSHAKE * 1e3)
         if self._location.scheme == "tcp":
             self.socket.backlog = limits.BACKLOG
-            # Hosts that vanish without a word: their connections are closed here as well.
+            # Closes connections of hosts that vanish without closing them.
             self.socket.tcp_keepalive = 1
             self.socket.tcp_keepalive_idle = self.socket.tcp_keepalive_intvl = 1
             self.socket.tcp_keepalive_cnt = 3
-        # Sending to somebody who is gone, or reads nothing, is an error and not forgotten.
+        # Sending to a peer that has disconnected, or does not read, is an error.
         self.socket.router_mandatory = True
 
     def _bind(self, target: str) -> None:
@@ -129,17 +129,17 @@ class Listener:
         self.url = f"tcp://{self.address}"
 
     def close(self) -> None:
-        """Gives everything back; what was sent gets a moment to leave."""
+        """Closes the socket and releases its address; sent messages get a moment to leave."""
         if self.socket.closed:
             return
         _listeners.discard(self)
         if self._has_name:
-            # At once: closing gives a name free only when ZeroMQ gets round to it.
+            # At once: closing releases the name asynchronously.
             with contextlib.suppress(zmq.ZMQError):
                 self.socket.unbind(self.url)
             context.free_name(self.url)
-        if self.doorway is not None:
-            self.doorway.close()
+        if self.guard is not None:
+            self.guard.close()
         self.socket.close()
         if self.authenticator is not None:
             self.authenticator.close()
@@ -147,10 +147,10 @@ class Listener:
         if self._path_lock is not None:
             self._path_lock.release()
 
-    def leave_to_parent(self) -> None:
-        """Closes what a forked child has inherited; the process that it came from keeps it."""
+    def close_in_child(self) -> None:
+        """Closes the inherited descriptors in a forked child; its parent keeps them."""
         if self._path_lock is not None:
-            self._path_lock.leave_to_parent()
+            self._path_lock.close_in_child()
         for fd in _open_sockets():
             if _address_of(fd) == self._local:
                 os.close(fd)
@@ -183,7 +183,7 @@ def _address_of(fd: int) -> Any:
 
 def _after_fork_in_child() -> None:
     for listener in list(_listeners):
-        listener.leave_to_parent()
+        listener.close_in_child()
     _listeners.clear()
 
 

@@ -1,8 +1,8 @@
-"""Why a connection fails: what listens at an address, found out without keys.
+"""Explains failed connections: probes a listener without keys.
 
-ZeroMQ says no more than that a handshake failed, or that nothing listens. Whether keys are the
-reason is visible in what a listener says first, before it checks any: the greeting of ZMTP 3 names
-its security mechanism.
+ZeroMQ reports only that a handshake failed, or that nothing listens. Whether keys are the reason is
+visible in the first bytes of a listener, before it checks any: the ZMTP 3 signature names its
+security mechanism.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from replicax.transport import addresses
 from replicax.transport.addresses import Location
 
 _LENGTH = 64
-# Signature, version 3.1, mechanism, role and filler. A listener with another mechanism ends the
-# connection before it has said all of its own greeting.
+# Signature, version 3.1, mechanism, role and filler. A listener with another mechanism closes the
+# connection before it has sent all of its own.
 _START = b"\xff" + bytes(8) + b"\x7f"
 _MECHANISM = b"CURVE".ljust(20, b"\x00")
-_GREETING = (_START + b"\x03\x01" + _MECHANISM).ljust(_LENGTH, b"\x00")
-# All tasks that answer do so at once.
+_SIGNATURE = (_START + b"\x03\x01" + _MECHANISM).ljust(_LENGTH, b"\x00")
+# Listeners send the signature immediately.
 _TIMEOUT_S = 0.25
 
 
 def explain_failure(
     peer: Task, location: Location, me: Task
 ) -> errors.PermissionDeniedError | None:
-    """Returns the error for a connection that keys are in the way of; None if they are not.
+    """Returns the error for a connection that fails because of keys; None for other reasons.
 
-    Call it when the peer could not be reached, or has closed connections during handshakes. It may
-    take a quarter of a second.
+    To be called when the peer is unreachable, or closes connections during handshakes. May block
+    for a quarter of a second.
     """
     if location.scheme == "tcp":
         if listens_with_keys(location.address):
@@ -47,12 +47,12 @@ def explain_failure(
 
 
 def listens_with_keys(address: str) -> bool:
-    """Tells whether a ZeroMQ socket that checks keys listens at `host:port`."""
+    """Returns whether a ZeroMQ socket that requires keys listens at `host:port`."""
     host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError, ValueError):
-        where = host.strip("[]"), int(port)
-        with socket.create_connection(where, timeout=_TIMEOUT_S) as connection:
-            connection.sendall(_GREETING)
+        target = host.strip("[]"), int(port)
+        with socket.create_connection(target, timeout=_TIMEOUT_S) as connection:
+            connection.sendall(_SIGNATURE)
             found = b""
             while len(found) < _LENGTH and (piece := connection.recv(_LENGTH - len(found))):
                 found += piece
@@ -61,7 +61,7 @@ def listens_with_keys(address: str) -> bool:
 
 
 def _listens_without_keys(address: str) -> bool:
-    """Tells whether a task of this user listens for `host:port` at a path of this machine."""
+    """Returns whether a task of this user listens for `host:port` at a path of this machine."""
     try:
         path = addresses.resolve(address, "ipc").path
     except errors.DistributeError:  # Not an address of this machine.
@@ -86,7 +86,7 @@ def _wrong_keys(peer: Task, location: Location, me: Task) -> errors.PermissionDe
 
 def _missing_keys(peer: Task, location: Location) -> errors.PermissionDeniedError:
     return errors.PermissionDeniedError(
-        f"{peer} at {location} lets in callers that have keys",
+        f"{peer} at {location} accepts only connections with keys",
         "this process has none",
         "Pass `keys=DIR` or set REPLICAX_KEYS=DIR, with the keys of the cluster.",
     )
@@ -95,7 +95,7 @@ def _missing_keys(peer: Task, location: Location) -> errors.PermissionDeniedErro
 def _needless_keys(peer: Task, location: Location) -> errors.PermissionDeniedError:
     return errors.PermissionDeniedError(
         f"{peer} at {location} and this process must both have keys, or both have none",
-        "it was started without keys, and listens where only processes of this user on this "
-        "machine can call it; this process has keys",
+        "it was started without keys, and is reachable only for processes of this user on this "
+        "machine; this process has keys",
         "Start it with the keys of the cluster, or unset REPLICAX_KEYS here.",
     )

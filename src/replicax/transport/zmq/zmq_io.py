@@ -1,61 +1,63 @@
-"""Frames through sockets: what is copied, what is lent."""
+"""Sends and receives multipart messages without blocking, with few copies."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from replicax.foundation import errors, lazy
 from replicax.protocol import limits
+from replicax.protocol.codec import Part
 
 if TYPE_CHECKING:
     import zmq
 else:
     zmq = lazy.module("zmq")
 
-# The number of an option: which of receiving and sending would not wait.
+# The number of the socket option ZMQ_EVENTS.
 _EVENTS = 15
 
-# More frames than any message of ours can have: its header could not name them.
-_MAX_FRAMES = limits.MESSAGE // limits.JOINED + 3
+# More parts than any valid message has: its header could not list them.
+_MAX_PARTS = limits.MESSAGE // limits.JOINED + 3
 
 
-def send(socket: zmq.Socket, frames: list[Any], can_lend: bool = True) -> None:
-    """Sends a message at once.
+def send(socket: zmq.Socket, parts: Sequence[Part], can_avoid_copy: bool = True) -> None:
+    """Sends a message without blocking.
 
     Args:
-      socket: Where to.
-      frames: What.
-      can_lend: Whether large frames may be sent from where they lie. Inside a process the
+      socket: The socket.
+      parts: The parts of the message.
+      can_avoid_copy: Whether large parts may be sent without a copy. Inside a process the
         receiver would then share the memory of the sender.
 
     Raises:
       zmq.Again: The queue is full.
     """
-    # Plain numbers: the flags of pyzmq are enums, and combining those costs more than sending.
-    last = len(frames) - 1
-    for i, frame in enumerate(frames):
+    # Plain numbers: combining the enums of pyzmq costs more than sending.
+    last = len(parts) - 1
+    for i, part in enumerate(parts):
         flags = 1 if i == last else 3  # NOBLOCK, SNDMORE
-        socket.send(frame, flags, not (can_lend and len(frame) >= limits.ZERO_COPY))
+        socket.send(part, flags, not (can_avoid_copy and len(part) >= limits.ZERO_COPY))
 
 
 def has_message(socket: zmq.Socket) -> bool:
-    """Says whether a message waits: a third of the price of an error that says there is none."""
+    """Returns whether a message has arrived: three times as fast as catching `zmq.Again`."""
     return bool(cast(int, socket.get(_EVENTS)) & 1)
 
 
 def receive(socket: zmq.Socket) -> list[zmq.Frame]:
-    """Receives a message without waiting, and without copying it.
+    """Receives the parts of a message without blocking, and without copying them.
 
     Raises:
-      zmq.Again: There is none.
-      ProtocolError: It has more frames than a message can have; it is dropped.
+      zmq.Again: No message has arrived.
+      ProtocolError: It has more parts than a valid message; it is dropped.
     """
-    frame = socket.recv(1, False)
-    frames = [frame]
-    while frame.more:
-        frame = socket.recv(0, False)
-        if len(frames) < _MAX_FRAMES:
-            frames.append(frame)
-    if len(frames) >= _MAX_FRAMES:
-        raise errors.ProtocolError("A message has more frames than there may be.")
-    return frames
+    part = socket.recv(1, False)
+    parts = [part]
+    while part.more:
+        part = socket.recv(0, False)
+        if len(parts) < _MAX_PARTS:
+            parts.append(part)
+    if len(parts) >= _MAX_PARTS:
+        raise errors.ProtocolError(f"A message has more than {_MAX_PARTS} parts.")
+    return parts

@@ -257,7 +257,7 @@ def test_bar42_some_roles_may_not_call_at_all(
     with (
         ipc.serve(reached, peer),
         ipc.channel(me, peer) as channel,
-        pytest.raises(errors.PermissionDeniedError, match=f"a {me.role} called"),
+        pytest.raises(errors.PermissionDeniedError, match=f"a {me.role} connected"),
     ):
         channel.request(PING, timeout=60)
     assert reached.bodies == []

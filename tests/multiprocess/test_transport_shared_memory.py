@@ -26,11 +26,11 @@ class Echo:
     """A server that returns what it gets, and remembers where it lay."""
 
     def __init__(self) -> None:
-        self.places: list[list[int]] = []
+        self.offsets: list[list[int]] = []
         self.kept: list[memoryview] | None = None
 
     def __call__(self, caller: Any, envelope: Any, buffers: list[memoryview]) -> Any:
-        self.places.append(envelope.places)
+        self.offsets.append(envelope.offsets)
         if self.kept is not None:
             self.kept += buffers
         copies = [np.frombuffer(buffer, np.uint8).copy() for buffer in buffers]
@@ -72,21 +72,21 @@ def test_buffers_arrive_as_they_were_and_only_large_ones_are_shared(
     found = ask(channel, sent, b"xy", sent)
     assert [bytes(f) for f in found] == [sent.tobytes(), b"xy", sent.tobytes()]
     is_shared = size >= limits.SHARED_BUFFER
-    assert [place >= 0 for place in echo.places[-1]] == ([True, False, True] if is_shared else [])
-    assert all(place % limits.ALIGNMENT == 0 for place in echo.places[-1] if place >= 0)
+    assert [place >= 0 for place in echo.offsets[-1]] == ([True, False, True] if is_shared else [])
+    assert all(place % limits.ALIGNMENT == 0 for place in echo.offsets[-1] if place >= 0)
 
 
 def test_blocks_are_used_again_once_nobody_holds_them(channel: Channel, echo: Echo) -> None:
     for seed in range(50):
         sent = data(1 << 20, seed)
         assert bytes(ask(channel, sent)[0]) == sent.tobytes()
-    assert len({places[0] % (1 << 32) for places in echo.places[1:]}) <= 2
+    assert len({offsets[0] % (1 << 32) for offsets in echo.offsets[1:]}) <= 2
 
 
 def test_what_is_held_on_either_side_keeps_its_bytes(channel: Channel, echo: Echo) -> None:
     echo.kept = []
     answers = [ask(channel, data(100_000, seed))[0] for seed in range(20)]
-    assert len({places[0] for places in echo.places[1:]}) == 20
+    assert len({offsets[0] for offsets in echo.offsets[1:]}) == 20
     for seed, (answer, kept) in enumerate(zip(answers, echo.kept, strict=True)):
         assert bytes(answer) == bytes(kept) == data(100_000, seed).tobytes()
 
@@ -98,30 +98,30 @@ def test_without_room_buffers_take_the_socket(channel: Channel, echo: Echo) -> N
     first = data(half)
     for _ in range(3):
         assert len(ask(channel, first)[0]) == half
-    assert [len(places) for places in echo.places[1:]] == [1, 0, 0]
+    assert [len(offsets) for offsets in echo.offsets[1:]] == [1, 0, 0]
     echo.kept = None
     gc.collect()
     ask(channel, first)
-    assert echo.places[-1][0] >= 0
+    assert echo.offsets[-1][0] >= 0
 
 
 def test_posted_questions_keep_their_blocks_until_they_are_answered() -> None:
     mine = shared_memory.SharedMemoryClient()
     try:
-        found = shared_memory.join(mine.offer())
+        found = shared_memory.attach(mine.offer())
         assert found is not None
         reader = found[0]
-        places = mine.writer.put([b"a" * 10_000, b"z" * 100], request=7)
-        assert list(map(bytes, reader.views(places, [3, 2]))) == [b"aaa", b"zz"]
+        offsets = mine.writer.put([b"a" * 10_000, b"z" * 100], request=7)
+        assert list(map(bytes, reader.views(offsets, [3, 2]))) == [b"aaa", b"zz"]
         # Read, and free; but it may have to be sent again.
         other = mine.writer.put([b"b" * 10_000], request=8)
-        assert other[0] % (1 << 32) != places[0] % (1 << 32)
+        assert other[0] % (1 << 32) != offsets[0] % (1 << 32)
         mine.writer.release(7)
         again = mine.writer.put([b"c" * 10_000])
-        assert again[0] % (1 << 32) == places[0] % (1 << 32)
+        assert again[0] % (1 << 32) == offsets[0] % (1 << 32)
         # The question was repeated, and comes when its block belongs to another one.
-        with refused(shared_memory.OutdatedError, "a later question"):
-            reader.views(places, [3, 2])
+        with refused(shared_memory.OutdatedError, "a later one"):
+            reader.views(offsets, [3, 2])
         assert bytes(reader.views(again, [3])[0]) == b"ccc"
     finally:
         mine.close()
@@ -141,8 +141,8 @@ def test_bar42_only_regions_of_the_named_caller_are_opened(spoil: Any) -> None:
     mine = shared_memory.SharedMemoryClient()
     try:
         name = mine.offer()
-        assert shared_memory.join(name) is not None
-        assert shared_memory.join(spoil(name)) is None
+        assert shared_memory.attach(name) is not None
+        assert shared_memory.attach(spoil(name)) is None
     finally:
         mine.close()
 
@@ -158,7 +158,7 @@ def test_bar45_a_region_cannot_be_made_smaller() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "sizes"),
+    ("offsets", "sizes"),
     [
         ([0], [10]),
         ([-64], [10]),
@@ -171,12 +171,12 @@ def test_bar45_a_region_cannot_be_made_smaller() -> None:
         ([64, 128], [10, -5]),
     ],
 )
-def test_bar45_places_outside_of_a_region_are_refused(places: Any, sizes: Any) -> None:
+def test_bar45_places_outside_of_a_region_are_refused(offsets: Any, sizes: Any) -> None:
     mine = shared_memory.SharedMemoryClient()
     try:
-        found = shared_memory.join(mine.offer())
+        found = shared_memory.attach(mine.offer())
         assert found is not None
         with pytest.raises(errors.ProtocolError):
-            found[0].views(places, sizes)
+            found[0].views(offsets, sizes)
     finally:
         mine.close()
