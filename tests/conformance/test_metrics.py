@@ -239,7 +239,7 @@ def test_X5_one_replica_may_update_anywhere(strategy: Any) -> None:
 @pytest.mark.strategies(*TWO_REPLICAS)
 def test_a_metric_from_outside_the_scope_is_refused(strategy: Any) -> None:
     metric = M.Mean()
-    with refused(rx.errors.ContextError, match="made outside of every scope"):
+    with refused(rx.errors.ContextError, match="created outside of every scope"):
         strategy.run(lambda: metric.update_state([1.0]))
     metric.update_state([2.0, 4.0])
     # One copy for everybody: nothing is added up.

@@ -234,5 +234,5 @@ def test_a_metric_that_the_strategy_did_not_make_says_so(strategy: Any, where: s
         strategy.run(lambda: metric.update_state(*args))
 
     for fn in (step, rx.function(step)):
-        with refused(rx.errors.ContextError, f"metric was made {where}.*strategy.scope"):
+        with refused(rx.errors.ContextError, f"metric was created {where}.*strategy.scope"):
             fn()

@@ -1,9 +1,9 @@
-"""Metrics of how true positives and their price go together over all thresholds."""
+"""Metrics of curves over all thresholds: areas, and best points under a constraint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,21 @@ import numpy as np
 from typing_extensions import override
 
 from replicax.foundation import errors
-from replicax.training.metrics import as_array, divide, numpy_for
-from replicax.training.metrics_accuracy import positive
-from replicax.training.metrics_confusion import Counts
+from replicax.training.metrics.confusion import Counts
+from replicax.training.metrics.means import positive
+from replicax.training.metrics.metric import (
+    Array,
+    DType,
+    Values,
+    Weights,
+    as_array,
+    divide,
+    numpy_for,
+)
 
 _CURVES = ("ROC", "PR")
 _SUMMATIONS = ("interpolation", "minoring", "majoring")
-# Just below 0, so that every prediction lies above it.
+# Just below 0, so that every prediction is above it.
 _BELOW = -1e-7
 
 
@@ -25,16 +33,16 @@ class AUC(Counts):
     """The area under the ROC or the precision-recall curve, from counts at fixed thresholds.
 
     Args:
-      num_thresholds: How many thresholds between 0 and 1, both included; more are finer.
+      num_thresholds: The number of thresholds from 0 to 1.
       curve: "ROC" or "PR".
       summation_method: "interpolation": the trapezoidal rule for ROC, and the interpolation of
         Davis and Goadrich for PR; "minoring" and "majoring": sums below and above the curve.
       name: The metric's name.
       dtype: The type of state and result.
-      thresholds: The inner thresholds themselves, instead of `num_thresholds`.
-      multi_label: Whether the areas of the columns are computed apart, and averaged.
-      num_labels: How many columns there are; needed for `multi_label`.
-      label_weights: How much each column counts.
+      thresholds: The inner thresholds, instead of `num_thresholds`.
+      multi_label: Whether the areas of columns are computed separately, and averaged.
+      num_labels: The number of columns; needed for `multi_label`.
+      label_weights: The weight of each column.
       from_logits: Whether predictions are logits, to which a sigmoid is applied.
 
     >>> m = AUC(num_thresholds=3)
@@ -48,7 +56,7 @@ class AUC(Counts):
         curve: str = "ROC",
         summation_method: str = "interpolation",
         name: str = "auc",
-        dtype: Any = None,
+        dtype: DType = None,
         thresholds: Sequence[float] | None = None,
         multi_label: bool = False,
         num_labels: int | None = None,
@@ -61,18 +69,18 @@ class AUC(Counts):
         self._label_weights = None if label_weights is None else np.asarray(label_weights, float)
         if multi_label and num_labels is None:
             raise errors.InvalidArgumentError(
-                "AUC with multi_label=True needs to know the number of labels",
+                "AUC with multi_label=True needs the number of labels",
                 "`num_labels` is None",
                 "Pass num_labels, the last dimension of the predictions.",
             )
-        # Below and above everything, so that the curve has both its ends.
+        # Thresholds below and above all predictions are the ends of the curve.
         inner = _inner_thresholds(num_thresholds, thresholds)
         super().__init__(
             name, dtype, [_BELOW, *inner, 1 - _BELOW], num_labels if multi_label else None
         )
 
     @override
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: Values, y_pred: Values, sample_weight: Weights = None) -> None:
         if self._from_logits:
             y_pred = jax.nn.sigmoid(as_array(y_pred))
         if self._label_weights is not None and not self._by_label:
@@ -83,13 +91,12 @@ class AUC(Counts):
         self.count(y_true, y_pred, sample_weight, self._by_label)
 
     @override
-    def result(self) -> Any:
-        true_positives, false_positives, true_negatives, false_negatives = self.counts()
-        recall = divide(true_positives, true_positives + false_negatives)
+    def result(self) -> Array:
+        true_positives, false_positives, true_negatives, false_negatives = counts = self.counts()
         if self._curve == "ROC":
-            x, y = divide(false_positives, false_positives + true_negatives), recall
+            x, y = divide(false_positives, false_positives + true_negatives), _recall(*counts)
         else:
-            x, y = recall, divide(true_positives, true_positives + false_positives)
+            x, y = _recall(*counts), _precision(*counts)
         xnp = numpy_for(x, y)
         if self._summation == "minoring":
             heights = xnp.minimum(y[:-1], y[1:])
@@ -107,8 +114,8 @@ class AUC(Counts):
         return divide(xnp.sum(areas * weights), xnp.sum(xnp.asarray(weights))).astype(self.dtype)
 
 
-def _interpolated(true_positives: Any, false_positives: Any, positives: Any) -> Any:
-    """Integrates precision over recall, between thresholds along a line of counts."""
+def _interpolated(true_positives: Array, false_positives: Array, positives: Array) -> Array:
+    """Integrates precision over recall, with counts interpolated linearly between thresholds."""
     xnp = numpy_for(true_positives, false_positives, positives)
     predicted = true_positives + false_positives
     steps = true_positives[:-1] - true_positives[1:]
@@ -121,8 +128,26 @@ def _interpolated(true_positives: Any, false_positives: Any, positives: Any) -> 
     )
 
 
+Rate: TypeAlias = Callable[[Array, Array, Array, Array], Array]
+
+
+def _recall(true_positives: Array, _fp: Array, _tn: Array, false_negatives: Array) -> Array:
+    return divide(true_positives, true_positives + false_negatives)
+
+
+def _precision(true_positives: Array, false_positives: Array, _tn: Array, _fn: Array) -> Array:
+    return divide(true_positives, true_positives + false_positives)
+
+
+def _specificity(_tp: Array, false_positives: Array, true_negatives: Array, _fn: Array) -> Array:
+    return divide(true_negatives, true_negatives + false_positives)
+
+
 class _BestUnderConstraint(Counts):
     """The largest value of one rate at the thresholds where another reaches a bound."""
+
+    bounded: Rate
+    maximized: Rate
 
     def __init__(
         self,
@@ -131,13 +156,13 @@ class _BestUnderConstraint(Counts):
         num_thresholds: int,
         class_id: int | None,
         name: str,
-        dtype: Any,
+        dtype: DType,
     ) -> None:
         if not 0 <= bound <= 1:
             raise errors.InvalidArgumentError(
-                f"`{argument}` must lie between 0 and 1",
+                f"`{argument}` must be between 0 and 1",
                 f"it is {bound}",
-                "It is a share of examples.",
+                "Pass a share of examples.",
             )
         self._bound, self._class_id = bound, class_id
         count = positive("num_thresholds", num_thresholds)
@@ -145,38 +170,27 @@ class _BestUnderConstraint(Counts):
         super().__init__(name, dtype, found)
 
     @override
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: Values, y_pred: Values, sample_weight: Weights = None) -> None:
         true, pred = as_array(y_true), as_array(y_pred)
         if self._class_id is not None:
             true, pred = true[..., self._class_id], pred[..., self._class_id]
         self.count(true, pred, sample_weight)
 
-    def _best(self, bounded: Any, wanted: Any) -> Any:
-        xnp = numpy_for(bounded, wanted)
-        return xnp.max(xnp.where(bounded >= self._bound, wanted, 0))
-
-    def _sensitivities_and_specificities(self) -> tuple[Any, Any]:
-        true_positives, false_positives, true_negatives, false_negatives = self.counts()
-        return (
-            divide(true_positives, true_positives + false_negatives),
-            divide(true_negatives, true_negatives + false_positives),
-        )
-
-    def _recalls_and_precisions(self) -> tuple[Any, Any]:
-        true_positives, false_positives, _, false_negatives = self.counts()
-        return (
-            divide(true_positives, true_positives + false_negatives),
-            divide(true_positives, true_positives + false_positives),
-        )
+    @override
+    def result(self) -> Array:
+        counts = self.counts()
+        bounded, maximized = self.bounded(*counts), self.maximized(*counts)
+        xnp = numpy_for(bounded, maximized)
+        return xnp.max(xnp.where(bounded >= self._bound, maximized, 0))
 
 
 class SensitivityAtSpecificity(_BestUnderConstraint):
-    """The largest share of positives found where enough negatives are left alone.
+    """The largest sensitivity at thresholds with a minimum specificity.
 
     Args:
-      specificity: The least share of negatives that are predicted so.
-      num_thresholds: How many thresholds between 0 and 1 are tried.
-      class_id: If given, only this class of the last dimension counts.
+      specificity: The minimum share of negatives that are predicted negative.
+      num_thresholds: The number of thresholds from 0 to 1.
+      class_id: If given, only this class of the last dimension is used.
       name: The metric's name.
       dtype: The type of state and result.
 
@@ -185,31 +199,30 @@ class SensitivityAtSpecificity(_BestUnderConstraint):
     0.5
     """
 
+    bounded, maximized = staticmethod(_specificity), staticmethod(_recall)
+
     def __init__(
         self,
         specificity: float,
         num_thresholds: int = 200,
         class_id: int | None = None,
         name: str = "sensitivity_at_specificity",
-        dtype: Any = None,
+        dtype: DType = None,
     ) -> None:
         super().__init__("specificity", specificity, num_thresholds, class_id, name, dtype)
 
-    @override
-    def result(self) -> Any:
-        sensitivities, specificities = self._sensitivities_and_specificities()
-        return self._best(specificities, sensitivities)
-
 
 class SpecificityAtSensitivity(_BestUnderConstraint):
-    """The largest share of negatives left alone where enough positives are found.
+    """The largest specificity at thresholds with a minimum sensitivity.
 
-    Arguments as of `SensitivityAtSpecificity`, with `sensitivity`.
+    Arguments as in `SensitivityAtSpecificity`, with `sensitivity`.
 
     >>> m = SpecificityAtSensitivity(0.5)
     >>> round(float(m([0, 0, 0, 1, 1], [0, 0.3, 0.8, 0.3, 0.8])), 6)
     0.666667
     """
+
+    bounded, maximized = staticmethod(_recall), staticmethod(_specificity)
 
     def __init__(
         self,
@@ -217,25 +230,22 @@ class SpecificityAtSensitivity(_BestUnderConstraint):
         num_thresholds: int = 200,
         class_id: int | None = None,
         name: str = "specificity_at_sensitivity",
-        dtype: Any = None,
+        dtype: DType = None,
     ) -> None:
         super().__init__("sensitivity", sensitivity, num_thresholds, class_id, name, dtype)
 
-    @override
-    def result(self) -> Any:
-        sensitivities, specificities = self._sensitivities_and_specificities()
-        return self._best(sensitivities, specificities)
-
 
 class PrecisionAtRecall(_BestUnderConstraint):
-    """The largest precision where recall is high enough.
+    """The largest precision at thresholds with a minimum recall.
 
-    Arguments as of `SensitivityAtSpecificity`, with `recall`.
+    Arguments as in `SensitivityAtSpecificity`, with `recall`.
 
     >>> m = PrecisionAtRecall(0.5)
     >>> float(m([0, 0, 0, 1, 1], [0, 0.3, 0.8, 0.3, 0.8]))
     0.5
     """
+
+    bounded, maximized = staticmethod(_recall), staticmethod(_precision)
 
     def __init__(
         self,
@@ -243,25 +253,22 @@ class PrecisionAtRecall(_BestUnderConstraint):
         num_thresholds: int = 200,
         class_id: int | None = None,
         name: str = "precision_at_recall",
-        dtype: Any = None,
+        dtype: DType = None,
     ) -> None:
         super().__init__("recall", recall, num_thresholds, class_id, name, dtype)
 
-    @override
-    def result(self) -> Any:
-        recalls, precisions = self._recalls_and_precisions()
-        return self._best(recalls, precisions)
-
 
 class RecallAtPrecision(_BestUnderConstraint):
-    """The largest recall where precision is high enough.
+    """The largest recall at thresholds with a minimum precision.
 
-    Arguments as of `SensitivityAtSpecificity`, with `precision`.
+    Arguments as in `SensitivityAtSpecificity`, with `precision`.
 
     >>> m = RecallAtPrecision(0.8)
     >>> float(m([0, 0, 1, 1], [0, 0.5, 0.3, 0.9]))
     0.5
     """
+
+    bounded, maximized = staticmethod(_precision), staticmethod(_recall)
 
     def __init__(
         self,
@@ -269,18 +276,13 @@ class RecallAtPrecision(_BestUnderConstraint):
         num_thresholds: int = 200,
         class_id: int | None = None,
         name: str = "recall_at_precision",
-        dtype: Any = None,
+        dtype: DType = None,
     ) -> None:
         super().__init__("precision", precision, num_thresholds, class_id, name, dtype)
 
-    @override
-    def result(self) -> Any:
-        recalls, precisions = self._recalls_and_precisions()
-        return self._best(precisions, recalls)
-
 
 def _inner_thresholds(count: int, given: Sequence[float] | None) -> list[float]:
-    """Returns the thresholds between the two ends, evenly spaced unless they are given."""
+    """Returns the thresholds between the ends, evenly spaced unless given."""
     if given is not None:
         return np.sort(np.asarray(given, float)).tolist()
     if positive("num_thresholds", count) < 2:

@@ -1,40 +1,50 @@
-"""`Metric`: state that replicas count into on their own, and that is combined when read."""
+"""`Metric`: state that each replica updates by itself, combined when it is read."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
+from jax.typing import DTypeLike
 from typing_extensions import override
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
+from replicax.foundation.types import Tree
 from replicax.values import printing
 from replicax.values.array_surface import as_operand
 from replicax.variables.module import Module
 from replicax.variables.variable import Variable
 
-Initializer = float | str | Callable[..., Any] | None
+Initializer: TypeAlias = float | str | Callable[..., jax.typing.ArrayLike] | None
+# Arguments of `update_state`.
+Values: TypeAlias = jax.Array | npt.ArrayLike
+Weights: TypeAlias = Values | None
+# The type of state and result; None for the default.
+DType: TypeAlias = DTypeLike | None
+# Arrays on a device, traced, or on the host.
+Array: TypeAlias = jax.Array | np.ndarray
 _NAMED_INITIALIZERS = {"zeros": 0, "ones": 1}
 _HOST = (np.ndarray, np.generic)
 
 
 class Metric(Module):
-    """Base of metrics: define `update_state` and `result`, make state with `add_weight`.
+    """The base class of metrics: define `update_state` and `result`, add state with `add_weight`.
 
-    `update_state` inside `strategy.run` counts on each replica without communication.
-    `result` combines the counts: outside of `run` when the host reads it, inside of `run` by a
-    meeting of all replicas, so that each of them sees the total.
+    `update_state` inside `strategy.run` updates the state of each replica without communication.
+    `result` combines the states: outside of `run` when the host reads it, inside of `run` in a
+    `merge_call`, so that each replica gets the result over all of them.
 
     Args:
       dtype: The type of the state and of the result; float32 by default.
-      name: The metric's name; by default that of the class.
+      name: The metric's name; the name of the class by default.
 
     >>> import jax.numpy as jnp
     >>> class Largest(Metric):
@@ -49,14 +59,13 @@ class Metric(Module):
     2.0
     """
 
-    def __init__(self, dtype: Any = None, name: str | None = None) -> None:
+    def __init__(self, dtype: DType = None, name: str | None = None) -> None:
         super().__init__(name)
         self._dtype = jnp.dtype(dtype or jnp.float32)
         self._weights: dict[str, Variable] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Subclasses override the two methods as plain Python; where they are called from is
-        # decided here, once for all of them.
+        # Wraps the methods that subclasses define, to handle the context of the call.
         super().__init_subclass__(**kwargs)
         if "update_state" in cls.__dict__:
             cls.update_state = _on_one_replica(cls.__dict__["update_state"])
@@ -64,7 +73,7 @@ class Metric(Module):
             cls.result = _over_all_replicas(cls.__dict__["result"])
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The type of the state and of the result."""
         return self._dtype
 
@@ -73,9 +82,9 @@ class Metric(Module):
         name: str,
         shape: tuple[int, ...] = (),
         initializer: Initializer = 0.0,
-        dtype: Any = None,
+        dtype: DType = None,
     ) -> Variable:
-        """Makes a variable that each replica counts into, and whose copies are summed on read.
+        """Creates a variable with a copy per replica, whose copies are summed on read.
 
         Args:
           name: Its name, unique within the metric.
@@ -85,8 +94,8 @@ class Metric(Module):
         """
         if name in self._weights:
             raise errors.InvalidArgumentError(
-                f"Each weight of metric {self.name!r} needs a name of its own",
-                f"there already is one called {name!r}",
+                f"Weights of metric {self.name!r} must have different names",
+                f"{name!r} exists already",
                 "Choose another name.",
             )
         dtype = jnp.dtype(dtype or self._dtype)
@@ -98,34 +107,34 @@ class Metric(Module):
         )
         self._weights[name] = variable
         if self.on_new_child is not None:
-            # A restored checkpoint may hold a value that waits for this weight.
+            # A restored checkpoint may hold a value for this weight.
             self.on_new_child(name, variable)
         return variable
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Counts one batch. Subclasses define it."""
+        """Updates the state with one batch. Subclasses define it."""
         raise NotImplementedError
 
-    def result(self) -> Any:
-        """Returns the value of the metric over everything counted. Subclasses define it."""
+    def result(self) -> Tree:
+        """Returns the value of the metric. Subclasses define it."""
         raise NotImplementedError
 
     def reset_state(self) -> None:
-        """Sets all state to zero; in replica code, that of this replica."""
+        """Sets all state to zero; in replica code, the state of this replica."""
         for variable in self.variables:
             variable.assign(np.zeros(variable.shape, variable.dtype))
 
     def reset_states(self) -> None:
-        """Calls `reset_state`, under its older name."""
+        """Calls `reset_state`; an older name."""
         self.reset_state()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Counts one batch, and returns the result over everything counted so far."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Tree:
+        """Updates the state with one batch, and returns the result so far."""
         self.update_state(*args, **kwargs)
         return self.result()
 
     def checkpoint_children(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: the weights, and metrics inside this one, by name."""
+        """Returns weights and inner metrics by name."""
         inner = {key: value for key, value in vars(self).items() if isinstance(value, Metric)}
         return {**self._weights, **inner}
 
@@ -139,18 +148,18 @@ class Metric(Module):
 
 
 class RunningTotal:
-    """A sum that does not stop growing: two variables that hold what one would round away.
+    """A compensated sum in two variables.
 
-    A float32 that has counted to 16,777,216 stays there when one is added. The second
-    variable keeps the part that does not fit into the first, which makes 48 bits. On a
-    parameter server others add at the same time, so the first one counts alone there.
+    A float32 of 16,777,216 stays the same when one is added. The second variable keeps the
+    rounding errors of the first, which gives 48 bits. A parameter server uses only the first,
+    because several workers add to it at the same time.
     """
 
     def __init__(self, metric: Metric, name: str, shape: tuple[int, ...] = ()) -> None:
         self._total = metric.add_weight(name, shape)
         self._rest = metric.add_weight(f"{name}_rest", shape)
 
-    def add(self, value: Any) -> None:
+    def add(self, value: jax.typing.ArrayLike) -> None:
         """Adds to the sum, on this replica."""
         if self._total.is_remote:
             self._total.assign_add(jnp.asarray(value, self._total.dtype))
@@ -161,11 +170,10 @@ class RunningTotal:
         self._total.assign(total)
         self._rest.assign(rest)
 
-    def value(self) -> Any:
-        """Returns the sum, as the current code sees it; on the host, if it is known there.
+    def value(self) -> Array:
+        """Returns the sum in the current context; on the host unless it is traced.
 
-        A result is asked for once in a while: to compile its arithmetic would take longer
-        than to do it.
+        Results are rarely read: compiling their arithmetic would take longer than running it.
         """
         total, rest = self._total.read_value(), self._rest.read_value()
         if jax_compat.is_traced(total) or jax_compat.is_traced(rest):
@@ -174,35 +182,39 @@ class RunningTotal:
 
 
 @jax.jit
-def _sum_with_rest(total: Any, rest: Any, value: Any) -> tuple[Any, Any]:
+def _sum_with_rest(
+    total: jax.Array, rest: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     rounded = total + value
-    # What the addition rounded away, exactly, whichever of the two is larger.
+    # The exact rounding error (Knuth's two-sum).
     kept = rounded - total
     lost = (total - (rounded - kept)) + (value - kept)
     rest = rest + lost
-    # Moves into the total what the rest has gathered, so that the rest stays small.
+    # Moves the accumulated rest into the total, so that the rest stays small.
     moved = rounded + rest
     return moved, rest - (moved - rounded)
 
 
-def as_array(value: Any) -> jax.Array:
+def as_array(value: Values) -> jax.Array:
     """Returns an argument of `update_state` as an array."""
     return jnp.asarray(as_operand(value))
 
 
-def numpy_for(*values: Any) -> Any:
-    """Returns the module that computes with values where they are: `numpy` or `jax.numpy`."""
+def numpy_for(*values: Array) -> Any:
+    """Returns `numpy` if all values are on the host, otherwise `jax.numpy`."""
     return np if all(isinstance(value, _HOST) for value in values) else jnp
 
 
-def divide(numerator: Any, denominator: Any) -> Any:
-    """Divides; nothing divided by nothing is 0."""
+def divide(numerator: Array, denominator: Array) -> Any:
+    """Divides; the result is 0 where the denominator is 0."""
     xnp = numpy_for(numerator, denominator)
     is_zero = denominator == 0
     return xnp.where(is_zero, 0, numerator / xnp.where(is_zero, 1, denominator))
 
 
-def _initial_value(initializer: Initializer, shape: tuple[int, ...], dtype: Any) -> Any:
+def _initial_value(
+    initializer: Initializer, shape: tuple[int, ...], dtype: np.dtype
+) -> Callable[[], jax.typing.ArrayLike]:
     if callable(initializer):
         return lambda: initializer(shape, dtype)
     if isinstance(initializer, str):
@@ -218,15 +230,15 @@ def _initial_value(initializer: Initializer, shape: tuple[int, ...], dtype: Any)
 
 
 def _on_one_replica(update_state: Callable[..., None]) -> Callable[..., None]:
-    """Refuses an update that would have to choose a replica."""
+    """Wraps `update_state` to raise in a cross-replica context with several replicas."""
 
     @functools.wraps(update_state)
     def checked(self: Metric, *args: Any, **kwargs: Any) -> None:
         frame = frames.current()
-        if _is_seen_from_outside(frame) and _num_copies(self) > 1:
+        if _is_outside_of_run(frame) and _num_copies(self) > 1:
             raise errors.InvalidArgumentError(
                 f"`update_state` of metric {self.name!r} needs a replica context, because "
-                f"each of {_num_copies(self)} replicas counts on its own",
+                f"each of {_num_copies(self)} replicas has its own state",
                 f"this is {frame.describe()}",
                 "Call it inside the function that `strategy.run` runs.",
             )
@@ -237,7 +249,7 @@ def _on_one_replica(update_state: Callable[..., None]) -> Callable[..., None]:
 
 
 def _require_own_scope(metric: Metric, frame: Frame) -> None:
-    """Refuses replica code that counts into a metric which its strategy did not make."""
+    """Raises in replica code for a metric that was created under another strategy."""
     if frame.mode is not Mode.REPLICA or frame.is_default:
         return
     several = frame.layout is not None and frame.layout.num_replicas > 1
@@ -249,19 +261,18 @@ def _require_own_scope(metric: Metric, frame: Frame) -> None:
             continue
         where = "outside of every scope" if owner is None else "in the scope of another strategy"
         raise errors.ContextError(
-            f"Metric {metric.name!r} needs the strategy that runs `update_state`, "
-            f"{type(frame.strategy).__name__}, to keep a count for each replica",
-            f"the metric was made {where}",
-            "Make it inside `with strategy.scope():`, with the strategy that you call "
-            "`strategy.run` of.",
+            f"Metric {metric.name!r} must be created under the strategy that runs "
+            f"`update_state`, {type(frame.strategy).__name__}, to have state for each replica",
+            f"the metric was created {where}",
+            "Create it inside `with strategy.scope():` of the strategy whose `run` is called.",
         )
 
 
-def _over_all_replicas(result: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets replica code see the combined state: replicas meet, and one computes for all."""
+def _over_all_replicas(result: Callable[..., Tree]) -> Callable[..., Tree]:
+    """Wraps `result` to compute it once for all replicas in replica code."""
 
     @functools.wraps(result)
-    def combined(self: Metric) -> Any:
+    def combined(self: Metric) -> Tree:
         frame = frames.current()
         if frame.mode is not Mode.REPLICA or frame.is_default or not _num_copies(self):
             return jax.tree.map(_from_host, result(self))
@@ -277,15 +288,15 @@ def _over_all_replicas(result: Callable[..., Any]) -> Callable[..., Any]:
     return combined
 
 
-def _from_host(leaf: Any) -> Any:
+def _from_host(leaf: object) -> object:
     return jnp.asarray(leaf) if isinstance(leaf, _HOST) else leaf
 
 
-def _is_seen_from_outside(frame: Frame) -> bool:
+def _is_outside_of_run(frame: Frame) -> bool:
     return frame.mode is Mode.CROSS_REPLICA or frame.is_default
 
 
 def _num_copies(metric: Metric) -> int:
-    """Returns on how many replicas a metric counts; 0 if it has one copy for everybody."""
+    """Returns the number of replicas with their own state; 0 if all share one copy."""
     counts = [v.replicas.num_replicas for v in metric.variables if v.is_per_replica]
     return max(counts, default=0)

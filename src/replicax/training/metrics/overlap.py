@@ -1,17 +1,25 @@
-"""Metrics of how predicted and true classes overlap: F scores and intersections over unions."""
+"""Metrics of the overlap of predicted and true classes: F scores, intersection over union."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
 from replicax.foundation import errors
-from replicax.training.metrics import Metric, RunningTotal, as_array, divide
-from replicax.training.metrics_accuracy import positive
+from replicax.training.metrics.means import positive
+from replicax.training.metrics.metric import (
+    Array,
+    DType,
+    Metric,
+    RunningTotal,
+    Values,
+    Weights,
+    as_array,
+    divide,
+)
 
 _AVERAGES = (None, "micro", "macro", "weighted")
 
@@ -21,8 +29,8 @@ class FBetaScore(Metric):
 
     Args:
       average: None for one score per class; "macro" for their mean; "weighted" for their mean
-        by how often classes come; "micro" for one score over all classes.
-      beta: How many times as important recall is as precision, a float above 0.
+        weighted by class frequency; "micro" for one score over all classes.
+      beta: The weight of recall relative to precision, a float above 0.
       threshold: A prediction above it is positive, a float; if None, the largest of each row.
       name: The metric's name.
       dtype: The type of state and result.
@@ -40,7 +48,7 @@ class FBetaScore(Metric):
         beta: float = 1.0,
         threshold: float | None = None,
         name: str = "fbeta_score",
-        dtype: Any = None,
+        dtype: DType = None,
     ) -> None:
         super().__init__(dtype, name)
         _require("average", average, average in _AVERAGES, f"must be one of {_AVERAGES}")
@@ -51,11 +59,11 @@ class FBetaScore(Metric):
             "threshold", threshold, is_share, "must be None or a float with 0 < threshold <= 1"
         )
         self._average, self._beta, self._threshold = average, beta, threshold
-        # Made with the first batch, which shows how many classes there are.
+        # Created with the first batch, which has the number of classes.
         self._totals: list[RunningTotal] = []
 
     @override
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: Values, y_pred: Values, sample_weight: Weights = None) -> None:
         true, pred = as_array(y_true).astype(self.dtype), as_array(y_pred).astype(self.dtype)
         if true.ndim != 2 or true.shape != pred.shape:
             raise errors.InvalidArgumentError(
@@ -85,11 +93,11 @@ class FBetaScore(Metric):
             total.add(jnp.sum(value * weights, axis))
 
     @override
-    def result(self) -> Any:
+    def result(self) -> Array:
         if not self._totals:
             raise errors.InvalidArgumentError(
-                f"Metric {self.name!r} learns the number of classes from its first batch",
-                "it has seen none",
+                f"Metric {self.name!r} gets the number of classes from its first batch",
+                "there was none",
                 "Call `update_state` first.",
             )
         true_positives, false_positives, false_negatives, truths = (t.value() for t in self._totals)
@@ -103,7 +111,7 @@ class FBetaScore(Metric):
 
 
 class F1Score(FBetaScore):
-    """The harmonic mean of precision and recall. Arguments as of `FBetaScore`.
+    """The harmonic mean of precision and recall. Arguments as in `FBetaScore`.
 
     >>> m = F1Score(threshold=0.5)
     >>> m.update_state([[1, 1, 1], [1, 0, 0], [1, 1, 0]],
@@ -117,7 +125,7 @@ class F1Score(FBetaScore):
         average: str | None = None,
         threshold: float | None = None,
         name: str = "f1_score",
-        dtype: Any = None,
+        dtype: DType = None,
     ) -> None:
         super().__init__(average, 1.0, threshold, name, dtype)
 
@@ -125,14 +133,14 @@ class F1Score(FBetaScore):
 class IoU(Metric):
     """The intersection over the union of predicted and true examples, averaged over classes.
 
-    Classes that appear neither in labels nor in predictions are left out of the average.
+    Classes without labels and predictions are excluded from the average.
 
     Args:
-      num_classes: How many classes there are.
+      num_classes: The number of classes.
       target_class_ids: The classes to average over.
       name: The metric's name.
       dtype: The type of the state; counts are exact up to 2**48.
-      ignore_class: Examples with this label are left out.
+      ignore_class: Examples with this label are ignored.
       sparse_y_true: Whether labels are class numbers; otherwise one-hot.
       sparse_y_pred: Whether predictions are class numbers; otherwise scores.
       axis: The dimension of classes in what is not sparse.
@@ -146,7 +154,7 @@ class IoU(Metric):
         num_classes: int,
         target_class_ids: Sequence[int],
         name: str = "io_u",
-        dtype: Any = None,
+        dtype: DType = None,
         ignore_class: int | None = None,
         sparse_y_true: bool = True,
         sparse_y_pred: bool = True,
@@ -168,7 +176,7 @@ class IoU(Metric):
         self._matrix = RunningTotal(self, "total_confusion_matrix", shape)
 
     @override
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: Values, y_pred: Values, sample_weight: Weights = None) -> None:
         true, pred = as_array(y_true), as_array(y_pred)
         true = true if self._sparse_true else jnp.argmax(true, self._axis)
         pred = pred if self._sparse_pred else jnp.argmax(pred, self._axis)
@@ -177,11 +185,11 @@ class IoU(Metric):
             raise errors.InvalidArgumentError(
                 f"Metric {self.name!r} needs as many labels as predictions",
                 f"there are {true.size} and {pred.size}",
-                "Reshape them, or say which of them are not sparse.",
+                "Reshape them, or set `sparse_y_true` or `sparse_y_pred` to False.",
             )
         weights = as_array(1 if sample_weight is None else sample_weight).astype(self.dtype)
         weights = jnp.broadcast_to(weights.reshape(-1) if weights.ndim else weights, true.shape)
-        # What is no class counts nowhere.
+        # Values that are not classes are ignored.
         count = self._num_classes
         is_inside = (true >= 0) & (true < count) & (pred >= 0) & (pred < count)
         if self._ignored is not None:
@@ -191,7 +199,7 @@ class IoU(Metric):
         self._matrix.add(added.reshape(count, count))
 
     @override
-    def result(self) -> Any:
+    def result(self) -> Array:
         matrix = self._matrix.value()
         both = jnp.diagonal(matrix)
         either = jnp.sum(matrix, 0) + jnp.sum(matrix, 1) - both
@@ -200,11 +208,11 @@ class IoU(Metric):
 
 
 class BinaryIoU(IoU):
-    """`IoU` of two classes, of which a prediction that reaches a threshold is the second.
+    """`IoU` of two classes; predictions of at least a threshold are class 1.
 
     Args:
       target_class_ids: The classes to average over.
-      threshold: Predictions from it on are class 1.
+      threshold: The smallest prediction of class 1.
       name: The metric's name.
       dtype: The type of the state.
 
@@ -217,18 +225,18 @@ class BinaryIoU(IoU):
         target_class_ids: Sequence[int] = (0, 1),
         threshold: float = 0.5,
         name: str = "binary_io_u",
-        dtype: Any = None,
+        dtype: DType = None,
     ) -> None:
         super().__init__(2, target_class_ids, name, dtype)
         self._threshold = threshold
 
     @override
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: Values, y_pred: Values, sample_weight: Weights = None) -> None:
         super().update_state(y_true, as_array(y_pred) >= self._threshold, sample_weight)
 
 
 class MeanIoU(IoU):
-    """`IoU` averaged over all classes. Arguments as of `IoU`.
+    """`IoU` averaged over all classes. Arguments as in `IoU`.
 
     >>> round(float(MeanIoU(num_classes=2)([0, 0, 1, 1], [0, 1, 0, 1])), 6)
     0.333333
@@ -238,19 +246,19 @@ class MeanIoU(IoU):
         self,
         num_classes: int,
         name: str = "mean_io_u",
-        dtype: Any = None,
+        dtype: DType = None,
         ignore_class: int | None = None,
         sparse_y_true: bool = True,
         sparse_y_pred: bool = True,
         axis: int = -1,
     ) -> None:
         targets = range(positive("num_classes", num_classes))
-        forms = (sparse_y_true, sparse_y_pred, axis)
-        super().__init__(num_classes, targets, name, dtype, ignore_class, *forms)
+        layout = (sparse_y_true, sparse_y_pred, axis)
+        super().__init__(num_classes, targets, name, dtype, ignore_class, *layout)
 
 
 class OneHotIoU(IoU):
-    """`IoU` of one-hot labels and scores. Arguments as of `IoU`.
+    """`IoU` of one-hot labels and scores. Arguments as in `IoU`.
 
     >>> m = OneHotIoU(2, [0])
     >>> float(m([[1, 0], [0, 1]], [[0.9, 0.1], [0.2, 0.8]]))
@@ -262,17 +270,17 @@ class OneHotIoU(IoU):
         num_classes: int,
         target_class_ids: Sequence[int],
         name: str = "one_hot_io_u",
-        dtype: Any = None,
+        dtype: DType = None,
         ignore_class: int | None = None,
         sparse_y_pred: bool = False,
         axis: int = -1,
     ) -> None:
-        forms = (False, sparse_y_pred, axis)
-        super().__init__(num_classes, target_class_ids, name, dtype, ignore_class, *forms)
+        layout = (False, sparse_y_pred, axis)
+        super().__init__(num_classes, target_class_ids, name, dtype, ignore_class, *layout)
 
 
 class OneHotMeanIoU(MeanIoU):
-    """`MeanIoU` of one-hot labels and scores. Arguments as of `IoU`.
+    """`MeanIoU` of one-hot labels and scores. Arguments as in `IoU`.
 
     >>> m = OneHotMeanIoU(2)
     >>> float(m([[1, 0], [0, 1]], [[0.9, 0.1], [0.2, 0.8]]))
@@ -283,16 +291,16 @@ class OneHotMeanIoU(MeanIoU):
         self,
         num_classes: int,
         name: str = "one_hot_mean_io_u",
-        dtype: Any = None,
+        dtype: DType = None,
         ignore_class: int | None = None,
         sparse_y_pred: bool = False,
         axis: int = -1,
     ) -> None:
-        forms = (False, sparse_y_pred, axis)
-        super().__init__(num_classes, name, dtype, ignore_class, *forms)
+        layout = (False, sparse_y_pred, axis)
+        super().__init__(num_classes, name, dtype, ignore_class, *layout)
 
 
-def _require(argument: str, value: Any, is_right: bool, wanted: str) -> None:
+def _require(argument: str, value: object, is_right: bool, wanted: str) -> None:
     if not is_right:
         raise errors.InvalidArgumentError(
             f"`{argument}` {wanted}", f"it is {value!r}", "Pass such a value."
