@@ -83,13 +83,15 @@ class Checkpoint:
         """Saves to `file_prefix-<number>`, counting up; returns that path."""
         number = self._counter + 1
         path = Path(f"{os.fspath(file_prefix)}-{number}")
-        self.take_snapshot("Checkpoint.save", number, is_copied=False).write(path, number)
+        self.take_snapshot("Checkpoint.save", number, path, is_copied=False).write(path, number)
         return str(path)
 
     def write(self, path: str | os.PathLike[str]) -> str:
         """Saves to exactly `path`, a new directory, or in place of the checkpoint there."""
-        taken = self.take_snapshot("Checkpoint.write", self._counter, is_copied=False)
-        taken.write(Path(path), self._counter)
+        target, number = Path(path), self._counter
+        self.take_snapshot("Checkpoint.write", number, target, is_copied=False).write(
+            target, number
+        )
         return os.fspath(path)
 
     def restore(self, path: str | os.PathLike[str] | None) -> RestoreStatus:
@@ -108,7 +110,7 @@ class Checkpoint:
     read = restore
 
     def take_snapshot(
-        self, api: str, number: int, *, is_copied: bool, spare: np.ndarray | None = None
+        self, api: str, number: int, path: Path, *, is_copied: bool, spare: np.ndarray | None = None
     ) -> Snapshot:
         """Reads all values, as save `number`; see `snapshot.take`."""
         _require_plain_code(api)
@@ -117,7 +119,7 @@ class Checkpoint:
             _ = self._last_restore.pending
         before, self.__dict__["_counter"] = self._counter, number
         try:
-            return snapshot.take(self._walk(), is_copied=is_copied, spare=spare)
+            return snapshot.take(self._walk(), path, is_copied=is_copied, spare=spare)
         except BaseException:
             self.__dict__["_counter"] = before
             raise

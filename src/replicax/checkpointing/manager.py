@@ -174,7 +174,7 @@ class CheckpointManager:
         is_async = self._is_async if asynchronous is None else asynchronous
         spare, self._spare = self._spare, None
         taken = self._checkpoint.take_snapshot(
-            "CheckpointManager.save", number, is_copied=is_async, spare=spare
+            "CheckpointManager.save", number, path, is_copied=is_async, spare=spare
         )
         # Free again when the next save starts, which waits for this one.
         self._spare = taken.memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from replicax.bundle.data_files import ALIGNMENT
 from replicax.bundle.manifest import CHECKPOINT
 from replicax.bundle.publishing import BundleWriter
 from replicax.bundle.reading import aligned_memory
+from replicax.checkpointing import tables
 from replicax.checkpointing.graph import Graph
 from replicax.checkpointing.manifest import ArrayEntry, Contents, PlainEntry
 from replicax.checkpointing.plain import Encoded
@@ -30,33 +32,67 @@ class Snapshot:
       plains: Plain values.
       aliases: Further paths of objects.
       memory: The memory that the values were copied into; None if they were not copied.
+      tables: Descriptions of the arrays that servers have written already.
+      writer: The bundle that servers have written into; None if they have not.
     """
 
     arrays: list[tuple[ArrayEntry, np.ndarray]]
     plains: list[PlainEntry]
     aliases: dict[str, str]
     memory: np.ndarray | None = None
+    tables: list[ArrayEntry] = dataclasses.field(default_factory=list)
+    writer: BundleWriter | None = None
 
     def write(self, path: Path, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Writes the snapshot to disk as the checkpoint `path`."""
-        entries = [*(entry for entry, _ in self.arrays), *self.plains]
+        entries = [*(entry for entry, _ in self.arrays), *self.tables, *self.plains]
         contents = Contents.of(entries, self.aliases, step, time.time(), metrics or {})
-        with BundleWriter(path, CHECKPOINT) as writer:
+        with self.writer or BundleWriter(path, CHECKPOINT) as writer:
             writer.write_arrays({entry.name: (entry.dtype, one) for entry, one in self.arrays})
             writer.publish(contents)
 
 
-def take(graph: Graph, *, is_copied: bool, spare: np.ndarray | None = None) -> Snapshot:
-    """Reads the values of a graph.
+def take(graph: Graph, path: Path, *, is_copied: bool, spare: np.ndarray | None = None) -> Snapshot:
+    """Reads the values of a graph; parameter servers write their tables at once.
 
     Args:
       graph: What to read.
+      path: The checkpoint that will be written.
       is_copied: Whether later changes of the values must not show. If not, only arrays that can
         change in place are copied.
       spare: Memory of an earlier snapshot that is not used any more. Copying into it is several
         times faster than into new memory.
     """
-    found = [(slot, slot.read()) for slot in graph.slots.values()]
+    slots = list(graph.slots.values())
+    rows = [row for slot in slots for row in tables.rows_of(slot)]
+    if not rows:
+        return _take(slots, graph.aliases, is_copied, spare)
+    with contextlib.ExitStack() as stack:
+        writer = stack.enter_context(BundleWriter(path, CHECKPOINT))
+        written = tables.save(rows, writer.directory)
+        if written is None:
+            return _take(slots, graph.aliases, is_copied, spare)
+        for part in written:
+            writer.add(part)
+        names = {row.name for row in rows}
+        left = [slot for slot in slots if slot.name not in names]
+        taken = _take(left, graph.aliases, is_copied, spare)
+        taken.tables = [
+            ArrayEntry(slot.name, slot.kind, tuple(slot.target.shape), dtype)
+            for slot in slots
+            if slot.name in names
+            for dtype in (require_dtype_name(slot.name, np.dtype(slot.target.dtype)),)
+        ]
+        taken.writer = writer
+        # From here on, writing the snapshot publishes or discards the bundle.
+        stack.pop_all()
+        return taken
+
+
+def _take(
+    slots: Sequence[Slot], aliases: dict[str, str], is_copied: bool, spare: np.ndarray | None
+) -> Snapshot:
+    found = [(slot, slot.read()) for slot in slots]
     plains = [
         PlainEntry(slot.name, slot.kind, value)
         for slot, value in found
@@ -75,10 +111,10 @@ def take(graph: Graph, *, is_copied: bool, spare: np.ndarray | None = None) -> S
         dtype = require_dtype_name(slot.name, host.dtype)
         arrays.append((ArrayEntry(slot.name, slot.kind, host.shape, dtype, key_impl), host))
     if not is_copied:
-        return Snapshot(arrays, plains, graph.aliases)
+        return Snapshot(arrays, plains, aliases)
     copies, memory = _copied([host for _, host in arrays], spare)
     entries = [entry for entry, _ in arrays]
-    return Snapshot(list(zip(entries, copies, strict=True)), plains, graph.aliases, memory)
+    return Snapshot(list(zip(entries, copies, strict=True)), plains, aliases, memory)
 
 
 def _on_host(slot: Slot, value: object) -> np.ndarray:

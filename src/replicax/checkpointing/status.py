@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from replicax.bundle.names import child_path
-from replicax.checkpointing import plain
+from replicax.checkpointing import plain, tables
 from replicax.checkpointing.graph import Graph
 from replicax.checkpointing.manifest import ArrayEntry, Entry, SavedCheckpoint
 from replicax.checkpointing.slots import Slot, StateSlot, describe
@@ -139,8 +139,22 @@ class RestoreStatus:
             graph = self._walk()
             matched = self._match(graph, saved.entries)
             saved.bundle.check_files()
-            arrays = saved.read()
-        _write(graph, matched, arrays)
+            rows = [
+                row
+                for name, entry in matched.items()
+                for row in tables.rows_of(graph.slots[name], entry.name)
+            ]
+            if rows and not tables.load(rows, path, is_check=True):
+                rows = []
+            on_servers = {row.name for row in rows}
+            arrays = saved.read(saved.bundle.arrays.keys() - on_servers)
+        _write(graph, {n: e for n, e in matched.items() if e.name not in on_servers}, arrays)
+        if rows and not tables.load(rows, path, is_check=False):
+            raise errors.CheckpointError(
+                f"The parameter servers must read {path}",
+                "they read it before, and cannot any more",
+                "Restore again.",
+            )
         self._restored = dict.fromkeys(matched)
         taken = {entry.name for entry in matched.values()}
         self._pending = {n: e for n, e in saved.entries.items() if n not in taken}

@@ -18,6 +18,8 @@ ALLOWED: dict[tuple[Role, Role], frozenset[type[messages.Body]]] = {
             messages.QueryJob,
             messages.CreatePart,
             messages.DropParts,
+            messages.SaveParts,
+            messages.LoadParts,
             messages.RegisterOptimizer,
             messages.Fence,
             messages.Exchange,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, final
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from typing_extensions import override
 
+from replicax.bundle.manifest import Part
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode, StrategyHooks
 from replicax.contexts.overlay import Change
@@ -38,6 +40,22 @@ class Read(NamedTuple):
     ids: ArrayLike | None = None
 
 
+class TableRows(NamedTuple):
+    """The rows of an array of a checkpoint that one remote variable holds.
+
+    Attributes:
+      variable: The variable.
+      name: The name of the array.
+      shape: The shape of the array.
+      start: The row of the array that is the first of the variable.
+    """
+
+    variable: RemoteVariable
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+
 class VariableClient(Protocol):
     """Reads and updates remote variables."""
 
@@ -47,6 +65,25 @@ class VariableClient(Protocol):
 
     def push(self, changes: Sequence[Change]) -> None:
         """Sends changes; each is applied exactly once."""
+        ...
+
+    def save_rows(self, directory: Path, rows: Sequence[TableRows]) -> list[Part]:
+        """Lets all servers write rows into the directory of a bundle, in parallel.
+
+        Raises:
+          NotFoundError: A server does not share the directory.
+          PermissionDeniedError: A server may not write there.
+          UnsupportedError: This process cannot request that.
+        """
+        ...
+
+    def load_rows(self, path: Path, rows: Sequence[TableRows], *, is_check: bool) -> None:
+        """Lets all servers read rows from a checkpoint, in parallel, or check them only.
+
+        Raises:
+          DataLossError: Rows are not as they were written.
+          DistributeError: As `save_rows`.
+        """
         ...
 
 

@@ -12,11 +12,15 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
+from replicax.bundle.manifest import Part
 from replicax.contexts.overlay import Change
 from replicax.foundation import errors
 from replicax.protocol import error_replies, messages
@@ -26,7 +30,7 @@ from replicax.ps.client.outgoing import Outgoing
 from replicax.ps.client.requests import Answers, Post, Question, parts_of
 from replicax.ps.client.rows import RowPlan
 from replicax.transport.channel import Channel
-from replicax.variables.remote import Read, RemoteVariable
+from replicax.variables.remote import Read, RemoteVariable, TableRows
 from replicax.variables.sharded import ShardedVariable
 
 # Changes of closures that read nothing are sent off when there are so many, or so long.
@@ -45,6 +49,10 @@ class Writes(Protocol):
     def begin_write(self) -> int: ...
 
     def end_write(self, number: int) -> None: ...
+
+    def ask(
+        self, server: int, body: messages.Body, buffers: Sequence[Any] = (), num_bytes: int = 0
+    ) -> messages.Body: ...
 
     def recover(self, error: errors.PSUnavailableError) -> bool:
         """Waits until a server that was lost is back; False if that cannot be."""
@@ -202,6 +210,47 @@ class ParameterClient:
             starts = variable.starts if isinstance(variable, ShardedVariable) else (0,)
             plan = self._last_plan[key] = RowPlan(flat, starts, variable.shape[0])
         return plan
+
+    # Checkpoints.
+
+    def save_rows(self, directory: Path, rows: Sequence[TableRows]) -> list[Part]:
+        """Lets all servers write rows into the directory of a bundle, in parallel."""
+        requests = {
+            server: messages.SaveParts(str(directory), own)
+            for server, own in _by_server(rows).items()
+        }
+        found = self._ask_all(requests, rows)
+        assert all(isinstance(body, messages.PartsSaved) for body in found), found
+        return [
+            msgspec.json.decode(body.manifest, type=Part)
+            for body in found
+            if isinstance(body, messages.PartsSaved)
+        ]
+
+    def load_rows(self, path: Path, rows: Sequence[TableRows], *, is_check: bool) -> None:
+        """Lets all servers read rows from a checkpoint, in parallel, or check them only."""
+        requests = {
+            server: messages.LoadParts(str(path), own, is_check)
+            for server, own in _by_server(rows).items()
+        }
+        self._ask_all(requests, rows)
+
+    def _ask_all(
+        self, requests: Mapping[int, messages.Body], rows: Sequence[TableRows]
+    ) -> list[messages.Body]:
+        self._require_open()
+        writes = self._writes
+        if writes is None:
+            raise errors.UnsupportedError(
+                "Only the coordinator lets servers access checkpoints. Save and restore there."
+            )
+        num_bytes = sum(row.variable.num_bytes for row in rows)
+        with self._lock, ThreadPoolExecutor(len(requests), "replicax-tables") as pool:
+            jobs = [
+                pool.submit(writes.ask, server, body, (), num_bytes)
+                for server, body in requests.items()
+            ]
+        return [job.result() for job in jobs]
 
     # Changing.
 
@@ -383,6 +432,14 @@ class ParameterClient:
         self._is_closed = True
         for channel in self._channels:
             channel.close()
+
+
+def _by_server(rows: Sequence[TableRows]) -> dict[int, list[messages.StoredRows]]:
+    found: dict[int, list[messages.StoredRows]] = {}
+    for row in rows:
+        stored = messages.StoredRows(row.variable.number, row.name, row.shape, row.start)
+        found.setdefault(row.variable.server, []).append(stored)
+    return found
 
 
 def _error_of(body: messages.Body) -> Exception:

@@ -14,6 +14,7 @@ from replicax.foundation import errors
 from replicax.protocol import error_replies, messages
 from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Task, new_incarnation
+from replicax.ps.process.checkpoint_files import CheckpointFiles
 from replicax.ps.process.master_record import MasterRecordFile
 from replicax.ps.process.mirror_copies import MirrorCopies
 from replicax.ps.process.mirror_log import MirrorLog
@@ -72,6 +73,7 @@ class ParameterServerTask:
             is_saved=snapshots is not None,
             journal=self._log,
             master_record=self._master_record,
+            checkpoints=CheckpointFiles(index),
             is_connected=lambda incarnation: self._service.has_session("coordinator", incarnation),
         )
         self._copies = MirrorCopies(index)

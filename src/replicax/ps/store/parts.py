@@ -114,6 +114,17 @@ class Part:
         self.num_missing = max(0, self.num_missing - rows.shape[0])
         self.version += 1
 
+    def write_octets(self, start: int, octets: np.ndarray) -> None:
+        """Replaces bytes of the value; zeros take no memory where there are zeros already."""
+        end = start + octets.size
+        if not octets.any() and not self._block.octets[start:end].any():
+            return
+        self._own()
+        if self._frozen is not None:
+            self._frozen.preserve(np.arange(start // self.row_bytes, -(-end // self.row_bytes)))
+        self._block.octets[start:end] = octets
+        self.version += 1
+
     def replace(self, value: np.ndarray) -> None:
         """Replaces the whole value."""
         np.copyto(self._swapped(), value)

@@ -6,17 +6,33 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
+from replicax.foundation import errors
 from replicax.protocol import messages
 from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Role
 from replicax.ps.store import accumulation, jobs, memory, snapshot
 from replicax.ps.store.journal import Entry, Journal, Mutation, NullJournal
+from replicax.ps.store.parts import Part
 from replicax.ps.store.storage import Counters, OnCreated, Storage
 
 Reply = tuple[messages.Body, Sequence[Buffer]]
+PartRows = Sequence[tuple[messages.StoredRows, Part]]
 
 _log = logging.getLogger(__name__)
+
+
+class CheckpointAccess(Protocol):
+    """Writes and reads parts in checkpoints that this server shares with the coordinator."""
+
+    def save(self, directory: str, rows: PartRows) -> bytes:
+        """Writes parts into a new file; returns their part of the manifest, as JSON."""
+        ...
+
+    def load(self, path: str, rows: PartRows, *, is_check: bool) -> None:
+        """Reads parts, or only compares their checksums."""
+        ...
 
 
 class ParameterStore:
@@ -46,6 +62,7 @@ class ParameterStore:
       is_saved: Whether snapshots of it are taken.
       journal: Receives the mutations of the store.
       master_record: Stores the newest coordinator; see Note [The master record] in jobs.py.
+      checkpoints: Writes and reads parts in checkpoints; without it, such requests are rejected.
       is_connected: Returns whether a coordinator incarnation has a connection to this server. By
         default, every one has.
 
@@ -55,7 +72,12 @@ class ParameterStore:
     """
 
     # Requests that a transport may handle in a thread of their own.
-    SLOW: tuple[type[messages.Body], ...] = (messages.CreatePart, messages.RegisterOptimizer)
+    SLOW: tuple[type[messages.Body], ...] = (
+        messages.CreatePart,
+        messages.RegisterOptimizer,
+        messages.SaveParts,
+        messages.LoadParts,
+    )
 
     def __init__(
         self,
@@ -64,12 +86,14 @@ class ParameterStore:
         is_saved: bool = False,
         journal: Journal | None = None,
         master_record: jobs.MasterRecord | None = None,
+        checkpoints: CheckpointAccess | None = None,
         is_connected: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._task = f"/job:ps/task:{task}"
         self._is_connected = is_connected
         self._is_saved = is_saved
         self._master_record = master_record
+        self._checkpoints = checkpoints
         self._journal = journal or NullJournal()
         self.expired: str | None = None
         self.snapshot_lock = threading.Lock()
@@ -87,6 +111,8 @@ class ParameterStore:
             messages.Ping: self._ping,
             messages.CreatePart: self._create,
             messages.DropParts: self._drop,
+            messages.SaveParts: self._save_parts,
+            messages.LoadParts: self._load_parts,
             messages.RegisterOptimizer: self._register,
             messages.Fence: self._fence,
             messages.FlushGradients: self._apply_rest,
@@ -295,6 +321,28 @@ class ParameterStore:
         storage.drop(body.parts, self._recorder(storage, body))
         self._num_creations += 1
         return messages.Done(), ()
+
+    def _save_parts(self, body: messages.SaveParts, _: Sequence[Buffer]) -> Reply:
+        rows = [(row, self._storage.part(row.part)) for row in body.rows]
+        return messages.PartsSaved(self._require_checkpoints().save(body.directory, rows)), ()
+
+    def _load_parts(self, body: messages.LoadParts, _: Sequence[Buffer]) -> Reply:
+        storage = self._storage
+        rows = [(row, storage.part(row.part)) for row in body.rows]
+        self._require_checkpoints().load(body.path, rows, is_check=body.is_check)
+        if not body.is_check:
+            self._require_current(storage)
+            with self._write_lock:
+                # A mirror may not have the files: it gets all parts anew.
+                self._journal.mark_unrepeatable()
+        return messages.Done(), ()
+
+    def _require_checkpoints(self) -> CheckpointAccess:
+        if self._checkpoints is None:
+            raise errors.UnsupportedError(
+                f"{self._task} has no access to checkpoints. Transfer the values instead."
+            )
+        return self._checkpoints
 
     def _register(self, body: messages.RegisterOptimizer, buffers: Sequence[Buffer]) -> Reply:
         storage = self._storage
