@@ -40,6 +40,13 @@ class Strategy(Protocol):
 
     def scope(self) -> AbstractContextManager[object]: ...
 
+    def run(
+        self,
+        fn: Callable[..., Tree],
+        args: tuple[Tree, ...] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+    ) -> Tree: ...
+
     def _enter_replica_context(self, context: ReplicaContext) -> AbstractContextManager[None]: ...
 
 

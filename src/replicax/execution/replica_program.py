@@ -107,7 +107,7 @@ class _Emitter:
         for place, read in enumerate(self._captured.row_reads):
             if read.segment != number:
                 continue
-            if not read.is_traced:
+            if read.ids is not None and not read.is_traced:
                 self._rows[place] = _Input(self._outer.read_rows(read.variable, read.ids))
                 continue
             atom = segment.ids[place]

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from typing_extensions import override
 
 from replicax.contexts import frames
-from replicax.contexts.overlay import Change, Overlay
+from replicax.contexts.overlay import Change, Overlay, TracedState
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.types import Tree
 from replicax.tracing import capture as capturing
@@ -25,7 +25,6 @@ from replicax.tracing.feeds import RoundElements
 from replicax.tracing.iterators import Feed
 from replicax.tracing.structures import Structure
 from replicax.variables.remote import RemoteVariableBase
-from replicax.variables.variable import Variable
 
 
 class _NoElements:
@@ -68,8 +67,9 @@ class BodyOverlay(capturing.CapturingOverlay):
         self._what = what
 
     @override
-    def read_rows(self, variable: RemoteVariableBase, ids: ArrayLike) -> jax.Array:
+    def read_rows(self, variable: TracedState, ids: ArrayLike) -> jax.Array:
         assert self.parent is not None
+        assert isinstance(variable, RemoteVariableBase)
         is_known = not jax_compat.is_traced(ids)
         if is_known and self.is_current_trace() and not self.knows(variable):
             # The same rows in each round: inputs of the loop.
@@ -88,17 +88,18 @@ class BodyOverlay(capturing.CapturingOverlay):
         )
 
     @override
-    def note_creation(self, variable: Variable) -> None:
+    def note_creation(self, variable: object) -> None:
         raise self._creation_error(variable)
 
     @override
-    def adopt(self, variable: Variable, initial_value: ArrayLike) -> None:
+    def adopt(self, variable: TracedState, initial_value: jax.Array) -> None:
         raise self._creation_error(variable)
 
-    def _creation_error(self, variable: Variable) -> errors.TracingError:
+    def _creation_error(self, variable: object) -> errors.TracingError:
+        name = getattr(variable, "name", "a variable")
         return errors.TracingError(
             f"The body of {self._what} must use existing variables",
-            f"it creates {variable.name!r}, which would be a new one in each round",
+            f"it creates {name!r}, which would be a new one in each round",
             "Create the variable before the loop or branch.",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 from jax.typing import ArrayLike
 
 from replicax.contexts import frames
-from replicax.contexts.overlay import Change, Overlay, View
+from replicax.contexts.overlay import Change, ChangeTarget, Overlay, TracedState, View
 from replicax.foundation import jax_compat
 from replicax.foundation.types import Tree, TreeDef
 from replicax.values.layout import AXIS
@@ -42,13 +42,6 @@ class RowRead:
     is_traced: bool
     shape: tuple[int, ...]
     segment: int = 0
-
-
-class ChangeTarget(Protocol):
-    """Remote state that a program changes: a variable, or the state of an optimizer."""
-
-    @property
-    def name(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +81,7 @@ class CapturingOverlay(Overlay):
         # Keeps stand-ins alive while their ids are in use.
         self.stand_ins: dict[int, tuple[Variable, jax.Array]] = {}
         # Variables created inside the trace, with their traced initial values.
-        self.created: dict[Variable, ArrayLike | None] = {}
+        self.created: dict[Variable, jax.Array | None] = {}
         # Index of each array that a data iterator feeds, by the id of its stand-in.
         self.fed_indices: dict[int, int] = {}
         # Lookups in remote variables, and the index of each by the id of its stand-in.
@@ -99,19 +92,21 @@ class CapturingOverlay(Overlay):
         # The number of stops before each read of a variable, by the id of its stand-in.
         self.segments: dict[int, int] = {}
 
-    def first_read(self, variable: Variable) -> jax.Array:
+    def first_read(self, variable: TracedState) -> jax.Array:
+        assert isinstance(variable, Variable)
         with jax_compat.eagerly():
             stand_in = self._stand_in(variable)
         self.stand_ins[id(stand_in)] = (variable, stand_in)
         self.segments[id(stand_in)] = len(self.stops)
         return jnp.copy(stand_in)
 
-    def send_changes(self, variable: Variable) -> None:
+    def send_changes(self, variable: TracedState) -> None:
         del variable
         self.num_sent = len(self.changes)
         self.stops.append(self.num_sent)
 
-    def read_rows(self, variable: RemoteVariableBase, ids: ArrayLike) -> jax.Array:
+    def read_rows(self, variable: TracedState, ids: ArrayLike) -> jax.Array:
+        assert isinstance(variable, RemoteVariableBase)
         mine = (variable, *variable.components)
         if not self.is_current_trace() or any(v in self.values for v in mine):
             return row_numbers.take(variable.read(frames.current()), ids)
@@ -145,7 +140,8 @@ class CapturingOverlay(Overlay):
         # Another object over the same buffers, with an identity of its own.
         return jax_compat.alias(stored)
 
-    def adopt(self, variable: Variable, initial_value: ArrayLike) -> None:
+    def adopt(self, variable: TracedState, initial_value: jax.Array) -> None:
+        assert isinstance(variable, Variable)
         self.created[variable] = initial_value
 
     def close(self) -> None:
@@ -325,7 +321,7 @@ def capture(
         closed.jaxpr,
         variables,
         constants,
-        list(overlay.written),
+        [variable for variable in overlay.written if isinstance(variable, Variable)],
         list(overlay.created),
         templates,
         overlay.row_reads,

@@ -404,7 +404,7 @@ def _needs_agreement(traced: list[Body]) -> bool:
     return any(jax_compat.has_collectives(body.captured.jaxpr, AXIS) for body in traced)
 
 
-def _agreed(choice: Choice) -> Choice:
+def _agreed(choice: Choice) -> Choice | jax.Array:
     """Returns the choice of the first replica: different choices would deadlock."""
     return in_replica.first_replica(choice) if jax_compat.is_traced(choice) else choice
 

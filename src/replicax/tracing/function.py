@@ -9,11 +9,12 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 
 from replicax.contexts import frames
+from replicax.contexts.frames import Strategy
 from replicax.foundation import errors, jax_compat, tracebacks
 from replicax.foundation.types import Tree
 from replicax.tracing import concrete, feeds, retracing, signature
@@ -31,12 +32,6 @@ _BoundR = TypeVar("_BoundR")
 
 # The key of a call: that of its arguments, then the context.
 _Key: TypeAlias = tuple[signature.Key, *tuple[Hashable, ...]]
-
-
-class Runner(Protocol):
-    """A strategy, which runs functions on its replicas."""
-
-    def run(self, fn: Callable[..., Tree], args: Any = ..., kwargs: Any = ...) -> Any: ...
 
 
 class _Debugging:
@@ -96,7 +91,7 @@ class Function(Generic[P, R]):
         self._has_created = False
         self._has_warned = False
         # One compiled function per strategy that runs this one on its replicas.
-        self._per_strategy: weakref.WeakKeyDictionary[Runner, Function[..., Any]] = (
+        self._per_strategy: weakref.WeakKeyDictionary[Strategy, Function[..., Any]] = (
             weakref.WeakKeyDictionary()
         )
         # One trace at a time. Taken before the gate.
@@ -295,7 +290,7 @@ class Function(Generic[P, R]):
         inner = [f.experimental_get_tracing_count() for f in self._per_strategy.values()]
         return len(self._reasons) + sum(inner)
 
-    def on_replicas(self, strategy: Runner) -> Function[..., Any]:
+    def on_replicas(self, strategy: Strategy) -> Function[..., Any]:
         """Returns the compiled function that runs this one on all replicas of a strategy."""
         with self._lock:
             found = self._per_strategy.get(strategy)

@@ -1,28 +1,38 @@
-"""Gradients with respect to variables."""
+"""Gradients with respect to variables.
+
+Rows that are looked up in a table pass through a tap: the identity, whose backward pass passes the
+cotangent of the rows to Python. The table itself is not differentiated there, so no array of the
+table's size is ever made.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
-from replicax.contexts.overlay import Change, Overlay, TracedState, View
+from replicax.contexts.overlay import Change, ChangeTarget, Overlay, TracedState, View
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import VariableAggregation
+from replicax.foundation.types import Tree
 from replicax.values.distributed_values import is_array_like
 from replicax.values.indexed_slices import IndexedSlices, concatenate
 from replicax.values.regroup import leaves_of, map_structure
 from replicax.variables import row_numbers, updates
-from replicax.variables.remote import RemoteVariable
+from replicax.variables.remote import RemoteVariable, RemoteVariableBase
 from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
+
+# The gradient of a variable: an array, or some of its rows.
+Gradient: TypeAlias = jax.Array | IndexedSlices
 
 
 class RowTaps:
@@ -30,35 +40,30 @@ class RowTaps:
 
     def __init__(self) -> None:
         # Per lookup: the variable, its ids, and a cell for the cotangent of its rows.
-        self._lookups: list[tuple[Any, Any, list[Any]]] = []
+        self._lookups: list[tuple[Variable, jax.Array, list[jax.Array]]] = []
         # Variables that were read as a whole, each with a cell for its cotangent.
-        self._whole: dict[Any, list[Any]] = {}
-        # A differentiated zero: without one JAX would not ask for the cotangent of rows
+        self._whole: dict[Variable, list[jax.Array]] = {}
+        # A differentiated zero: without one JAX would not compute the cotangent of rows
         # that depend on no differentiated input.
-        self.anchor: Any = None
+        self.anchor: jax.Array | None = None
 
-    def lookup(self, variable: Any, table: Any, ids: Any) -> Any:
-        """Returns rows of a table; their gradient will be found by `rows_of`."""
-        ids = jnp.asarray(ids)
-        return self.looked_up(variable, ids, row_numbers.take(jax.lax.stop_gradient(table), ids))
-
-    def looked_up(self, variable: Any, ids: Any, rows: Any) -> Any:
-        """Returns rows that were looked up; their gradient will be found by `rows_of`."""
-        cell: list[Any] = []
-        self._lookups.append((variable, ids, cell))
+    def tapped(self, variable: Variable, ids: ArrayLike, rows: jax.Array) -> jax.Array:
+        """Returns rows that were looked up; `rows_of` returns their gradient."""
+        cell: list[jax.Array] = []
+        self._lookups.append((variable, jnp.asarray(ids), cell))
         return _tap(cell.append)(rows, self.anchor)
 
-    def whole(self, variable: Any, value: Any) -> Any:
-        """Returns the value of a variable; its gradient will be found by `whole_of`."""
+    def whole(self, variable: Variable, value: jax.Array) -> jax.Array:
+        """Returns the value of a variable; `whole_of` returns its gradient."""
         cell = self._whole[variable] = []
         return _tap(cell.append)(jax.lax.stop_gradient(value), self.anchor)
 
-    def whole_of(self, variable: Any) -> Any:
+    def whole_of(self, variable: Variable) -> jax.Array | None:
         """Returns the gradient of a value that was read as a whole, or None."""
         cell = self._whole.get(variable)
         return cell[0] if cell else None
 
-    def rows_of(self, variable: Any) -> IndexedSlices | None:
+    def rows_of(self, variable: Variable) -> IndexedSlices | None:
         """Returns the gradient rows of all lookups in a variable, or None if there were none."""
         values, indices = [], []
         row_shape = variable.shape[1:]
@@ -75,18 +80,18 @@ class RowTaps:
         return IndexedSlices(jnp.concatenate(values), jnp.concatenate(indices), variable.shape)
 
 
-def _tap(hand_out: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
+def _tap(record: Callable[[jax.Array], None]) -> Callable[..., jax.Array]:
     @jax.custom_vjp
-    def tap(rows: Any, anchor: Any) -> Any:
+    def tap(rows: jax.Array, anchor: jax.Array) -> jax.Array:
         del anchor
         return rows
 
-    def forward(rows: Any, anchor: Any) -> Any:
+    def forward(rows: jax.Array, anchor: jax.Array) -> tuple[jax.Array, None]:
         del anchor
         return rows, None
 
-    def backward(_: None, cotangent: Any) -> Any:
-        hand_out(cotangent)
+    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        record(cotangent)
         return jnp.zeros_like(cotangent), jnp.zeros(())
 
     tap.defvjp(forward, backward)
@@ -96,7 +101,7 @@ def _tap(hand_out: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
 class GradientOverlay(Overlay):
     """Values of variables while a function of them is being differentiated."""
 
-    def __init__(self, frame: frames.Frame, remote: Sequence[Any] = ()) -> None:
+    def __init__(self, frame: frames.Frame, remote: Sequence[Variable] = ()) -> None:
         parent = frame.overlay
         if parent is not None:
             view, meets = parent.view, parent.meets_other_replicas
@@ -107,31 +112,33 @@ class GradientOverlay(Overlay):
         super().__init__(parent, view, meets)
         self._frame = frame
         self.taps = RowTaps()
-        # Differentiated variables that were read whole, not just looked up in.
-        self.read_whole: set[Any] = set()
-        # Differentiated variables that live elsewhere: their values are not fetched, and
-        # not inputs of the differentiated function, unless it asks for them.
-        self._remote = set(remote)
+        # Differentiated variables that were read as a whole.
+        self.read_whole: set[TracedState] = set()
+        # Differentiated remote variables: their values are fetched, and become inputs of the
+        # differentiated function, only if it reads them.
+        self._remote: set[TracedState] = set(remote)
         # Those of them that were indexed: rows are fetched, but the gradient is an array.
-        self._sliced: set[Any] = set()
+        self._sliced: set[TracedState] = set()
 
-    def read(self, variable: Any) -> Any:
+    def read(self, variable: TracedState) -> jax.Array:
         self.read_whole.add(variable)
         return super().read(variable)
 
-    def first_read(self, variable: Any) -> Any:
+    def first_read(self, variable: TracedState) -> jax.Array:
+        assert isinstance(variable, Variable)
         whole = getattr(variable, "container", variable)
-        if whole is not variable and whole in self._remote:
+        if isinstance(whole, ShardedVariable) and whole is not variable and whole in self._remote:
             return whole.piece_of(variable, self.read(whole))
         # The frame has the overlay around this one.
         value = variable.read(self._frame)
         return self.taps.whole(variable, value) if variable in self._remote else value
 
-    def holds(self, variable: Any) -> bool:
+    def holds(self, variable: TracedState) -> bool:
         return variable in self._remote or super().holds(variable)
 
-    def read_rows(self, variable: Any, ids: Any) -> Any:
+    def read_rows(self, variable: TracedState, ids: ArrayLike) -> jax.Array:
         """Returns rows of a remote variable, with a gradient by rows where that is possible."""
+        assert isinstance(variable, RemoteVariableBase)
         is_direct = self.is_current_trace() and not isinstance(self.parent, GradientOverlay)
         if not is_direct or self.knows(variable):
             return row_numbers.take(variable.read(frames.current()), ids)
@@ -143,42 +150,41 @@ class GradientOverlay(Overlay):
             rows = variable.read_rows(self._frame, ids)
         if not self._remote.intersection((variable, *variable.components)):
             return rows
-        return self.taps.looked_up(variable, jnp.asarray(ids), rows)
+        return self.taps.tapped(variable, ids, rows)
 
-    def note_slice(self, variable: Any) -> None:
+    def note_slice(self, variable: TracedState) -> None:
         self._sliced.update((variable, *variable.components))
 
-    def lookup(self, variable: Any, ids: Any) -> Any:
+    def lookup(self, variable: Variable, ids: ArrayLike) -> jax.Array:
         """Returns rows of a variable, with a gradient by rows where that is possible."""
         is_direct = variable in self.values and variable not in self.written
-        # Rows are handed out, not differentiated again.
+        # Tapped rows are not differentiated again.
         is_direct = is_direct and not isinstance(self.parent, GradientOverlay)
         is_direct = is_direct and not self.holds_all_copies(variable)
         if is_direct and self.is_current_trace():
-            return self.taps.lookup(variable, self.values[variable], ids)
+            table = jax.lax.stop_gradient(self.values[variable])
+            return self.taps.tapped(variable, ids, row_numbers.take(table, ids))
         return row_numbers.take(variable.read(frames.current()), ids)
 
-    def holds_all_copies(self, variable: Any) -> bool:
-        """Tells whether the value here is that of all copies, which a read combines."""
+    def holds_all_copies(self, variable: Variable) -> bool:
+        """Returns whether the value here is that of all copies, which a read combines."""
         is_outside = self._frame.mode is Mode.CROSS_REPLICA or self._frame.is_default
         return variable.is_per_replica and self.view is View.STORED and is_outside
 
-    def input_of(self, variable: Any) -> Any:
-        """Returns what to differentiate with respect to, for a variable."""
+    def input_of(self, variable: Variable) -> jax.Array:
+        """Returns the value of a variable as an input of the differentiated function."""
         variable.check_frame(self._frame, "The gradient of")
         if self.holds_all_copies(variable):
             assert self.parent is not None
             return self.parent.read(variable)
         return variable.read(self._frame)
 
-    def gradient(self, variable: Any, dense: Any) -> Any:
-        """Returns the whole gradient of a variable, given that of its whole reads."""
-        if variable in self._remote:
-            return self._remote_gradient(variable)
+    def gradient(self, variable: Variable, dense: jax.Array) -> Gradient:
+        """Returns the whole gradient of a local variable, given that of its whole reads."""
         if self.holds_all_copies(variable):
             copies = dense.reshape((-1, *variable.shape))
-            # A mean spreads the gradient of the combined value over the copies; a sum gives
-            # it to each of them, and the first copy alone gives it to the first.
+            # A mean spreads the gradient of the combined value over the copies; with a sum each
+            # copy has it, and with the first copy alone, the first one.
             is_mean = variable.aggregation is VariableAggregation.MEAN
             return copies.sum(0) if is_mean else copies[0]
         rows = self.taps.rows_of(variable)
@@ -188,10 +194,11 @@ class GradientOverlay(Overlay):
             return rows
         return updates.apply("scatter_add", dense, rows)
 
-    def _remote_gradient(self, variable: Any) -> Any:
+    def remote_gradient(self, variable: Variable) -> Gradient:
+        """Returns the gradient of a remote variable."""
         rows = self.taps.rows_of(variable)
         whole = getattr(variable, "container", variable)
-        if whole is not variable:
+        if isinstance(whole, ShardedVariable) and whole is not variable:
             of_whole = self.taps.rows_of(whole)
             pieces = [rows, of_whole and whole.piece_of(variable, of_whole)]
             found = [piece for piece in pieces if piece is not None]
@@ -206,7 +213,7 @@ class GradientOverlay(Overlay):
 
 
 def value_and_grad(
-    fun: Callable[..., Any], variables: Any = None, *, has_aux: bool = False
+    fun: Callable[..., Any], variables: Tree = None, *, has_aux: bool = False
 ) -> Callable[..., Any]:
     """Returns a function that computes `fun` and its gradients with respect to variables.
 
@@ -217,7 +224,7 @@ def value_and_grad(
     Args:
       fun: Returns a scalar, or a pair (scalar, anything) with `has_aux`.
       variables: A variable or a structure of them; gradients have the same structure, with
-        None in the place of what is no variable, such as the functions of an equinox module.
+        None instead of leaves that are no variables, such as the functions of an equinox module.
       has_aux: Whether `fun` returns more than the scalar.
 
     >>> import replicax as rx
@@ -233,17 +240,17 @@ def value_and_grad(
     remote = [v for v in dict.fromkeys(named) if v.is_remote]
 
     @functools.wraps(fun)
-    def differentiated(*args: Any, **kwargs: Any) -> Any:
+    def differentiated(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
         frame = frames.current()
         overlay = GradientOverlay(frame, remote)
         for variable in remote:
             variable.check_frame(frame, "The gradient of")
         # Reads come before the transformation: they belong to the trace around it.
         inputs = [overlay.input_of(variable) for variable in flat]
-        written: list[TracedState] = []
-        targets: list[tuple[Any, str]] = []
+        written: list[Variable] = []
+        targets: list[tuple[ChangeTarget, str]] = []
 
-        def pure(inputs: list[Any], anchor: Any) -> Any:
+        def pure(inputs: list[jax.Array], anchor: jax.Array) -> tuple[jax.Array, Tree]:
             overlay.values.update(zip(flat, inputs, strict=True))
             overlay.taps.anchor = anchor
             inner = frame.with_overlay(overlay)
@@ -251,7 +258,7 @@ def value_and_grad(
                 out = fun(*args, **kwargs)
                 loss, aux = out if has_aux else (out, None)
                 loss = loss.read(inner) if isinstance(loss, Variable) else loss
-            written[:] = list(overlay.written)
+            written[:] = [v for v in overlay.written if isinstance(v, Variable)]
             kept = [jax.lax.stop_gradient(overlay.values[v]) for v in written]
             targets[:] = [(change.target, change.kind) for change in overlay.changes]
             changed = [
@@ -265,12 +272,12 @@ def value_and_grad(
         )
         for variable, value in zip(written, kept, strict=True):
             variable.store(frame, value)
-        # Eager replicas have combined what they change; one of them tells it.
+        # Eager replicas have combined their changes; the first one makes them.
         if overlay.meets_other_replicas or not frame.replica_id:
             for (target, kind), (payload, condition) in zip(targets, changed, strict=True):
                 _pass_on(frame, Change(target, kind, payload, condition))
         gradients = {v: overlay.gradient(v, g) for v, g in zip(flat, dense, strict=True)}
-        gradients |= {v: overlay.gradient(v, None) for v in remote}
+        gradients |= {v: overlay.remote_gradient(v) for v in remote}
         grads = map_structure(
             lambda leaf: gradients[leaf] if isinstance(leaf, Variable) else None, variables
         )
@@ -280,7 +287,7 @@ def value_and_grad(
 
 
 def _pass_on(frame: frames.Frame, change: Change) -> None:
-    """Makes a change that a differentiated function has recorded."""
+    """Makes a change that a differentiated function recorded."""
     if change.condition is not None and frame.overlay is not None:
         frame.overlay.record(change)
     elif change.condition is None or change.condition:
@@ -288,7 +295,7 @@ def _pass_on(frame: frames.Frame, change: Change) -> None:
 
 
 def grad(
-    fun: Callable[..., Any], variables: Any = None, *, has_aux: bool = False
+    fun: Callable[..., Any], variables: Tree = None, *, has_aux: bool = False
 ) -> Callable[..., Any]:
     """Like `value_and_grad`, but returns the gradients only (and aux, if there is any).
 
@@ -300,14 +307,18 @@ def grad(
     both = value_and_grad(fun, variables, has_aux=has_aux)
 
     @functools.wraps(fun)
-    def differentiated(*args: Any, **kwargs: Any) -> Any:
+    def differentiated(*args: Any, **kwargs: Any) -> Tree:
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return differentiated
 
 
-def embedding_lookup(params: Any, ids: Any) -> Any:
+# A table: a variable, also a sharded one, an array, or the parts of a table in order.
+Table: TypeAlias = Variable | ArrayLike | Sequence[Variable | ArrayLike]
+
+
+def embedding_lookup(params: Table, ids: ArrayLike | Sequence[int]) -> jax.Array:
     """Returns rows of a table by id; the gradient of a variable comes by rows.
 
     >>> import replicax as rx
@@ -322,32 +333,31 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
         table = jnp.asarray(params)
         return row_numbers.take(table, row_numbers.checked("embedding_lookup", table, ids))
     is_known = not any(map(jax_compat.is_traced, jax.tree.leaves(ids)))
-    # Row numbers that are known need not be computed by the program that uses the rows.
-    ids = np.asarray(ids) if params.is_remote and is_known else jnp.asarray(ids)
-    ids = row_numbers.checked("embedding_lookup", params, ids)
+    # The program that uses the rows need not compute known row numbers.
+    numbers = np.asarray(ids) if params.is_remote and is_known else jnp.asarray(ids)
+    numbers = row_numbers.checked("embedding_lookup", params, numbers)
     frame = frames.current()
     params.check_frame(frame, "A lookup in")
     if isinstance(params, RemoteVariable | ShardedVariable):
-        return params.read_rows(frame, ids)
+        return params.read_rows(frame, numbers)
     if isinstance(frame.overlay, GradientOverlay):
-        return frame.overlay.lookup(params, ids)
-    return row_numbers.take(params.read(frame), ids)
+        return frame.overlay.lookup(params, numbers)
+    return row_numbers.take(params.read(frame), numbers)
 
 
-def _one_table(params: Any) -> Any:
+def _one_table(params: Sequence[Any]) -> Variable | ArrayLike:
     """Returns the table of which a list holds the only part, or all parts in order."""
     whole = getattr(params[0], "container", params[0]) if params else None
-    parts = whole.variables if isinstance(whole, ShardedVariable) else []
-    if len(params) == len(parts) and all(a is b for a, b in zip(params, parts, strict=True)):
+    if isinstance(whole, ShardedVariable) and whole.consists_of(params):
         return whole
     if len(params) == 1:
         return params[0]
     return ShardedVariable(params)
 
 
-def _collect(found: list[Variable], leaf: Any) -> None:
+def _collect(found: list[Variable], leaf: object) -> None:
     if not isinstance(leaf, Variable):
-        # What `make_variables` leaves as it is has no gradient; an array is a mistake.
+        # Leaves that `make_variables` does not convert have no gradient; an array is a mistake.
         if isinstance(leaf, jax.Array | np.ndarray):
             raise _nothing_to_differentiate(leaf)
         return
@@ -360,7 +370,7 @@ def _collect(found: list[Variable], leaf: Any) -> None:
     found.append(leaf)
 
 
-def _nothing_to_differentiate(found: Any) -> errors.ArgumentTypeError:
+def _nothing_to_differentiate(found: object) -> errors.ArgumentTypeError:
     return errors.ArgumentTypeError(
         "Gradients need variables to be taken with respect to",
         f"{type(found).__name__} was given",
@@ -369,7 +379,7 @@ def _nothing_to_differentiate(found: Any) -> errors.ArgumentTypeError:
     )
 
 
-def _scalar(loss: Any) -> Any:
+def _scalar(loss: Tree) -> jax.Array:
     if not is_array_like(loss) or jnp.shape(loss) != ():
         found = f"shape {jnp.shape(loss)}" if is_array_like(loss) else type(loss).__name__
         raise errors.InvalidArgumentError(

@@ -51,7 +51,8 @@ class ProgramOverlay(capturing.CapturingOverlay):
     def outside_program(self) -> contextlib.AbstractContextManager[None]:
         return self._consumption.allowed()
 
-    def note_creation(self, variable: Variable) -> None:
+    def note_creation(self, variable: object) -> None:
+        assert isinstance(variable, Variable)
         self.creations.append(variable)
 
 

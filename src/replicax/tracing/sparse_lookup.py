@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from replicax.foundation import errors, jax_compat
-from replicax.tracing.gradients import embedding_lookup
+from replicax.tracing.gradients import Table, embedding_lookup
 from replicax.values.sparse_tensor import SparseTensor
 
+_Array: TypeAlias = jax.Array | np.ndarray
+# An `rx.SparseTensor`, a BCOO matrix, a triple or a pair of arrays, or an object like these.
+Sparse: TypeAlias = object
+
 _COMBINERS = ("mean", "sqrtn", "sum")
-# So far 16-bit numbers are added up exactly enough.
+# 16-bit numbers are summed in 32 bits.
 _ADDED_IN = {jnp.dtype(jnp.float16): jnp.float32, jnp.dtype(jnp.bfloat16): jnp.float32}
 
 
 def embedding_lookup_sparse(
-    params: Any,
-    sp_ids: Any,
-    sp_weights: Any,
+    params: Table,
+    sp_ids: Sparse,
+    sp_weights: Sparse | None,
     combiner: str | None = None,
     max_norm: float | None = None,
     name: str | None = None,
 ) -> jax.Array:
-    """Looks up the rows of several ids per example, and combines them to one row.
+    """Looks up the rows of several ids per example, and combines them into one row.
 
-    The gradient of a variable comes by rows, as that of `embedding_lookup`. An example
+    The gradient of a variable has the form of rows, as that of `embedding_lookup`. An example
     without ids is a row of zeros.
 
     Args:
@@ -64,15 +68,15 @@ def embedding_lookup_sparse(
 
 
 def safe_embedding_lookup_sparse(
-    embedding_weights: Any,
-    sparse_ids: Any,
-    sparse_weights: Any = None,
+    embedding_weights: Table,
+    sparse_ids: Sparse,
+    sparse_weights: Sparse | None = None,
     combiner: str | None = "mean",
     default_id: int | None = None,
     max_norm: float | None = None,
     name: str | None = None,
 ) -> jax.Array:
-    """Looks up rows as `embedding_lookup_sparse`, and copes with ids that are not there.
+    """Looks up rows as `embedding_lookup_sparse`, and handles missing and invalid ids.
 
     Ids below 0 are left out, and, unless the combiner is "sum", weights that are not
     positive. Ids may have more than two dimensions: the last one is combined.
@@ -103,10 +107,10 @@ def safe_embedding_lookup_sparse(
         )
     entries = _entries("safe_embedding_lookup_sparse", sparse_ids, sparse_weights)
     combine = _checked_combiner(combiner)
-    is_there = entries.is_there & (entries.ids >= 0)
+    is_valid = entries.is_valid & (entries.ids >= 0)
     if entries.weights is not None and combine != "sum":
-        is_there &= entries.weights > 0
-    entries = dataclasses.replace(entries, is_there=is_there)
+        is_valid &= entries.weights > 0
+    entries = dataclasses.replace(entries, is_valid=is_valid)
     found = _looked_up(embedding_weights, entries, combine, max_norm, default_id)
     return found.reshape(*entries.rows_shape, *found.shape[1:])
 
@@ -118,36 +122,36 @@ class _Entries:
     Attributes:
       ids: The id of each entry.
       rows: The number of its example.
-      is_there: Whether it counts.
+      is_valid: Whether it counts.
       weights: Its weight; None if all weigh 1.
       rows_shape: The shape of the examples.
     """
 
-    ids: Any
-    rows: Any
-    is_there: Any
-    weights: Any
+    ids: _Array
+    rows: _Array
+    is_valid: _Array
+    weights: _Array | None
     rows_shape: tuple[int, ...]
 
     @property
     def is_traced(self) -> bool:
         """Whether they are known only when a compiled program runs."""
-        return any(map(jax_compat.is_traced, (self.ids, self.rows, self.is_there)))
+        return any(map(jax_compat.is_traced, (self.ids, self.rows, self.is_valid)))
 
     @property
     def num_rows(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
         return int(np.prod(self.rows_shape, dtype=np.int64))
 
 
 def _looked_up(
-    params: Any, entries: _Entries, combiner: str, max_norm: float | None, default_id: int | None
+    params: Table, entries: _Entries, combiner: str, max_norm: float | None, default_id: int | None
 ) -> jax.Array:
-    entries = _without_absent(entries)
+    entries = _without_invalid(entries)
     ids, needs_default = entries.ids, default_id is not None
     if needs_default and not entries.is_traced:
         filled = np.zeros(entries.num_rows, bool)
-        filled[np.asarray(entries.rows)[np.asarray(entries.is_there)]] = True
+        filled[np.asarray(entries.rows)[np.asarray(entries.is_valid)]] = True
         needs_default = not filled.all()
     if needs_default:
         xp = jnp if jax_compat.is_traced(ids) else np
@@ -158,29 +162,29 @@ def _looked_up(
     if not needs_default:
         return found
     counts = jax.ops.segment_sum(
-        jnp.asarray(entries.is_there, jnp.int32), jnp.asarray(entries.rows), entries.num_rows
+        jnp.asarray(entries.is_valid, jnp.int32), jnp.asarray(entries.rows), entries.num_rows
     )
     is_empty = (counts == 0).reshape(-1, *(1,) * (found.ndim - 1))
     return jnp.where(is_empty, looked_up[-1], found)
 
 
-def _without_absent(entries: _Entries) -> _Entries:
-    """Leaves entries out that do not count; in compiled code, gives them an id that is used."""
-    parts = entries.ids, entries.rows, entries.is_there
+def _without_invalid(entries: _Entries) -> _Entries:
+    """Drops invalid entries; in compiled code, replaces their ids by one that is used."""
+    parts = entries.ids, entries.rows, entries.is_valid
     if not entries.is_traced:
-        kept = np.flatnonzero(np.asarray(entries.is_there))
+        kept = np.flatnonzero(np.asarray(entries.is_valid))
         weights = None if entries.weights is None else jnp.asarray(entries.weights)[kept]
-        ids, rows, is_there = (np.asarray(part)[kept] for part in parts)
-        return dataclasses.replace(entries, ids=ids, rows=rows, is_there=is_there, weights=weights)
+        ids, rows, is_valid = (np.asarray(part)[kept] for part in parts)
+        return dataclasses.replace(entries, ids=ids, rows=rows, is_valid=is_valid, weights=weights)
     if not len(entries.ids):
         return entries
-    # Their gradient is zero, but a row that is touched may still change: momentum moves it.
-    ids, is_there = jnp.asarray(entries.ids), jnp.asarray(entries.is_there)
-    used = jnp.where(jnp.any(is_there), ids[jnp.argmax(is_there)], 0)
-    return dataclasses.replace(entries, ids=jnp.where(is_there, ids, used))
+    # Their gradient is zero, but momentum would still move another row.
+    ids, is_valid = jnp.asarray(entries.ids), jnp.asarray(entries.is_valid)
+    used = jnp.where(jnp.any(is_valid), ids[jnp.argmax(is_valid)], 0)
+    return dataclasses.replace(entries, ids=jnp.where(is_valid, ids, used))
 
 
-def _clipped(rows: Any, max_norm: float | None) -> Any:
+def _clipped(rows: jax.Array, max_norm: float | None) -> jax.Array:
     if max_norm is None:
         return rows
     axes = tuple(range(1, rows.ndim))
@@ -190,16 +194,16 @@ def _clipped(rows: Any, max_norm: float | None) -> Any:
     return rows * (max_norm / jnp.maximum(norms, max_norm)).astype(rows.dtype)
 
 
-def _combined(rows: Any, entries: _Entries, combiner: str) -> jax.Array:
+def _combined(rows: jax.Array, entries: _Entries, combiner: str) -> jax.Array:
     dtype = rows.dtype
     rows = rows.astype(_ADDED_IN.get(jnp.dtype(dtype), dtype))
-    is_there = jnp.asarray(entries.is_there)
-    weights = is_there.astype(rows.dtype)
+    is_valid = jnp.asarray(entries.is_valid)
+    weights = is_valid.astype(rows.dtype)
     if entries.weights is not None:
-        weights = jnp.where(is_there, jnp.asarray(entries.weights).astype(rows.dtype), 0)
+        weights = jnp.where(is_valid, jnp.asarray(entries.weights).astype(rows.dtype), 0)
     numbers = jnp.asarray(entries.rows)
 
-    def total(values: Any) -> jax.Array:
+    def total(values: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(values, numbers, entries.num_rows)
 
     factors = weights.reshape(-1, *(1,) * (rows.ndim - 1))
@@ -208,7 +212,7 @@ def _combined(rows: Any, entries: _Entries, combiner: str) -> jax.Array:
         return found.astype(dtype)
     sums = total(weights if combiner == "mean" else jnp.square(weights))
     sums = sums.reshape(-1, *(1,) * (rows.ndim - 1))
-    # As in TensorFlow, what weighs nothing is zero. The root of 0 has no gradient.
+    # As in TensorFlow, zero weights give zero. The root of 0 has no gradient.
     divisor = jnp.where(sums == 0, 1, sums)
     divisor = divisor if combiner == "mean" else jnp.sqrt(divisor)
     return jnp.where(sums == 0, 0, found / divisor).astype(dtype)
@@ -226,8 +230,8 @@ def _checked_combiner(combiner: str | None) -> str:
     return combiner
 
 
-def _entries(api: str, ids: Any, weights: Any) -> _Entries:
-    values, rows, is_there, rows_shape = _parts(api, "ids", ids)
+def _entries(api: str, ids: Sparse, weights: Sparse | None) -> _Entries:
+    values, rows, is_valid, rows_shape = _parts(api, "ids", ids)
     if np.dtype(values.dtype).kind not in "iu":
         raise errors.ArgumentTypeError(
             f"`{api}` needs ids that are integers",
@@ -244,11 +248,14 @@ def _entries(api: str, ids: Any, weights: Any) -> _Entries:
                 f"there are {factors.shape[0]} weights in {shape} rows",
                 "Make the weights with the indices of the ids.",
             )
-    return _Entries(values, rows, is_there, factors, rows_shape)
+    return _Entries(values, rows, is_valid, factors, rows_shape)
 
 
-def _parts(api: str, what: str, given: Any) -> tuple[Any, Any, Any, tuple[int, ...]]:
-    """Returns values, numbers of rows, whether entries are there, and the shape of rows."""
+# Values, row numbers, whether entries are valid, and the shape of the rows.
+_Parts: TypeAlias = tuple[_Array, _Array, _Array, tuple[int, ...]]
+
+
+def _parts(api: str, what: str, given: Sparse) -> _Parts:
     parts = tuple(given) if isinstance(given, tuple | list) else ()
     if len(parts) == 2:
         return _ragged_parts(_array(parts[0]), _array(parts[1]))
@@ -271,7 +278,7 @@ def _parts(api: str, what: str, given: Any) -> tuple[Any, Any, Any, tuple[int, .
     return _sparse_parts(api, what, SparseTensor(_array(indices), _array(values), shape))
 
 
-def _sparse_parts(api: str, what: str, given: SparseTensor) -> tuple[Any, Any, Any, Any]:
+def _sparse_parts(api: str, what: str, given: SparseTensor) -> _Parts:
     indices, values, shape = given.indices, given.values, given.dense_shape
     if not indices.size:
         indices = np.zeros((0, len(shape)), np.int32)
@@ -284,14 +291,14 @@ def _sparse_parts(api: str, what: str, given: SparseTensor) -> tuple[Any, Any, A
             "Make indices of shape (entries, dimensions).",
         )
     xp = jnp if jax_compat.is_traced(indices) else np
-    is_there = xp.all((indices >= 0) & (indices < np.asarray(shape)), axis=1)
+    is_valid = xp.all((indices >= 0) & (indices < np.asarray(shape)), axis=1)
     strides = np.cumprod([1, *shape[-2:0:-1]])[::-1].astype(np.int64)
     rows = xp.sum(indices[:, :-1] * strides.astype(indices.dtype), axis=1)
     num_rows = int(np.prod(shape[:-1], dtype=np.int64))
-    return values, xp.where(is_there, rows, num_rows), is_there, shape[:-1]
+    return values, xp.where(is_valid, rows, num_rows), is_valid, shape[:-1]
 
 
-def _ragged_parts(values: Any, splits: Any) -> tuple[Any, Any, Any, Any]:
+def _ragged_parts(values: _Array, splits: _Array) -> _Parts:
     if values.ndim != 1 or splits.ndim != 1 or not splits.shape[0]:
         raise errors.InvalidArgumentError(
             "Ragged ids must be a vector of values and a vector of row splits",
@@ -301,11 +308,11 @@ def _ragged_parts(values: Any, splits: Any) -> tuple[Any, Any, Any, Any]:
     xp = jnp if jax_compat.is_traced(splits) else np
     number = xp.arange(values.shape[0])
     rows = xp.searchsorted(splits, number, side="right") - 1
-    is_there = (number >= splits[0]) & (number < splits[-1])
+    is_valid = (number >= splits[0]) & (number < splits[-1])
     num_rows = splits.shape[0] - 1
-    return values, xp.where(is_there, rows, num_rows), is_there, (num_rows,)
+    return values, xp.where(is_valid, rows, num_rows), is_valid, (num_rows,)
 
 
-def _array(value: Any) -> Any:
-    """Returns an array: of JAX if it is traced, else of NumPy, so that it can be looked at."""
+def _array(value: Any) -> _Array:
+    """Returns a JAX array if the value is traced, else a NumPy array."""
     return value if jax_compat.is_traced(value) else np.asarray(value)
