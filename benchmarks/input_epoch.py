@@ -172,8 +172,8 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
     for case in CASES:
         own, peer = measured["ours", case]["ms"], measured["handwritten", case]["ms"]
         texts = f"{own:.1f} ms", f"{peer:.1f} ms"
-        verdict = at_most(LIMIT, own / peer)
-        rows.append(Row("epoch from Grain / hand-written", case, *texts, own / peer, *verdict))
+        outcome = at_most(LIMIT, own / peer)
+        rows.append(Row("epoch from Grain / hand-written", case, *texts, own / peer, *outcome))
     for case in CASES:
         own, peer = measured["builder", case]["ms"], measured["handwritten", case]["ms"]
         texts = f"{own:.1f} ms", f"{peer:.1f} ms"

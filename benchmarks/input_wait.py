@@ -63,8 +63,8 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
     rows = []
     for case in CASES:
         share = measured["ours", case]["share"]
-        verdict = at_most(LIMIT, share)
-        rows.append(Row("share of a step spent waiting", case, f"{share:.2%}", "", share, *verdict))
+        outcome = at_most(LIMIT, share)
+        rows.append(Row("share of a step spent waiting", case, f"{share:.2%}", "", share, *outcome))
     return measured, rows
 
 

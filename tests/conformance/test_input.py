@@ -1,4 +1,4 @@
-"""Distributed datasets: cutting, feeding, positions and ends."""
+"""Distributed datasets: splitting, compiled functions, positions and ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def total(strategy: Any, fn: Any, *args: Any) -> Any:
     return strategy.reduce(ReduceOp.SUM, strategy.run(fn, args=args), axis=None)
 
 
-# Cutting.
+# Splitting.
 
 
 @pytest.mark.every_strategy
@@ -637,7 +637,7 @@ def test_S148_elements_are_read_ahead_within_bounds(strategy: Any) -> None:
     while source.reads < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
-    # One was given, four wait, and one more is in the hands of the reader.
+    # One was given, four are buffered, and the reader holds one more.
     assert 5 <= source.reads <= 6
     assert local_values(strategy, next(iterator)) == [[1], [1]]
     iterator.close()
@@ -736,7 +736,7 @@ def test_partial_batches_inside_a_function(strategy: Any) -> None:
         seen.assign_add(1)
         return total(strategy, jnp.sum, next(iterator))
 
-    # 8, 9 | 10 has parts of two sizes, which take a trace of their own.
+    # 8, 9 | 10 has parts of two sizes, which need another trace.
     assert [int(step(iterator)) for _ in range(3)] == [6, 22, 27]
     assert int(seen.read_value()) == 3
     assert step.experimental_get_tracing_count() == 2
@@ -863,7 +863,7 @@ def test_a_position_behind_the_data_is_refused() -> None:
     long.close()
 
 
-# The first release's spelling.
+# The TensorFlow 1 API.
 
 
 @pytest.mark.strategies("mirrored_2", "one_device")

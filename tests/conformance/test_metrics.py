@@ -37,7 +37,7 @@ def uneven(strategy: Any, first: int = 1) -> list[int]:
     return [first + i for i in range(strategy.num_replicas_in_sync)]
 
 
-# A metric, and what NumPy says it is for labels, scores and weights.
+# Metrics, and their values computed with NumPy from labels, scores and weights.
 
 
 def mean_of(per_example: Any) -> Any:
@@ -188,7 +188,7 @@ def test_S217_result_in_replica_context_is_the_total_everywhere(strategy: Any, r
 
     def step(x: Any) -> Any:
         metric.update_state(x)
-        # The result lies where the replica can use it.
+        # The result is on the device of the replica.
         return metric.result() + 0 * x[0]
 
     n = strategy.num_replicas_in_sync
@@ -242,7 +242,7 @@ def test_a_metric_from_outside_the_scope_is_refused(strategy: Any) -> None:
     with refused(rx.errors.ContextError, match="created outside of every scope"):
         strategy.run(lambda: metric.update_state([1.0]))
     metric.update_state([2.0, 4.0])
-    # One copy for everybody: nothing is added up.
+    # One shared copy: nothing is summed.
     assert local_values(strategy, strategy.run(metric.result)) == [3.0, 3.0]
 
 
@@ -261,7 +261,7 @@ def test_counts_stay_exact_beyond_24_bits(strategy: Any, run: Any) -> None:
     for _ in range(8):
         run(strategy, step, (jnp.float32(1.0), jnp.float32(1.0)))
     run(strategy, step, (jnp.float32(-large), jnp.float32(-large)))
-    # Sums in float32 would have lost every one of the ones.
+    # Sums in float32 would have lost all of the ones.
     assert float(total.result()) == 8.0 * n
     assert float(mean.result()) == 1.0
     counts = {v.name: float(v.read_value()) for v in mean.variables}
@@ -290,7 +290,7 @@ def test_a_million_ones_after_2_24_in_one_program() -> None:
 def test_weights_are_broadcast_as_in_keras(shape: Any, weight_shape: Any) -> None:
     x = RNG.normal(size=shape).astype(np.float32)
     w = RNG.uniform(0.5, 2, size=weight_shape).astype(np.float32)
-    # A weight per example counts for its whole row.
+    # A weight per example applies to its whole row.
     full = np.broadcast_to(w.reshape(-1, *[1] * (x.ndim - 1)) if w.size == 4 else w, shape)
     np.testing.assert_allclose(
         float(M.Mean()(x, sample_weight=w)), (x * full).sum() / full.sum(), rtol=1e-5

@@ -1,4 +1,4 @@
-"""Datasets by the names of tf.data: orders, positions, facts and refusals."""
+"""Datasets with the interface of tf.data: orders, positions, facts and errors."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_T68_batches() -> None:
     assert listed(stream.batch(3)) == [[1, 2, 3], [4, 5, 6], [7, 8]]
     assert listed(stream.batch(3, drop_remainder=True)) == [[1, 2, 3], [4, 5, 6]]
     assert listed(Dataset.range(6).batch(2).batch(2)) == [[[0, 1], [2, 3]], [[4, 5]]]
-    # As in tf.data, a batch reaches over the end of a pass.
+    # As in tf.data, a batch may contain elements of two passes.
     assert listed(Dataset.range(3).repeat(2).batch(4)) == [[0, 1, 2, 0], [1, 2]]
     assert listed(Dataset.range(3).batch(2).repeat(2)) == [[0, 1], [2], [0, 1], [2]]
     nested = Dataset.from_tensor_slices(([1, 2, 3], {"a": [4, 5, 6]})).batch(2)
@@ -208,7 +208,7 @@ def test_reduce_cache_and_prefetch() -> None:
     assert listed(cached) == [0, 1, 2, 3] == listed(cached)
     assert calls == [0, 0, 1, 2, 3]
     assert listed(first) == [1, 2, 3]
-    # What is shuffled before the cache has one order for ever.
+    # A cache keeps the order of a shuffle before it.
     frozen = Dataset.range(20).shuffle(20, seed=1).cache()
     assert listed(frozen) == listed(frozen) != list(range(20))
     for size in (0, 1, 3, AUTOTUNE):
@@ -278,7 +278,7 @@ def test_shuffle_reorders_everything_each_iteration() -> None:
     # A new dataset of the same steps has the same epochs.
     again = Dataset.range(100).shuffle(10, seed=3)
     assert [listed(again), listed(again)] == [first, second]
-    # The whole dataset is mixed, not a window of ten.
+    # The whole dataset is shuffled, not a window of ten.
     assert max(first[:20]) > 60
     fixed = Dataset.range(100).shuffle(100, seed=3, reshuffle_each_iteration=False)
     assert listed(fixed) == listed(fixed) == listed(fixed.repeat(2))[100:]
@@ -302,7 +302,7 @@ def test_each_pass_of_repeat_has_its_own_order(is_stream: bool) -> None:
 def test_streams_are_shuffled_by_a_buffer() -> None:
     got = listed(Dataset.range(100).filter(lambda x: True).shuffle(10, seed=5))
     assert sorted(got) == list(range(100)) != got
-    # An element cannot come more than the buffer before its place.
+    # An element comes at most a buffer size too early.
     assert all(value < position + 10 for position, value in enumerate(got))
     endless = Dataset.range(10).repeat().shuffle(5, seed=1).take(20)
     assert len(listed(endless)) == 20
@@ -516,7 +516,7 @@ def test_list_files(lines: list[str], tmp_path: Path) -> None:
         rx.data.TextLineDataset([lines[0], str(tmp_path / "gone.txt")])
 
 
-# What distribution asks.
+# Facts for distribution.
 
 
 def test_T72_parts_of_files(lines: list[str], tmp_path: Path) -> None:
@@ -527,7 +527,7 @@ def test_T72_parts_of_files(lines: list[str], tmp_path: Path) -> None:
     text = rx.data.TextLineDataset(paths)
     want = [f"{i}{j}".encode() for i in range(3) for j in (0, 5)]
     assert listed(text.shard_records(5, 0)) == want
-    # The part is taken where the files are read, whatever follows.
+    # Files are sharded where they are read, whatever the steps after.
     batches = text.map(lambda line: line).batch(4).prefetch(1)
     assert [line for batch in listed(batches.shard_records(5, 0)) for line in batch] == want
     turns = Dataset.list_files(paths, shuffle=False).interleave(rx.data.TextLineDataset, 3)
@@ -576,7 +576,7 @@ def test_element_spec_leaves_the_batch_open() -> None:
     assert dataset.batch(8).element_spec == (spec((None, 3)), spec((None,), np.int64))
     reduced = dataset.batch(2).map(lambda x, y: (x.T, y.sum())).element_spec
     assert reduced == (spec((3, 2)), spec((), np.int64))
-    # Looking is no iteration.
+    # Reading the spec does not count as an iteration.
     shuffled = Dataset.range(9).shuffle(9, seed=1)
     assert shuffled.element_spec == spec((), np.int64)
     assert listed(shuffled) == listed(Dataset.range(9).shuffle(9, seed=1))
@@ -631,7 +631,7 @@ def test_options_are_carried_and_merged() -> None:
         options.experimental_distribute.auto_shard_policy = "sometimes"
 
 
-# Refusals.
+# Errors.
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -35,7 +35,7 @@ def test_orders_are_those_of_tf_data(source: str) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_T76_every_position_continues_with_the_recorded_order(source: str) -> None:
-    """Positions pass through JSON; a fresh iterator and a used one continue alike."""
+    """Positions pass through JSON; fresh and used iterators continue from them."""
     built = tf_data_orders.pipelines(Dataset, SOURCES[source])
     fresh = tf_data_orders.pipelines(Dataset, SOURCES[source])
     for name, order in ORDERS.items():

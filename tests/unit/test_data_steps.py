@@ -277,8 +277,8 @@ def test_sample_from_datasets_draws_by_weight() -> None:
     assert 0.77 < np.mean(values) < 0.83
     assert values == listed(drawn.take(4000))
     assert drawn.cardinality() == INFINITE_CARDINALITY
-    anew = Dataset.sample_from_datasets(both, seed=7, rerandomize_each_iteration=True).take(99)
-    assert listed(anew) != listed(anew)
+    redrawn = Dataset.sample_from_datasets(both, seed=7, rerandomize_each_iteration=True).take(99)
+    assert listed(redrawn) != listed(redrawn)
     finite = Dataset.sample_from_datasets([Dataset.range(3), Dataset.range(10, 15)], seed=1)
     values = listed(finite)
     assert sorted(values) == [0, 1, 2, 10, 11, 12, 13, 14]
@@ -315,9 +315,9 @@ def test_random_and_counter() -> None:
     assert listed(numbers) != listed(Dataset.random(seed=5).take(3))
     own = Dataset.random().take(2)
     assert listed(own) == listed(own) != listed(Dataset.random().take(2))
-    anew = Dataset.random(seed=4, rerandomize_each_iteration=True).take(3)
-    assert listed(anew) != listed(anew)
-    passes = listed(anew.repeat(2))
+    redrawn = Dataset.random(seed=4, rerandomize_each_iteration=True).take(3)
+    assert listed(redrawn) != listed(redrawn)
+    passes = listed(redrawn.repeat(2))
     assert passes[:3] != passes[3:]
     assert all(0 <= x < 2**32 for x in listed(Dataset.random(seed=1).take(500)))
     assert Dataset.random().cardinality() == INFINITE_CARDINALITY
@@ -362,7 +362,7 @@ def test_rejection_resample_at_the_ends() -> None:
         listed(dataset.rejection_resample(lambda x: x, [1.0], [1.0]))
 
 
-# Positions: a new iterator goes on exactly where the saved one was.
+# Positions: a new iterator continues exactly where the saved one was.
 
 RESUMED: dict[str, Callable[[], Dataset]] = {
     "window": lambda: Dataset.range(9).window(3, 2).flat_map(lambda w: w.batch(3)),
@@ -403,7 +403,7 @@ def test_positions_are_exact(name: str) -> None:
         other = iter(RESUMED[name]())
         other.set_state(json.loads(json.dumps(state)))
         assert listed(other) == elements[position:], position
-        # The same iterator goes back, too.
+        # The same iterator can be reset, too.
         if position % 3 == 0:
             other.set_state(state)
             assert listed(other) == elements[position:], position

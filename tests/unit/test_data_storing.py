@@ -1,4 +1,4 @@
-"""Datasets on the disk: save, load and snapshot."""
+"""Datasets on disk: save, load and snapshot."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_saving_again_replaces_and_a_failure_changes_nothing(tmp_path: Path) -> 
     assert listed(Dataset.load(tmp_path)) == [0, 1]
     assert len(list(tmp_path.glob("data-*"))) == 1
     Dataset.range(7, 9).save(tmp_path)
-    # A reader that has begun goes on with its files.
+    # An open reader continues with its files.
     assert listed(opened) == [1]
 
 
@@ -147,7 +147,7 @@ def test_snapshot_writes_once_and_reads_later(tmp_path: Path) -> None:
     assert dataset.cardinality() == 5
     assert dataset.filter(lambda x: True).snapshot(tmp_path).cardinality() == UNKNOWN_CARDINALITY
     assert listed(dataset) == [0, 2, 4, 6, 8] == listed(dataset)
-    # One call more: what elements look like was asked of the first one.
+    # One more call: the spec is derived from the first element.
     assert sorted(calls) == [0, 0, 1, 2, 3, 4]
     assert listed(counted(calls).snapshot(tmp_path)) == [0, 2, 4, 6, 8]
     assert len(calls) == 6
@@ -164,7 +164,7 @@ def test_a_pass_that_is_left_early_writes_no_snapshot(tmp_path: Path) -> None:
     dataset = counted(calls).snapshot(tmp_path)
     iterator = iter(dataset)
     next(iterator)
-    # While one writes, another reads its own.
+    # While one process writes, another computes its elements.
     assert listed(dataset) == [0, 2, 4, 6, 8]
     assert not list(tmp_path.rglob("dataset.json"))
     iterator.close()
@@ -204,7 +204,7 @@ def test_positions_in_snapshots_are_exact(tmp_path: Path, is_complete: bool) -> 
         other.set_state(json.loads(json.dumps(state)))
         assert listed(other) == elements[position:]
         if not is_complete:
-            # Also where the snapshot has not been written yet; this pass writes it.
+            # Also if the snapshot is not complete; this pass writes it.
             fresh = iter(make(f"b{position}"))
             fresh.set_state(state)
             assert listed(fresh) == elements[position:]

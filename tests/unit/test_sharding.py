@@ -123,7 +123,7 @@ def test_T72_data_policy_on_files_keeps_records_of_every_file(tmp_path: Path) ->
     assert own == ["0.0", "0.5", "1.0", "1.5"]
 
 
-def test_T72_refusals(tmp_path: Path) -> None:
+def test_T72_invalid_policies_are_refused(tmp_path: Path) -> None:
     with refused(rx.errors.NotFoundError, "reads files"):
         autoshard(rx.data.Dataset.range(4), FILE, 2, 0)
     with refused(ValueError, "each of 5 workers"):

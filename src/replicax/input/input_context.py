@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from typing import NamedTuple
 
@@ -15,54 +16,38 @@ class InputReplicationMode(enum.Enum):
     PER_REPLICA = "PER_REPLICA"
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, slots=True)
 class InputContext:
     """The argument of a `dataset_fn`, for sharding and batching.
+
+    Attributes:
+      num_input_pipelines: The number of pipelines that read the data together.
+      input_pipeline_id: The index of this pipeline.
+      num_replicas_in_sync: The number of replicas that share a global batch.
 
     >>> context = InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
     >>> context.get_per_replica_batch_size(64)
     16
     """
 
-    __slots__ = ("_id", "_num_pipelines", "_num_replicas")
-
-    def __init__(
-        self,
-        num_input_pipelines: int = 1,
-        input_pipeline_id: int = 0,
-        num_replicas_in_sync: int = 1,
-    ) -> None:
-        self._num_pipelines = num_input_pipelines
-        self._id = input_pipeline_id
-        self._num_replicas = num_replicas_in_sync
-
-    @property
-    def num_input_pipelines(self) -> int:
-        """The number of pipelines that read the data together."""
-        return self._num_pipelines
-
-    @property
-    def input_pipeline_id(self) -> int:
-        """The index of this pipeline."""
-        return self._id
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas that share a global batch."""
-        return self._num_replicas
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns the size of the part of a global batch for one replica."""
-        if global_batch_size % self._num_replicas:
+        if global_batch_size % self.num_replicas_in_sync:
             raise errors.InvalidArgumentError(
-                f"The global batch size must be a multiple of {self._num_replicas}, the number "
-                "of replicas",
+                "The global batch size must be a multiple of the number of replicas, "
+                f"{self.num_replicas_in_sync}",
                 f"it is {global_batch_size}",
                 "Change it, or use experimental_distribute_dataset, which splits any batch.",
             )
-        return global_batch_size // self._num_replicas
+        return global_batch_size // self.num_replicas_in_sync
 
     def __repr__(self) -> str:
-        return f"InputContext(input pipeline id {self._id}, total: {self._num_pipelines})"
+        id_, count = self.input_pipeline_id, self.num_input_pipelines
+        return f"InputContext(input pipeline id {id_}, total: {count})"
 
 
 class InputOptions(NamedTuple):

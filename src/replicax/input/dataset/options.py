@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 
 from replicax.foundation import errors
@@ -77,6 +78,7 @@ class DistributeOptions:
         return f"DistributeOptions(auto_shard_policy={self.auto_shard_policy.name})"
 
 
+@dataclasses.dataclass(init=False, slots=True)
 class Options:
     """Options of a dataset, set by `Dataset.with_options`.
 
@@ -86,7 +88,7 @@ class Options:
     Options(experimental_distribute=DistributeOptions(auto_shard_policy=OFF))
     """
 
-    __slots__ = ("experimental_distribute",)
+    experimental_distribute: DistributeOptions
 
     def __init__(self, experimental_distribute: DistributeOptions | None = None) -> None:
         self.experimental_distribute = experimental_distribute or DistributeOptions()
@@ -94,14 +96,3 @@ class Options:
     def merge(self, newer: Options) -> Options:
         """Returns these options, overridden by those set in `newer`."""
         return Options(self.experimental_distribute.merge(newer.experimental_distribute))
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Options)
-            and self.experimental_distribute == other.experimental_distribute
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"Options(experimental_distribute={self.experimental_distribute!r})"
