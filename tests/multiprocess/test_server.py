@@ -425,7 +425,7 @@ def test_a_parent_that_has_ended_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ctypes, "CDLL", Library)
     shutdown.die_with_parent(os.getppid())
     assert calls[0][1] == signal.SIGKILL
-    with refused(errors.UnavailableError, "it has ended"):
+    with refused(errors.UnavailableError, "has exited"):
         shutdown.die_with_parent(os.getpid())
 
 

@@ -718,7 +718,7 @@ def test_bar30_a_newer_coordinator_takes_over_and_the_older_is_refused(desk: Des
             desk.pool.request(WORKER, question, timeout=30)
     assert desk.ping().counters["attached"] == 0
     desk.pool.epoch, desk.pool.job = 1, "another"
-    with pytest.raises(errors.UnavailableError, match="works for job 'job'"):
+    with pytest.raises(errors.UnavailableError, match="is attached to job 'job'"):
         desk.pool.request(WORKER, messages.Cancel([1]), timeout=30)
     assert desk.attach() == messages.Done()
 
