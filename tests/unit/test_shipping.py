@@ -33,7 +33,7 @@ from replicax.foundation import errors
 from replicax.protocol import codec, trees
 from replicax.protocol.messages import RemoteError, Result
 from replicax.values.distributed_values import PerReplica
-from replicax.worker import error_reports, results
+from replicax.worker import error_reports, runner
 from replicax.worker.functions import Functions, unpickle
 
 SCALE = 3
@@ -386,7 +386,7 @@ def test_results_with_values_of_replicas_slices_and_variables() -> None:
         "v": ServerVariable(3, strategy.extended),
         "plain": rx.Variable(2.0),
     }
-    encoded = results.encode(value)
+    encoded = runner.encode_result(value)
     result = Result(1, encoded.tree, None, len(encoded.buffers))
     cluster = types.SimpleNamespace(variable=lambda key: ("found", key))
     came = serialization.unpack_result(result, encoded.buffers, cluster)
@@ -526,7 +526,7 @@ def test_bar43_the_coordinator_unpickles_nothing() -> None:
 
 
 def test_functions_not_used_for_long_are_forgotten() -> None:
-    functions = Functions(most=2)
+    functions = Functions(max_functions=2)
     shipped = [serialization.ship(functools.partial(int, i)) for i in range(3)]
     for one in shipped:
         functions.store(one.sha, one.buffers)
@@ -542,7 +542,7 @@ def test_functions_not_used_for_long_are_forgotten() -> None:
 
 
 def test_functions_are_bounded_in_bytes_beyond_the_last_ones() -> None:
-    functions = Functions(most_bytes=1_000)
+    functions = Functions(max_bytes=1_000)
     for number in range(50):
         data = [number.to_bytes(100, "little")]
         functions.store(codec.fingerprint(data), data)

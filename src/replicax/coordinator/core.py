@@ -124,7 +124,7 @@ class Core:
         self._exited.discard(task)
         self._outbox.drop_requests(task)
         incarnation, policy = welcome.incarnation, self.policy
-        if task.role == "worker":
+        if task.job == "worker":
             _log.info("%s connected (incarnation %x)", task, incarnation)
             self._perform(policy.worker_policy.connected(task.index, incarnation, now))
         else:
@@ -132,14 +132,14 @@ class Core:
 
     def lost(self, task: Task, reason: str, now: float) -> None:
         """Handles the loss of a connection."""
-        locations = self._cluster.servers if task.role == "ps" else self._cluster.workers
+        locations = self._cluster.servers if task.job == "ps" else self._cluster.workers
         if expected_exits.is_expected(locations[task.index]):
             self._exited.add(task)
             _log.info("%s has exited, as requested", task)
         else:
             _log.warning("%s was lost: %s", task, reason)
         self._outbox.drop_requests(task)
-        if task.role == "worker":
+        if task.job == "worker":
             self._perform(self.policy.worker_policy.lost(task.index, reason, now))
         else:
             self._perform(self.policy.server_policy.lost(task.index, reason, now))
@@ -149,7 +149,7 @@ class Core:
     ) -> None:
         """Handles a message of a task."""
         body = envelope.body
-        if task.role == "ps":
+        if task.job == "ps":
             server = self.policy.servers[task.index]
             if isinstance(body, messages.Pong):
                 server.counters = body.counters
@@ -304,7 +304,7 @@ class Core:
                 self._perform(
                     self.policy.server_policy.fence_confirmed(task.index, incarnation, now)
                 )
-        elif request is not None and task.role == "ps":
+        elif request is not None and task.job == "ps":
             _log.info("%s has recovered", task)
             self._perform(self.policy.server_policy.rejoined(task.index, envelope.incarnation, now))
         elif request is not None and self.policy.worker_policy.attached(task.index, now):
@@ -316,7 +316,7 @@ class Core:
     ) -> None:
         _log.warning("%s rejected a message: %s: %s", task, body.code, body.text)
         workers, servers = self.policy.worker_policy, self.policy.server_policy
-        if body.code == _FENCED and request is None and task.role == "worker":
+        if body.code == _FENCED and request is None and task.job == "worker":
             self._perform(workers.detached(task.index, None, now))
         elif body.code == _FENCED:
             self._stop_replaced(body.text)
@@ -324,9 +324,9 @@ class Core:
             # Without the fence closures cannot move to another worker.
             reason = f"it failed to fence a worker: {body.text}"
             self._perform(servers.lost(task.index, reason, now))
-        elif request is not None and task.role == "ps":
+        elif request is not None and task.job == "ps":
             self._perform(servers.lost_variables(task.index, body.text))
-        elif task.role == "ps" and body.code == _RESTARTED:
+        elif task.job == "ps" and body.code == _RESTARTED:
             # It was restarted after the strategy attached it and before this connection.
             self._perform(servers.restarted(task.index, now))
         elif request is not None:

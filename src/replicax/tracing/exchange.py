@@ -116,7 +116,9 @@ class _Segment:
         for stage in self._stages:
             ids = stage.ids(*inputs)
             dense = self._reads if stage.includes_values else []
-            found = read_cache.pull(client, [*dense, *(Read(v, ids[i]) for i, v in stage.lookups)])
+            reads = [*dense, *(Read(v, ids[i]) for i, v in stage.lookups)]
+            is_cached = read_cache.open_scope.get() is not None
+            found = read_cache.pull(client, reads) if is_cached else client.pull(reads)
             if stage.includes_values:
                 for index, value in zip(self._indices, found, strict=False):
                     values[index] = value

@@ -144,7 +144,7 @@ class Function(Generic[P, R]):
             frame.mode,
             weakref.ref(frame.strategy),
             jax_compat.caller_settings(),
-            read_cache.is_open(),
+            read_cache.open_scope.get() is not None,
         )
 
     def _call_with_data(self, key: _Key, arguments: signature.Arguments) -> Tree:

@@ -18,7 +18,8 @@ class _Scope:
         self.values: dict[int, tuple[Any, Any]] = {}
 
 
-_scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar(
+# The open scope, if there is one.
+open_scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar(
     "replicax_read_cache", default=None
 )
 
@@ -34,27 +35,27 @@ def cache_variable_reads() -> Iterator[None]:
     >>> with cache_variable_reads():
     ...     pass
     """
-    if _scope.get() is not None:
+    if open_scope.get() is not None:
         raise errors.InvalidArgumentError(
             "`cache_variable_reads` cannot be nested",
             "a scope is open already",
             "Leave it first.",
         )
-    token = _scope.set(_Scope())
+    token = open_scope.set(_Scope())
     try:
         yield
     finally:
-        _scope.reset(token)
+        open_scope.reset(token)
 
 
 def is_open() -> bool:
-    """Tells whether code runs in such a scope; what is compiled in one differs."""
-    return _scope.get() is not None
+    """Returns whether code runs in such a scope; functions are compiled separately in one."""
+    return open_scope.get() is not None
 
 
 def read_in_trace(overlay: Any, variable: Any) -> Any:
     """Returns the value of a remote variable as a trace, and the scope if there is one, sees it."""
-    scope = _scope.get()
+    scope = open_scope.get()
     if scope is None:
         return overlay.read(variable)
     key = (scope, variable)
@@ -65,7 +66,7 @@ def read_in_trace(overlay: Any, variable: Any) -> Any:
 
 def pull(client: Any, reads: Sequence[Any]) -> list[Any]:
     """Pulls the values that the scope, if there is one, has not cached."""
-    scope = _scope.get()
+    scope = open_scope.get()
     if scope is None:
         return client.pull(reads)
     cache = scope.values

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
 from replicax.input.distributed import DistributedDataset
 from replicax.protocol.messages import RemoteError
 from replicax.strategies.base import Strategy
@@ -92,7 +93,7 @@ class Resources:
             _log.exception("%s: the per-worker object %d could not be closed", self._task, number)
 
 
-def create_dataset(source: Any, strategy: Strategy) -> DistributedDataset:
+def create_dataset(source: Any, strategy: Strategy) -> Iterable[Tree]:
     """Returns the dataset of a worker; compiled closures can call `next` of its iterators.
 
     Args:

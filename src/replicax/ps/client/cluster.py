@@ -88,6 +88,8 @@ class Cluster:
         self.fenced: set[int] = set()
         self._found: Sequence[frozenset[int]] = ()
         self._closures = itertools.count(1)
+        # See `coordinator.outbox.Cluster`; without a frame of Python, as it is called per closure.
+        self.next_closure: Callable[[], int] = self._closures.__next__
         self._numbers = itertools.count(1)
         self._places = itertools.count()
         # Changes that this process makes itself and that are not acknowledged.
@@ -109,10 +111,6 @@ class Cluster:
             channel.job, channel.epoch = self.job, self.epoch
 
     # Numbers. Counting is one step in Python.
-
-    def next_closure(self) -> int:
-        """Returns the number of a new closure."""
-        return next(self._closures)
 
     def begin_write(self) -> int:
         """Returns the number of a change that this process makes itself."""
@@ -187,6 +185,7 @@ class Cluster:
         for channel in self.channels:
             channel.epoch = self.epoch
         self._closures = itertools.count(plan.first_closure)
+        self.next_closure = self._closures.__next__
 
     def is_saved(self, server: int) -> bool:
         """Tells whether what a server holds outlives its process."""

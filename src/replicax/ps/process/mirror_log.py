@@ -95,6 +95,7 @@ class MirrorLog:
 
     Attributes:
       state: The state of the mirror.
+      target: The mirror to send to; None if there is none.
     """
 
     def __init__(self, index: int, send: Send, wake: Callable[[], None]) -> None:
@@ -104,7 +105,7 @@ class MirrorLog:
         # Acquired after the write lock of the store; nothing blocks while it is held.
         self._lock = threading.Lock()
         self.state = State.OFF
-        self._target: Target | None = None
+        self.target: Target | None = None
         # A job that was recovered from the mirror, and the position of its next entry.
         self._expected: tuple[str, int] | None = None
         # The positions of the first entry, of the next one to send, after the last one, and after
@@ -126,8 +127,8 @@ class MirrorLog:
                 self._clear_target()
                 return
             mirror = (self._index + 1) % len(attach.servers)
-            was_on = self._target is not None and self._target.job == job
-            self._target = Target(job, entry.epoch, attach, mirror)
+            was_on = self.target is not None and self.target.job == job
+            self.target = Target(job, entry.epoch, attach, mirror)
             if was_on:
                 self._append(_Logged(entry, (), 0))
             else:
@@ -138,11 +139,11 @@ class MirrorLog:
 
     def record(self, entry: Entry, buffers: Sequence[Buffer]) -> None:
         """Records a mutation."""
-        if self._target is None:
+        if self.target is None:
             return
         num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
         with self._lock:
-            if self._target is None:
+            if self.target is None:
                 return
             self._append(_Logged(entry, buffers, num_bytes))
         self._wake()
@@ -176,10 +177,10 @@ class MirrorLog:
         Raises:
           ResourceExhaustedError: Too many replies wait; the request may be repeated.
         """
-        if self._target is None:
+        if self.target is None:
             return False
         with self._lock:
-            if self._target is None:
+            if self.target is None:
                 return False
             is_change = not is_error and _is_change(envelope.body)
             is_behind = session.identity in self._waiting
@@ -201,11 +202,6 @@ class MirrorLog:
         return len(self._deferred)
 
     # Called by the thread that sends to the mirror.
-
-    @property
-    def target(self) -> Target | None:
-        """The mirror to send to; None if there is none."""
-        return self._target
 
     @property
     def needs_seed(self) -> bool:
@@ -281,7 +277,7 @@ class MirrorLog:
     def mark_unreachable(self, state: State = State.UNREACHABLE) -> None:
         """Records that the mirror cannot be reached."""
         with self._lock:
-            if self._target is not None:
+            if self.target is not None:
                 self.state = state
                 self._limit_entries()
 
@@ -298,7 +294,7 @@ class MirrorLog:
 
     def _clear_target(self) -> None:
         """Sends all deferred replies: the state that could be lost was dropped."""
-        self._target = None
+        self.target = None
         self.state = State.OFF
         self._drop_entries()
         self._confirm(self._end)

@@ -169,7 +169,8 @@ class ParameterServerTask:
         self, session: Session, envelope: messages.Envelope, buffers: Sequence[memoryview]
     ) -> Reply | None:
         """Handles a request in the socket thread, or leaves it to another thread."""
-        if self._recovery.defer((session, envelope, buffers)):
+        is_attach = isinstance(envelope.body, messages.Attach)
+        if is_attach and self._recovery.defer((session, envelope, buffers)):
             return None
         key = _key(session)
         if self._is_quick(key, envelope.body):
@@ -223,7 +224,9 @@ class ParameterServerTask:
                 self._mirror.start()
         elif isinstance(envelope.body, messages.Detach):
             self._copies.clear(but=self._store.job)
-        return None if self._log.defer(session, envelope, (body, found)) else (body, found)
+        if self._log.target is not None and self._log.defer(session, envelope, (body, found)):
+            return None
+        return body, found
 
     def _counters(self) -> dict[str, int | float]:
         """Returns the counters that are not those of the store."""

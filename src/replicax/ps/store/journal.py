@@ -49,7 +49,14 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Journal(Protocol):
-    """Receives the mutations of a store. Called under the write lock; must not block."""
+    """Receives the mutations of a store. Called under the write lock; must not block.
+
+    Attributes:
+      target: The mirror that needs the mutations; None if there is none.
+    """
+
+    @property
+    def target(self) -> object: ...
 
     def attached(self, job: str, attach: messages.Attach, entry: Entry) -> None:
         """Records that a coordinator attached the server, for the first time or again."""
@@ -70,6 +77,8 @@ class Journal(Protocol):
 
 class NullJournal:
     """The journal of a store without a mirror."""
+
+    target = None
 
     def attached(self, job: str, attach: messages.Attach, entry: Entry) -> None: ...
 

@@ -391,9 +391,10 @@ class ParameterStore:
                     body.pushes, buffers, self._counters, is_alone=role == "coordinator"
                 )
                 self._num_changes += 1
-                only = messages.Exchange(body.pushes, [])
-                entry = Entry(role, incarnation, epoch, only, first, len(failures))
-                self._journal.record(entry, buffers[:first])
+                if self._journal.target is not None:
+                    only = messages.Exchange(body.pushes, [])
+                    entry = Entry(role, incarnation, epoch, only, first, len(failures))
+                    self._journal.record(entry, buffers[:first])
         else:
             held = self._member(job, epoch, incarnation)
             storage = self._storage

@@ -235,9 +235,9 @@ class Connection:
             if type(body) is messages.Welcome:
                 self._accept(body)
                 return envelope, buffers
-            if error_replies.is_hello_first(body) or (
-                self.is_ready and envelope.incarnation != self.incarnation
-            ):
+            is_new = self.is_ready and envelope.incarnation != self.incarnation
+            is_error = type(body) is messages.ErrorReply
+            if is_new or (is_error and error_replies.is_hello_first(body)):
                 # The peer has dropped the session, or has started a new incarnation.
                 if self.is_ready:
                     self.start_handshake()
