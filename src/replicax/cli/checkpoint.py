@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import enum
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from replicax.bundle.manifest import FILE_NAME
+from replicax.checkpointing import orbax_conversion
 from replicax.checkpointing.directory import steps_in
 from replicax.checkpointing.manifest import ArrayEntry, PlainEntry, SavedCheckpoint
 from replicax.cli.failures import told_in_one_line
@@ -62,6 +64,38 @@ def verify(directory: Directory) -> None:
             typer.echo(f"{path}: {problem or 'valid'}")
         if any(problems.values()):
             raise typer.Exit(1)
+
+
+class Format(enum.StrEnum):
+    """A format of checkpoints."""
+
+    REPLICAX = "replicax"
+    ORBAX = "orbax"
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint to read.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The checkpoint to write.")],
+    from_: Annotated[Format, typer.Option("--from", help="The format of SRC.")],
+    to: Annotated[Format, typer.Option("--to", help="The format of DST.")],
+) -> None:
+    """Convert a checkpoint to or from Orbax (needs `pip install replicax[orbax]`)."""
+    with told_in_one_line():
+        if from_ is to:
+            raise errors.InvalidArgumentError(
+                "`--from` and `--to` must differ", f"both are {to}", "Copy the directory instead."
+            )
+        if target.exists():
+            raise errors.InvalidArgumentError(
+                f"{target} must not exist", "it does", "Choose another directory."
+            )
+        if to is Format.REPLICAX:
+            names = orbax_conversion.from_orbax(source, target)
+            typer.echo(f"{target}: {len(names)} objects")
+        else:
+            left_out = orbax_conversion.to_orbax(source, target)
+            typer.echo(f"{target}: written" + "".join(f"\nleft out {name}" for name in left_out))
 
 
 def _checkpoints(directory: Path) -> dict[int, Path]:

@@ -11,8 +11,9 @@ from replicax.foundation import errors
 class LazyModule:
     """Stands for a module until one of its names is asked for."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, requirement: str) -> None:
         self._name = name
+        self._requirement = requirement
 
     def __getattr__(self, attribute: str) -> Any:
         try:
@@ -22,7 +23,7 @@ class LazyModule:
             raise errors.MissingDependencyError(
                 f"This needs the package {package!r}",
                 "it is not installed",
-                f"Run `pip install {package}`.",
+                f"Run `pip install {self._requirement}`.",
             ) from error
         value = getattr(module, attribute)
         # The next lookup finds the name here and comes no more.
@@ -30,8 +31,12 @@ class LazyModule:
         return value
 
 
-def module(name: str) -> Any:
+def module(name: str, requirement: str = "") -> Any:
     """Returns a stand-in for a module, which is imported at the first use.
+
+    Args:
+      name: The module.
+      requirement: What to install if it is missing; by default, the package that it begins with.
 
     Type checkers see the real one if the import is written for them as well:
 
@@ -40,4 +45,4 @@ def module(name: str) -> Any:
         else:
             optax = lazy.module("optax")
     """
-    return LazyModule(name)
+    return LazyModule(name, requirement or name.partition(".")[0])
