@@ -29,7 +29,9 @@ os.environ["PYTHONWARNINGS"] = ",".join(
 # Programs of tests are small and run once: XLA spends two thirds of the compile time on code that
 # is never needed to be fast. `make test-all` sets XLA_FLAGS to nothing, and compiles as users do.
 os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    " --xla_cpu_parallel_codegen_split_count=1",
 )
 
 # Processes that tests start import compiled modules instead of compiling them each time.
