@@ -49,6 +49,20 @@ def test_modules_have_an_owner_and_a_purpose() -> None:
         assert path.stem == "__init__" or ast.get_docstring(ast.parse(text)), path
 
 
+def test_environment_variables_are_read_and_written_in_one_module() -> None:
+    found = [
+        path.relative_to(ROOT / "src")
+        for path in SOURCES
+        if any(
+            isinstance(node, ast.Attribute | ast.Name | ast.alias)
+            and {"environ", "environb", "getenv", "putenv", "unsetenv"}
+            & {getattr(node, name, "") for name in ("attr", "id", "name")}
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    ]
+    assert found == [Path("replicax/foundation/settings.py")]
+
+
 def test_import_has_no_side_effects() -> None:
     code = """
 import os, sys

@@ -500,4 +500,4 @@ def test_keys_are_made_and_shown_without_their_secrets(tmp_path: Path) -> None:
     code, _, err = run("keys", "make", directory)
     assert code == 1 and len(err.splitlines()) == 1 and "without keys" in err
     code, _, err = run("keys", "show", tmp_path / "nowhere")
-    assert code == 1 and len(err.splitlines()) == 1 and "there is no" in err
+    assert code == 1 and len(err.splitlines()) == 1 and "does not exist" in err

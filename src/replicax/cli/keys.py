@@ -8,6 +8,7 @@ from typing import Annotated, cast
 import typer
 
 from replicax.cli.failures import told_in_one_line
+from replicax.foundation import settings
 from replicax.protocol.tasks import ROLES, Role
 from replicax.transport import keys
 
@@ -21,7 +22,7 @@ def make(directory: Directory) -> None:
     """Make new keys for every role, in a directory that only you can read."""
     with told_in_one_line():
         path = keys.make(directory)
-        typer.echo(f"keys in {path}; set {keys.VARIABLE}={path.absolute()} for each task")
+        typer.echo(f"keys in {path}; set {settings.REPLICAX_KEYS}={path.absolute()} for each task")
 
 
 @app.command()

@@ -18,9 +18,8 @@ from replicax.cluster_resolver.slurm_allocation import (
     expand_counts,
     expand_hosts,
 )
-from replicax.foundation import errors
+from replicax.foundation import errors, settings
 
-_GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _GPU_FILE = re.compile(r"nvidia\d+")
 
 
@@ -125,7 +124,7 @@ class SlurmClusterResolver(ClusterResolver):
     def explain(self) -> str:
         source = "Slurm (environment)"
         try:
-            allocation, rank = self._allocation(), _number("SLURM_PROCID")
+            allocation, rank = self._allocation(), _number(settings.SLURM_PROCID)
         except errors.DistributeError as error:
             return f"{source}: cannot be used. {error}"
         # Not through `cluster_spec`: explaining changes no variable.
@@ -137,16 +136,16 @@ class SlurmClusterResolver(ClusterResolver):
             f"{len(self._hosts)} nodes from SLURM_STEP_NODELIST, tasks per node from {per_node}, "
             f"rank {rank} from SLURM_PROCID",
             f"{self._gpus_per_task} of {self._gpus_per_node} GPUs per node for each task"
-            + ("" if self._auto_set_gpu else f"; {_GPU_VARIABLE} is left alone"),
+            + ("" if self._auto_set_gpu else f"; {settings.CUDA_VISIBLE_DEVICES} is left alone"),
         ]
         return summary(found, source, notes)
 
     def _read_nodes(self) -> tuple[list[str], list[int]]:
-        hosts = expand_hosts(_variable("SLURM_STEP_NODELIST"))
+        hosts = expand_hosts(_variable(settings.SLURM_STEP_NODELIST))
         if self._tasks_per_node is not None:
             counts = [self._tasks_per_node] * len(hosts)
         else:
-            counts = expand_counts(_variable("SLURM_STEP_TASKS_PER_NODE"))
+            counts = expand_counts(_variable(settings.SLURM_STEP_TASKS_PER_NODE))
         if len(counts) != len(hosts) or min(counts) < 1:
             raise errors.ContextError(
                 "Each node of the Slurm step must have one task or more",
@@ -156,11 +155,11 @@ class SlurmClusterResolver(ClusterResolver):
         return hosts, counts
 
     def _allocation(self) -> Allocation:
-        num_tasks, rank = sum(self._counts), _number("SLURM_PROCID")
+        num_tasks, rank = sum(self._counts), _number(settings.SLURM_PROCID)
         jobs = self._jobs
         if jobs is None:
             from_slurm = self._tasks_per_node is None
-            jobs = {"worker": _number("SLURM_STEP_NUM_TASKS") if from_slurm else num_tasks}
+            jobs = {"worker": _number(settings.SLURM_STEP_NUM_TASKS) if from_slurm else num_tasks}
         if sum(jobs.values()) != num_tasks or rank >= num_tasks:
             raise errors.ContextError(
                 f"The {sum(jobs.values())} tasks of the jobs {jobs} must be those of the "
@@ -169,17 +168,17 @@ class SlurmClusterResolver(ClusterResolver):
                 "Change `jobs`, or the number of tasks of srun (-n).",
             )
         found = allocate(jobs, self._hosts, self._counts, rank, self._port_base)
-        if "SLURM_NODEID" in os.environ and _number("SLURM_NODEID") != found.host:
+        if settings.SLURM_NODEID.is_set and _number(settings.SLURM_NODEID) != found.host:
             raise errors.ContextError(
                 "The ranks of the Slurm step must fill one node after the other",
-                f"rank {rank} runs on node {_number('SLURM_NODEID')} and not on {found.host}",
+                f"rank {rank} is on node {_number(settings.SLURM_NODEID)}, not on {found.host}",
                 "Use `srun --distribution=block`, and leave out `tasks_per_node`.",
             )
         return found
 
 
-def _variable(name: str) -> str:
-    value = os.environ.get(name)
+def _variable(name: settings.Setting) -> str:
+    value = name.read()
     if not value:
         raise errors.ContextError(
             "SlurmClusterResolver must run in a step of a Slurm job",
@@ -189,21 +188,22 @@ def _variable(name: str) -> str:
     return value
 
 
-def _number(name: str) -> int:
+def _number(name: settings.Setting) -> int:
     value = _variable(name)
-    if not (value.isascii() and value.isdigit() and len(value) < 10):
+    index = settings.as_index(value)
+    if index is None:
         raise errors.ContextError(
             f"The environment variable {name} must be a number",
             f"it is {value[:40]!r}",
             "Start the tasks with `srun`.",
         )
-    return int(value)
+    return index
 
 
 def _gpus_here() -> int:
-    if "SLURM_GPUS_ON_NODE" in os.environ:
-        return _number("SLURM_GPUS_ON_NODE")
-    visible = os.environ.get(_GPU_VARIABLE)
+    if settings.SLURM_GPUS_ON_NODE.is_set:
+        return _number(settings.SLURM_GPUS_ON_NODE)
+    visible = settings.CUDA_VISIBLE_DEVICES.read()
     if visible is not None:
         return _num_visible(visible)
     return sum(1 for name in os.listdir("/dev") if _GPU_FILE.fullmatch(name))
@@ -219,7 +219,7 @@ def _num_visible(given: str) -> int:
 def _narrow_gpus(local_rank: int, gpus_per_task: int, gpus_per_node: int) -> None:
     if not gpus_per_task:
         return
-    given = os.environ.get(_GPU_VARIABLE)
+    given = settings.CUDA_VISIBLE_DEVICES.read()
     if given is None:
         visible = [str(index) for index in range(gpus_per_node)]
     else:
@@ -229,4 +229,4 @@ def _narrow_gpus(local_rank: int, gpus_per_task: int, gpus_per_node: int) -> Non
             return
     first = local_rank * gpus_per_task
     if len(visible) >= first + gpus_per_task:
-        os.environ[_GPU_VARIABLE] = ",".join(visible[first : first + gpus_per_task])
+        settings.CUDA_VISIBLE_DEVICES.write(",".join(visible[first : first + gpus_per_task]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 from typing_extensions import override
@@ -12,9 +11,8 @@ from replicax.cluster import address
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver.base import ClusterResolver, summary
 from replicax.cluster_resolver.failures import decode_error
-from replicax.foundation import errors
+from replicax.foundation import errors, settings
 
-_VARIABLE = "TF_CONFIG"
 _USED = ("cluster", "task", "rpc_layer", "session_master", "environment")
 
 
@@ -52,7 +50,7 @@ class TFConfigClusterResolver(ClusterResolver):
         try:
             return ClusterSpec(cluster)
         except errors.DistributeError as error:
-            raise type(error)(f"{_VARIABLE}: {error}") from None
+            raise type(error)(f"{settings.TF_CONFIG}: {error}") from None
 
     @override
     def master(
@@ -124,9 +122,9 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @override
     def explain(self) -> str:
-        if _VARIABLE not in os.environ:
-            return summary(self, f"{_VARIABLE} (environment): not set")
-        return summary(self, f"{_VARIABLE} (environment)", self._notes())
+        if not settings.TF_CONFIG.is_set:
+            return summary(self, f"{settings.TF_CONFIG} (environment): not set")
+        return summary(self, f"{settings.TF_CONFIG} (environment)", self._notes())
 
     @override
     def __repr__(self) -> str:
@@ -154,7 +152,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def _read() -> dict[str, Any]:
-    text = os.environ.get(_VARIABLE)
+    text = settings.TF_CONFIG.read()
     if text is None:
         return {}
     failure: errors.InvalidArgumentError | None = None
@@ -162,14 +160,14 @@ def _read() -> dict[str, Any]:
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
-        failure = decode_error(_VARIABLE, text, error)
+        failure = decode_error(settings.TF_CONFIG, text, error)
     except RecursionError:
-        failure = _not_an_object(_VARIABLE, "it is nested too deeply")
+        failure = _not_an_object(settings.TF_CONFIG, "it is nested too deeply")
     if failure is not None:
         # Raised out here, because the original holds the whole variable.
         raise failure
     if not isinstance(config, dict):
-        raise _not_an_object(_VARIABLE, f"it is a {type(config).__name__}")
+        raise _not_an_object(settings.TF_CONFIG, f"it is a {type(config).__name__}")
     return config
 
 
@@ -178,17 +176,17 @@ def _section(config: dict[str, Any], key: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise _not_an_object(f"{key!r} in {_VARIABLE}", f"it is a {type(value).__name__}")
+        raise _not_an_object(f"{key!r} in {settings.TF_CONFIG}", f"it is a {type(value).__name__}")
     return value
 
 
 def _index(value: Any) -> int:
-    text = str(value)
-    if isinstance(value, int | str) and text.isascii() and text.isdigit() and len(text) < 10:
-        return int(text)
+    index = settings.as_index(value)
+    if index is not None:
+        return index
     raise errors.InvalidArgumentError(
-        f"The index of the task in {_VARIABLE} must be a number, 0 or more",
-        f"it is {text[:40]!r}",
+        f"The index of the task in {settings.TF_CONFIG} must be a number, 0 or more",
+        f"it is {str(value)[:40]!r}",
         'Write {"task": {"type": "worker", "index": 0}}.',
     )
 

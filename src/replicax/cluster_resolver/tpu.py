@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -13,14 +12,13 @@ from replicax.cluster import address
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver import clients, tpu_node
 from replicax.cluster_resolver.base import ClusterResolver, accelerator_counts, summary
-from replicax.foundation import devices, errors
+from replicax.foundation import devices, errors, settings
 from replicax.protocol.tasks import Task
 
 _LOCAL = "local"
-_GKE_ENDPOINTS = "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"
-_NAME = "TPU_NAME"
-_HOST_NAMES = "TPU_WORKER_HOSTNAMES"
-_HOST_INDEX = "TPU_WORKER_ID"
+# The variables with a list of hosts, and those that are tried in turn.
+_LISTS = (settings.KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS, settings.TPU_WORKER_HOSTNAMES)
+_VARIABLES = (_LISTS[0], settings.TPU_NAME, _LISTS[1])
 
 
 class TPUSystemMetadata(NamedTuple):
@@ -74,7 +72,7 @@ class TPUClusterResolver(ClusterResolver):
             )
         self._tpu, self._source = (tpu, "arguments") if tpu else _from_environment()
         self._task_type = job_name
-        self._task_id = _own_index() if self._source == _HOST_NAMES else 0
+        self._task_id = _own_index() if self._source == settings.TPU_WORKER_HOSTNAMES else 0
         self._rpc_layer = "grpc"
         self._coordinator = (
             {coordinator_name: [coordinator_address]} if coordinator_name is not None else {}
@@ -84,7 +82,7 @@ class TPUClusterResolver(ClusterResolver):
         self._full_name: str | None = None
         if self._is_named():
             if service is None:
-                url = os.environ.get("TPU_API_DISCOVERY_URL", discovery_url)
+                url = settings.TPU_API_DISCOVERY_URL.read(discovery_url)
                 options = {"discoveryServiceUrl": url} if url else {}
                 self._service = clients.google_service("tpu", "v2", credentials, **options)
             self._full_name = _full_name(self._tpu, zone, project)
@@ -190,7 +188,7 @@ class TPUClusterResolver(ClusterResolver):
         """Does nothing: a resolver keeps nothing open."""
 
     def _is_named(self) -> bool:
-        is_list = "://" in self._tpu or self._source in (_GKE_ENDPOINTS, _HOST_NAMES)
+        is_list = "://" in self._tpu or self._source in _LISTS
         return self._tpu != _LOCAL and not is_list
 
     def _node(self) -> tpu_node.TPUNode:
@@ -200,25 +198,26 @@ class TPUClusterResolver(ClusterResolver):
 
 
 def _from_environment() -> tuple[str, str]:
-    for variable in (_GKE_ENDPOINTS, _NAME, _HOST_NAMES):
-        if value := os.environ.get(variable):
+    for variable in _VARIABLES:
+        if value := variable.read():
             return value, variable
     raise errors.InvalidArgumentError(
         "`tpu` must name a TPU",
-        f"it is empty, and none of {_GKE_ENDPOINTS}, {_NAME} and {_HOST_NAMES} is set",
+        f"it is empty, and none of {', '.join(_VARIABLES)} is set",
         "Pass the name of a TPU, or 'local' for the TPUs of this machine.",
     )
 
 
 def _own_index() -> int:
-    value = os.environ.get(_HOST_INDEX, "0")
-    if not (value.isascii() and value.isdigit() and len(value) < 10):
+    value = settings.TPU_WORKER_ID.read("0")
+    index = settings.as_index(value)
+    if index is None:
         raise errors.InvalidArgumentError(
-            f"The environment variable {_HOST_INDEX} must be a number",
+            f"The environment variable {settings.TPU_WORKER_ID} must be a number",
             f"it is {value[:40]!r}",
             "Set it to the index of this host.",
         )
-    return int(value)
+    return index
 
 
 def _full_name(tpu: str, zone: str | None, project: str | None) -> str:

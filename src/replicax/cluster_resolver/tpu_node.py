@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from replicax.cluster import address
 from replicax.cluster_resolver import clients
 from replicax.cluster_resolver.failures import NotReadyError
-from replicax.foundation import errors, lazy
+from replicax.foundation import errors, lazy, settings
 
 if TYPE_CHECKING:
     import urllib.request as urllib_request
@@ -96,7 +95,7 @@ def metadata(path: str, argument: str) -> str:
       path: What to ask for, such as "project/project-id".
       argument: The argument that makes the question unnecessary, for the error message.
     """
-    host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+    host = settings.GCE_METADATA_HOST.read("metadata.google.internal")
     request = urllib_request.Request(
         f"http://{host}/computeMetadata/v1/{path}", headers={"Metadata-Flavor": "Google"}
     )

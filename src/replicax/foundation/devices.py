@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from replicax.foundation import errors, gate
+from replicax.foundation import errors, gate, settings
 from replicax.foundation.jax_compat import Device
 
 _PLATFORMS = {"CPU": ("cpu",), "GPU": ("gpu", "cuda", "rocm"), "TPU": ("tpu",)}
@@ -214,12 +214,11 @@ def set_virtual_cpu_devices(count: int) -> None:
             "Pass a positive int.",
         )
     # Two programs' worth of threads: fewer, and XLA's CPU client can starve itself.
-    if "NPROC" not in os.environ:
-        os.environ["NPROC"] = str(max(os.cpu_count() or 1, 2 * count))
+    if not settings.NPROC.is_set:
+        settings.NPROC.write(str(max(os.cpu_count() or 1, 2 * count)))
     try:
         jax.config.update("jax_num_cpu_devices", count)
-        num_threads = os.environ["NPROC"]
-        gate.set_pool(int(num_threads) if num_threads.isdecimal() else 0, count)
+        gate.set_pool(settings.as_index(settings.NPROC.read()) or 0, count)
     except RuntimeError:
         if len(jax.devices("cpu")) == count:
             return

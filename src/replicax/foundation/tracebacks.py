@@ -13,10 +13,9 @@ from types import TracebackType
 
 import jax
 
-from replicax.foundation import errors
+from replicax.foundation import errors, settings
 
-_VARIABLE = "REPLICAX_TRACEBACK"
-_NOTE = f"replicax: its own frames are hidden; set {_VARIABLE}=full to see them."
+_NOTE = f"replicax: its own frames are hidden; set {settings.REPLICAX_TRACEBACK}=full to see them."
 _LONGEST_CHAIN = 10
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -51,7 +50,7 @@ def hide_own_frames(error: BaseException, is_meant: bool = False) -> None:
 
 def _shows_all() -> bool:
     is_off = jax.config.jax_traceback_filtering == "off"  # pyright: ignore[reportAttributeAccessIssue]
-    return is_off or os.environ.get(_VARIABLE, "").lower() == "full"
+    return is_off or settings.REPLICAX_TRACEBACK.read("").lower() == "full"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

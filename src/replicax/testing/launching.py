@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from replicax.foundation import errors
+from replicax.foundation import errors, settings
 from replicax.testing.child import Child
 from replicax.testing.proxy import Proxy
 from replicax.testing.supervisor import Supervisor
@@ -130,12 +130,10 @@ class Crew:
             # Where it listens itself; those who call are told of proxies.
             cluster.setdefault(job, []).append(other.address)
         config = {"cluster": cluster, "task": {"type": child.job, "index": child.index}}
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-        # Counts the threads that this process needs for its own devices.
-        env.pop("NPROC", None)
-        if plan.devices_per_worker == 1:
-            env |= _share_of_machine(child.job, plan.counts["worker"])
-        env |= {**plan.env, "TF_CONFIG": json.dumps(config)}
+        changes = {**plan.env, settings.TF_CONFIG: json.dumps(config)}
+        is_shared = plan.devices_per_worker == 1
+        num_threads = _num_threads(child.job, plan.counts["worker"]) if is_shared else None
+        env = settings.for_task(changes, num_threads)
         expected_exits.forget(self._addresses((child.job, child.index)))
         with self.changing:
             self._launcher.submit(child.spawn, options, env).result(timeout=_START_SECONDS)
@@ -203,13 +201,9 @@ def wait_until_ready(children: Iterable[Child], timeout: float) -> None:
         time.sleep(_LOOK_S)
 
 
-def _share_of_machine(job: str, num_workers: int) -> dict[str, str]:
-    """Keeps tasks of one machine from waiting, awake, for cores that others compute on."""
-    num_threads = max(1, (os.cpu_count() or 1) // num_workers) if job == "worker" else 1
-    if num_threads > 1:
-        return {"NPROC": str(num_threads)}
-    flags = os.environ.get("XLA_FLAGS", "")
-    return {"NPROC": "1", "XLA_FLAGS": f"{flags} --xla_cpu_multi_thread_eigen=false".strip()}
+def _num_threads(job: str, num_workers: int) -> int:
+    """Returns a number of threads with which the tasks of one machine do not wait, spinning."""
+    return max(1, (os.cpu_count() or 1) // num_workers) if job == "worker" else 1
 
 
 def _short_directory() -> Path:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver import SimpleClusterResolver
-from replicax.foundation import errors
+from replicax.foundation import errors, settings
 from replicax.testing import launching
 from replicax.testing.child import Child
 from replicax.testing.proxy import Proxy
@@ -72,7 +72,7 @@ class LocalCluster:
         _check_more(snapshot_every, proxied)
         extra = dict(env or {})
         if timing is not None:
-            extra.setdefault("REPLICAX_TIMING", timing)
+            extra.setdefault(settings.REPLICAX_TIMING, timing)
         self._plan = launching.Plan(
             {"worker": workers, "ps": ps},
             protocol,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from replicax.foundation import errors
+from replicax.foundation import errors, settings
 from replicax.transport.keys import Keys
 
 Scheme = Literal["ipc", "tcp", "inproc"]
@@ -158,7 +158,7 @@ def _at_path(path: str, address: str) -> Location:
 
 def own_directory() -> Path:
     """Returns the socket directory of this user; creates it if necessary."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    runtime = settings.XDG_RUNTIME_DIR.read()
     if runtime and os.path.isdir(runtime) and os.access(runtime, os.W_OK | os.X_OK):
         directory = Path(runtime) / "replicax"
     else:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from replicax.foundation import errors, lazy
+from replicax.foundation import errors, lazy, settings
 from replicax.protocol.tasks import ROLES, Role
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ else:
     zmq = lazy.module("zmq")
 
 _log = logging.getLogger(__name__)
-
-VARIABLE = "REPLICAX_KEYS"
 
 # The number of keys of one role that are accepted at the same time.
 _MOST_ACCEPTED = 8
@@ -201,7 +199,7 @@ def _stamp(path: Path) -> object:
 
 def from_environment(role: Role) -> Keys | None:
     """Reads the keys from the directory that REPLICAX_KEYS names; None if it is not set."""
-    directory = os.environ.get(VARIABLE)
+    directory = settings.REPLICAX_KEYS.read()
     return load(directory, role) if directory else None
 
 
@@ -226,7 +224,7 @@ def _check_private(path: Path) -> None:
         raise errors.NotFoundError(
             "The keys of a cluster must be in one directory",
             f"{str(path)!r} does not exist",
-            f"Make them with `replicax keys make DIR` and set {VARIABLE}=DIR.",
+            f"Make them with `replicax keys make DIR` and set {settings.REPLICAX_KEYS}=DIR.",
         ) from error
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077 or found.st_uid not in (os.getuid(), 0):

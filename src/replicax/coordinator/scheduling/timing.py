@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
-from replicax.foundation import errors
-
-_VARIABLE = "REPLICAX_TIMING"
+from replicax.foundation import errors, settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +82,13 @@ class Timing:
     @classmethod
     def from_environment(cls) -> Timing:
         """Returns the profile that the environment variable REPLICAX_TIMING selects."""
-        name = os.environ.get(_VARIABLE, "")
+        name = settings.REPLICAX_TIMING.read("")
         if name in ("", "default"):
             return cls()
         if name == "fast":
             return cls.fast()
         raise errors.InvalidArgumentError(
-            f"The environment variable {_VARIABLE} must be 'default' or 'fast'",
+            f"The environment variable {settings.REPLICAX_TIMING} must be 'default' or 'fast'",
             f"it is {name!r}",
             "Correct it, or remove it.",
         )
