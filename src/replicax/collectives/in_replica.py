@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,7 @@ def all_reduce(
     return [results[i] for i in range(len(leaves))]
 
 
-def first_replica(leaf: ArrayLike) -> jax.Array:
+def first_replica(leaf: ArrayLike) -> Any:
     """Gives every replica the value of replica 0."""
     array = jnp.asarray(leaf)
     own = jax.lax.axis_index(AXIS) == 0

@@ -40,11 +40,11 @@ class Inputs:
 
 class _Distributing(Protocol):
     def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None
+        self, dataset: object, options: InputOptions | None = None
     ) -> Iterable[Tree]: ...
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Any, options: InputOptions | None = None
+        self, dataset_fn: Callable[[InputContext], object], options: InputOptions | None = None
     ) -> Iterable[Tree]: ...
 
 
@@ -55,12 +55,12 @@ class UnplacedDataset:
     Pass it to `ClusterCoordinator.create_per_worker_dataset`: each worker reads all of it.
     """
 
-    def __init__(self, source: Any, options: InputOptions | None, is_function: bool) -> None:
+    def __init__(self, source: Tree, options: InputOptions | None, is_function: bool) -> None:
         self._source = source
         self._options = options
         self._is_function = is_function
 
-    def distribute(self, strategy: _Distributing) -> Iterable[Tree]:
+    def distribute(self, strategy: _Distributing) -> Any:
         """Returns the dataset of one worker."""
         if self._is_function:
             return strategy.distribute_datasets_from_function(self._source, self._options)

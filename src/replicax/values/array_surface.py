@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from replicax.foundation import jax_compat
 from replicax.values import printing
@@ -41,12 +43,12 @@ class ArrayOperators(_Array):
         return self._as_array()
 
     def __array__(  # type: ignore[override]
-        self, dtype: Any = None, copy: bool | None = None
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
     ) -> np.ndarray:
         # Always a copy: a view would see, or block, the reuse of its buffer by a later step.
         return np.array(self._as_array(), dtype=dtype, copy=True)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return self._as_array()[as_operand(index)]
 
     def __iter__(self) -> Any:
@@ -83,10 +85,10 @@ class ArrayOperators(_Array):
         array = self._as_array()
         return str(array) if jax_compat.is_traced(array) else printing.content(array)
 
-    def __divmod__(self, other: Any) -> Any:
+    def __divmod__(self, other: object) -> Any:
         return divmod(self._as_array(), as_operand(other))
 
-    def __rdivmod__(self, other: Any) -> Any:
+    def __rdivmod__(self, other: object) -> Any:
         return divmod(jnp.asarray(as_operand(other)), self._as_array())
 
 
@@ -109,7 +111,7 @@ class ArraySurface(ArrayOperators):
         __getattr__ = _attribute_of_array
 
 
-def as_operand(value: Any) -> Any:
+def as_operand(value: object) -> Any:
     """Returns the array behind an object that stands for one, and anything else as it is."""
     if isinstance(value, ArrayOperators):
         return value._as_array()
@@ -122,17 +124,17 @@ def _install() -> None:
     def binary(name: str) -> None:
         op = getattr(operator, f"{name}_" if name in ("and", "or") else name)
 
-        def forward(self: ArrayOperators, other: Any) -> Any:
+        def forward(self: ArrayOperators, other: object) -> Any:
             return op(self._as_array(), as_operand(other))
 
-        def reverse(self: ArrayOperators, other: Any) -> Any:
+        def reverse(self: ArrayOperators, other: object) -> Any:
             return op(as_operand(other), self._as_array())
 
         setattr(ArrayOperators, f"__{name}__", forward)
         if name not in _COMPARE:
             setattr(ArrayOperators, f"__r{name}__", reverse)
 
-    def unary(name: str, op: Any) -> None:
+    def unary(name: str, op: Callable[[jax.Array], jax.Array]) -> None:
         setattr(ArrayOperators, f"__{name}__", lambda self: op(self._as_array()))
 
     for name in _BINARY + ["lt", "le", "gt", "ge"]:
@@ -144,7 +146,7 @@ def _install() -> None:
 _install()
 
 
-def elementwise_equal(left: Any, right: Any) -> Any:
+def elementwise_equal(left: object, right: object) -> Any:
     """Compares two array-likes element by element; unlike shapes are simply unequal."""
     try:
         return jnp.equal(as_operand(left), as_operand(right))

@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from replicax.foundation import devices, errors, jax_compat
+from replicax.foundation.types import Tree
 from replicax.values import own_component, printing
 from replicax.values.array_surface import ArrayOperators, ArraySurface, elementwise_equal
 from replicax.values.indexed_slices import IndexedSlices
@@ -58,7 +60,11 @@ class PerReplica(DistributedValues, ArrayOperators):
 
     @classmethod
     def from_stored(
-        cls, stored: Sequence[Any], scalars: Sequence[bool], treedef: Any, layout: ReplicaLayout
+        cls,
+        stored: Sequence[Tree],
+        scalars: Sequence[bool],
+        treedef: object,
+        layout: ReplicaLayout,
     ) -> PerReplica:
         """Wraps arrays that already hold the values of all replicas."""
         self = cls((), layout)
@@ -185,7 +191,7 @@ class PerReplica(DistributedValues, ArrayOperators):
     def __jax_array__(self) -> Any:
         return jax.numpy.asarray(self.own_value())
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         del copy
         return np.array(self.__jax_array__(), dtype=dtype, copy=True)
 
@@ -195,7 +201,7 @@ class TracedPerReplica(PerReplica):
 
     __slots__ = ("local",)
 
-    def __init__(self, local: Any, layout: ReplicaLayout) -> None:
+    def __init__(self, local: Tree, layout: ReplicaLayout) -> None:
         super().__init__((), layout)
         self._components = None
         self.local = local
@@ -278,12 +284,12 @@ def container_of(component: object) -> Any:
     return getattr(component, "container", component)
 
 
-def is_array_like(value: Any) -> bool:
+def is_array_like(value: object) -> bool:
     """Tells whether a leaf can become an array."""
     return isinstance(value, jax.Array | np.ndarray | np.generic | int | float | bool | complex)
 
 
-def require_number(value: Any) -> Any:
+def require_number(value: object) -> Any:
     """Returns a value that arithmetic can combine, or raises."""
     if isinstance(value, ArraySurface):
         return value.__jax_array__()
@@ -296,7 +302,7 @@ def require_number(value: Any) -> Any:
     return value
 
 
-def dtype_of(value: Any) -> Any:
+def dtype_of(value: Tree) -> np.dtype:
     """Returns the dtype that a leaf has, or would get from JAX."""
     return value.dtype if hasattr(value, "dtype") else jax.numpy.asarray(value).dtype
 

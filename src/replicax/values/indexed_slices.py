@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
 
 
 @jax.tree_util.register_pytree_node_class
@@ -22,7 +23,9 @@ class IndexedSlices:
 
     __slots__ = ("dense_shape", "indices", "values")
 
-    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, values: Tree, indices: Tree, dense_shape: Sequence[int] | None = None
+    ) -> None:
         self.values = values
         self.indices = indices
         self.dense_shape = None if dense_shape is None else tuple(dense_shape)
@@ -48,11 +51,11 @@ class IndexedSlices:
         zeros = jnp.zeros(self.dense_shape, self.dtype)
         return zeros.at[self.indices].add(self.values)
 
-    def map_values(self, fn: Any) -> IndexedSlices:
+    def map_values(self, fn: Callable[[Tree], Tree]) -> IndexedSlices:
         """Applies `fn` to the rows and keeps the indices."""
         return IndexedSlices(fn(self.values), self.indices, self.dense_shape)
 
-    def map_arrays(self, fn: Any) -> IndexedSlices:
+    def map_arrays(self, fn: Callable[[Tree], Tree]) -> IndexedSlices:
         """Applies `fn` to rows and indices alike."""
         return IndexedSlices(fn(self.values), fn(self.indices), self.dense_shape)
 
@@ -66,7 +69,9 @@ class IndexedSlices:
         return (self.values, self.indices), self.dense_shape
 
     @classmethod
-    def tree_unflatten(cls, dense_shape: Any, children: tuple[Any, Any]) -> IndexedSlices:
+    def tree_unflatten(
+        cls, dense_shape: tuple[int, ...] | None, children: tuple[Tree, Tree]
+    ) -> IndexedSlices:
         return cls(*children, dense_shape=dense_shape)
 
 

@@ -1,4 +1,4 @@
-"""Where the replicas of a strategy live, and how their values are stored together.
+"""`ReplicaLayout`: the devices of the replicas, and how their values are stored together.
 
 A layout stores the values of all replicas as *one* array: concatenated along axis 0, or
 stacked if the values are scalars. On a mesh that costs no copy in either direction.
@@ -10,15 +10,18 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.typing import ArrayLike
 
 from replicax.foundation import jax_compat, placement
 from replicax.foundation.jax_compat import Device
+from replicax.foundation.types import Tree
 from replicax.values import printing
 
 AXIS = "replica"
@@ -33,14 +36,14 @@ def copier(sharding: Sharding) -> Callable[[Any], Any]:
     return jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays), out_shardings=sharding)
 
 
-def _join(xnp: Any, components: Sequence[Any]) -> Any:
+def _join(xnp: ModuleType, components: Sequence[Any]) -> Any:
     """Joins values along axis 0, with the functions of `numpy` or `jax.numpy`."""
     join = xnp.concatenate if components[0].shape else xnp.stack
     return join(list(components))
 
 
 def _on_each(arrays: Sequence[Any], devices: Sequence[Device]) -> list[Any]:
-    """Puts one array on each device; all that are elsewhere move in one call."""
+    """Puts one array on each device; all that are on another device move in one call."""
     placed = list(arrays)
     moving = [
         i
@@ -54,7 +57,7 @@ def _on_each(arrays: Sequence[Any], devices: Sequence[Device]) -> list[Any]:
     return placed
 
 
-def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+def _reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Reshapes an array on its device, which need not be the default one."""
     with jax.default_device(next(iter(array.devices()))):
         return array.reshape(shape)
@@ -71,7 +74,7 @@ class ProgramLayout:
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Lets `map_replicas` know."""
+        """Makes `map_replicas` use these replicas."""
         token = _program_layout.set(self)
         try:
             yield
@@ -155,8 +158,8 @@ class ReplicaLayout:
         shape = self.global_shape(first.shape)
         return jax.make_array_from_single_device_arrays(shape, self.per_replica, parts)
 
-    def split(self, array: Any, is_scalar: bool) -> tuple[Any, ...]:
-        """Takes the stored array of all replicas apart; undoes `assemble`."""
+    def split(self, array: jax.Array, is_scalar: bool) -> tuple[jax.Array, ...]:
+        """Splits the stored array of all replicas; undoes `assemble`."""
         count = self.num_replicas
         if count == 1:
             return (placement.uncommitted(array),)
@@ -178,7 +181,7 @@ class ReplicaLayout:
             parts = jax.device_put(list(rows), self.devices[0])
         return tuple(map(placement.uncommitted, parts))
 
-    def component(self, array: Any, replica_id: int, is_scalar: bool) -> Any:
+    def component(self, array: jax.Array, replica_id: int, is_scalar: bool) -> jax.Array:
         """Returns one replica's part of a stored array."""
         if self.num_replicas == 1:
             return array
@@ -190,7 +193,9 @@ class ReplicaLayout:
         local = self.local_shape(array.shape, is_scalar)
         return array.reshape((self.num_replicas, *local))[replica_id]
 
-    def with_component(self, array: Any, replica_id: int, is_scalar: bool, part: Any) -> Any:
+    def with_component(
+        self, array: jax.Array, replica_id: int, is_scalar: bool, part: Tree
+    ) -> jax.Array:
         """Returns a stored array with one replica's part replaced."""
         if self.num_replicas == 1:
             return part if jax_compat.is_traced(part) else jax.device_put(part, self.devices[0])
@@ -205,28 +210,28 @@ class ReplicaLayout:
         rows = array.reshape((self.num_replicas, *local))
         return rows.at[replica_id].set(part).reshape(array.shape)
 
-    def copies(self, array: Any) -> tuple[Any, ...]:
+    def copies(self, array: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the copy of a replicated array that each replica sees."""
         if self.is_mesh and not jax_compat.is_traced(array):
             return tuple(shard.data for shard in array.addressable_shards)
         return (array,) * self.num_replicas
 
-    def copy_for(self, array: Any, replica_id: int) -> Any:
+    def copy_for(self, array: jax.Array, replica_id: int) -> jax.Array:
         """Returns the copy of a replicated array that one replica sees."""
         if self.is_mesh and not jax_compat.is_traced(array):
             return array.addressable_shards[replica_id].data
         return array
 
-    def replicate(self, value: Any) -> jax.Array:
+    def replicate(self, value: ArrayLike) -> jax.Array:
         """Makes a replicated array in fresh buffers."""
         return copier(self.replicated)(jax.device_put(value, self.replicated))
 
-    def from_copies(self, copies: Sequence[jax.Array]) -> jax.Array:
+    def from_copies(self, copies: Sequence[ArrayLike]) -> jax.Array:
         """Joins one equal array per replica into a replicated array, without a copy."""
         if not self.is_mesh:
             return jax.device_put(copies[0], self.replicated)
         parts = _on_each(copies, self.devices)
-        return jax.make_array_from_single_device_arrays(copies[0].shape, self.replicated, parts)
+        return jax.make_array_from_single_device_arrays(parts[0].shape, self.replicated, parts)
 
     def map_replicas(
         self,

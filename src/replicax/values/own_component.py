@@ -19,6 +19,6 @@ def set_finder(find: Callable[[Any], Any]) -> None:
     _Finder.find = staticmethod(find)
 
 
-def find(value: Any) -> Any:
+def find(value: object) -> Any:
     """Returns the component of the running replica, or NOT_HERE outside of replica code."""
     return _Finder.find(value)

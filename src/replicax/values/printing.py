@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from replicax.foundation import jax_compat
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """Describes one component: arrays by shape, type and content, the rest by `repr`."""
     if isinstance(value, jax.Array):
         head = f"shape={value.shape}, dtype={value.dtype}"
@@ -22,7 +23,7 @@ def describe(value: Any) -> str:
     return repr(value)
 
 
-def content(value: Any) -> str:
+def content(value: ArrayLike) -> str:
     """Returns an array's content as NumPy prints it, scalars without the type's name."""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         # NumPy has no keys.

@@ -1,4 +1,4 @@
-"""Merging what replicas returned into one structure, and taking it apart again."""
+"""Merging the structures of all replicas into one, and selecting those of one replica."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
 from replicax.values.array_surface import ArraySurface
 from replicax.values.distributed_values import (
     DistributedValues,
@@ -28,12 +29,12 @@ _ATOMS = (*_SCALARS, np.ndarray, jax.Array)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
-def is_leaf(value: Any) -> bool:
+def is_leaf(value: object) -> bool:
     """Tells whether a value is carried whole instead of being searched for leaves."""
     return isinstance(value, DistributedValues | IndexedSlices | ArraySurface)
 
 
-def map_structure(fn: Callable[..., Any], *structures: Any) -> Any:
+def map_structure(fn: Callable[..., Any], *structures: Tree) -> Tree:
     """Applies `fn` to the leaves of one structure, or of several that match.
 
     Lists, tuples, named tuples, mappings of any class and registered pytree nodes are
@@ -52,7 +53,7 @@ def map_structure(fn: Callable[..., Any], *structures: Any) -> Any:
         return _map_sequence(fn, structures)
     if type(first) in _DICTS:
         return _map_mapping(fn, structures)
-    # A class that says how it is taken apart knows more about itself than its keys tell.
+    # A registered pytree node takes precedence over a mapping.
     children, treedef = _flatten_once(first)
     if treedef is None:
         is_mapping = isinstance(first, Mapping)
@@ -65,7 +66,7 @@ def map_structure(fn: Callable[..., Any], *structures: Any) -> Any:
     return jax.tree.unflatten(treedef, [map_structure(fn, *column) for column in columns])
 
 
-def leaves_of(structure: Any) -> list[Any]:
+def leaves_of(structure: Tree) -> list[Any]:
     """Returns the leaves of a structure, in order."""
     found: list[Any] = []
     map_structure(found.append, structure)
@@ -89,7 +90,7 @@ def regroup(
     if len(values) == 1:
         return values[0]
 
-    def merge(*leaves: Any) -> Any:
+    def merge(*leaves: Tree) -> Tree:
         merged = _merge_leaf(leaves)
         if merged is not _DIFFERENT:
             return merged
@@ -102,11 +103,11 @@ def regroup(
     return map_structure(merge, *values)
 
 
-def select(replica_id: int, structure: Any) -> Any:
+def select(replica_id: int, structure: Tree) -> Tree:
     """Replaces each distributed value by its component for one replica."""
 
-    def pick(leaf: Any) -> Any:
-        # Not the copies of a variable, which knows by itself where it is used.
+    def pick(leaf: Tree) -> Tree:
+        # A variable stays whole: it selects its copy when it is read.
         if isinstance(leaf, PerReplica | Mirrored):
             values = leaf.values
             if replica_id >= len(values):
@@ -121,10 +122,10 @@ def select(replica_id: int, structure: Any) -> Any:
     return map_structure(pick, structure)
 
 
-def select_mirrored(replica_id: int, structure: Any) -> Any:
+def select_mirrored(replica_id: int, structure: Tree) -> Tree:
     """Like `select`, for values that must be equal on all replicas."""
 
-    def pick(leaf: Any) -> Any:
+    def pick(leaf: Tree) -> Tree:
         if isinstance(leaf, PerReplica):
             raise errors.ArgumentTypeError(
                 "Only values that are equal on all replicas can be used here",
@@ -229,7 +230,7 @@ def _emptied(example: dict[Any, Any]) -> dict[Any, Any]:
     return result
 
 
-def _flatten_once(value: Any) -> tuple[list[Any], Any]:
+def _flatten_once(value: Tree) -> tuple[list[Any], Any]:
     """Returns the children of a registered pytree node, or ([], None) for a leaf."""
     if hasattr(type(value), "__next__"):
         # An iterator; JAX warns about some of them.
@@ -240,7 +241,7 @@ def _flatten_once(value: Any) -> tuple[list[Any], Any]:
     return children, treedef
 
 
-def _mismatch(first: Any, other: Any) -> errors.StructureError:
+def _mismatch(first: object, other: object) -> errors.StructureError:
     return errors.StructureError(
         "All replicas must return (or pass) the same structure",
         f"one has {_sketch(first)} and another {_sketch(other)}",
@@ -248,7 +249,7 @@ def _mismatch(first: Any, other: Any) -> errors.StructureError:
     )
 
 
-def _sketch(value: Any) -> str:
+def _sketch(value: object) -> str:
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} with keys {sorted(map(str, value))}"
     if isinstance(value, list | tuple):

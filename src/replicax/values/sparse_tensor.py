@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
 
 
 @jax.tree_util.register_pytree_node_class
@@ -30,7 +31,7 @@ class SparseTensor:
 
     __slots__ = ("dense_shape", "indices", "values")
 
-    def __init__(self, indices: Any, values: Any, dense_shape: Sequence[int]) -> None:
+    def __init__(self, indices: Tree, values: Tree, dense_shape: Sequence[int]) -> None:
         self.indices = indices
         self.values = values
         self.dense_shape = tuple(_whole(size) for size in dense_shape)
@@ -50,14 +51,16 @@ class SparseTensor:
         return (self.indices, self.values), self.dense_shape
 
     @classmethod
-    def tree_unflatten(cls, dense_shape: Any, children: tuple[Any, Any]) -> SparseTensor:
+    def tree_unflatten(
+        cls, dense_shape: tuple[int, ...], children: tuple[Tree, Tree]
+    ) -> SparseTensor:
         made = object.__new__(cls)
         made.indices, made.values = children
         made.dense_shape = dense_shape
         return made
 
 
-def _whole(size: Any) -> int:
+def _whole(size: Tree) -> int:
     try:
         return int(size)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):

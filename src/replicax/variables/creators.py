@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import enum
 import functools
-from collections.abc import Callable, Iterable, Iterator, Set
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import Any, Protocol, TypedDict, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from replicax.contexts import frames
 from replicax.foundation import errors, jax_compat, spelling
@@ -18,22 +21,23 @@ from replicax.foundation.options import VariableAggregation, VariableSynchroniza
 from replicax.values.array_surface import as_operand
 
 Creator = Callable[..., Any]
+_E = TypeVar("_E", bound=enum.Enum)
 
 _creators: contextvars.ContextVar[tuple[Creator, ...]] = contextvars.ContextVar(
     "replicax_variable_creators", default=()
 )
 
 
-# What a strategy puts in the place of the last resort while it asks the creators outside its scope.
+# Replaces the last resort while a strategy calls the creators outside its scope.
 _maker: contextvars.ContextVar[Creator | None] = contextvars.ContextVar(
     "replicax_variable_maker", default=None
 )
 
 
 class _Bottom:
-    """What lies below the stacks of all threads."""
+    """The creators below the stacks of all threads."""
 
-    # Makes a variable when no creator is left to ask; set by variables/plain.py.
+    # Makes a variable when no creator is left; set by variables/plain.py.
     last_resort: Creator
     # The creator of the strategy that `experimental_set_strategy` installed.
     installed: tuple[Creator, ...] = ()
@@ -41,7 +45,7 @@ class _Bottom:
 
 @dataclasses.dataclass(frozen=True)
 class VariableAttributes:
-    """What is fixed about a variable when it is created."""
+    """The attributes of a variable that are fixed when it is created."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +53,7 @@ class VariableAttributes:
     trainable: bool
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
-    constraint: Any = None
+    constraint: Callable[[jax.Array], jax.Array] | None = None
 
     def part(self, number: int, rows: int) -> VariableAttributes:
         """Returns the attributes of a part along the first dimension."""
@@ -62,7 +66,7 @@ class VariableAttributes:
 
 
 class IgnoredArguments(TypedDict, total=False):
-    """Arguments of tf.Variable that mean nothing here, and are accepted from older programs."""
+    """Arguments of tf.Variable that are accepted and ignored."""
 
     validate_shape: bool
     caching_device: Any
@@ -71,19 +75,19 @@ class IgnoredArguments(TypedDict, total=False):
 
 
 def create(
-    initial_value: Any = None,
+    initial_value: object = None,
     trainable: bool | None = None,
     *,
     name: str | None = None,
-    dtype: Any = None,
-    shape: Any = None,
+    dtype: DTypeLike | None = None,
+    shape: int | Sequence[int] | None = None,
     synchronization: VariableSynchronization | None = VariableSynchronization.AUTO,
     aggregation: VariableAggregation | None = VariableAggregation.NONE,
-    constraint: Any = None,
+    constraint: Callable[[jax.Array], jax.Array] | None = None,
     per_worker_variable: bool = False,
     **others: Any,
 ) -> Any:
-    """Asks the creators of this thread, innermost first, for a variable."""
+    """Creates a variable by the creators of this thread, innermost first."""
     kwargs = {
         "initial_value": initial_value,
         "trainable": trainable,
@@ -97,7 +101,7 @@ def create(
     if per_worker_variable:
         kwargs["per_worker_variable"] = True
     _require_known(others.keys() - IgnoredArguments.__annotations__, kwargs)
-    # The last creator is asked first; each gets the one before it as `next_creator`.
+    # The last creator is called first; each gets the one before it as `next_creator`.
     chain = (*_Bottom.installed, *_creators.get())
     variable = functools.reduce(_bind, chain, _last)(**kwargs)
     overlay = frames.current().overlay
@@ -107,7 +111,7 @@ def create(
 
 
 def _last(**kwargs: Any) -> Any:
-    """Ends every stack: the strategy that asked makes the variable, or the last resort."""
+    """Ends every stack: the maker of the strategy makes the variable, or the last resort."""
     return (_maker.get() or _Bottom.last_resort)(**kwargs)
 
 
@@ -115,8 +119,8 @@ def _last(**kwargs: Any) -> Any:
 def made_by(maker: Creator) -> Iterator[None]:
     """Lets a strategy make the variables that creators outside its scope pass on.
 
-    Creators that were opened before `strategy.scope()` come after the strategy in the stack. They
-    may change the arguments, but the variable at the end must still be one of the strategy.
+    Creators that were opened before `strategy.scope()` are called after the strategy. They may
+    change the arguments, but the variable at the end must still be one of the strategy.
 
     Args:
       maker: Takes the arguments as the last creator passes them on.
@@ -128,7 +132,7 @@ def made_by(maker: Creator) -> Iterator[None]:
         _maker.reset(token)
 
 
-def _checked_name(name: Any) -> str | None:
+def _checked_name(name: object) -> str | None:
     if name is None or isinstance(name, str):
         return name
     raise errors.ArgumentTypeError(
@@ -157,7 +161,7 @@ def set_last_resort(creator: Creator) -> None:
 
 
 def is_last_resort(creator: Creator) -> bool:
-    """Tells whether no creator of the user's is left to ask."""
+    """Tells whether no creator of the user is left."""
     return creator is _last
 
 
@@ -203,7 +207,17 @@ def set_creator_stack(creators: tuple[Creator, ...]) -> None:
     _creators.set(creators)
 
 
-def resolve_attributes(kwargs: dict[str, Any], initial: Any) -> VariableAttributes:
+class InitialSpec(Protocol):
+    """Shape and type of an initial value."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+
+def resolve_attributes(kwargs: dict[str, Any], initial: InitialSpec) -> VariableAttributes:
     """Checks the arguments of `rx.Variable` and fills in the defaults."""
     synchronization = _member(VariableSynchronization, "synchronization", kwargs)
     aggregation = _member(VariableAggregation, "aggregation", kwargs)
@@ -233,7 +247,7 @@ def resolve_attributes(kwargs: dict[str, Any], initial: Any) -> VariableAttribut
     )
 
 
-def initial_array(kwargs: dict[str, Any]) -> Any:
+def initial_array(kwargs: dict[str, Any]) -> jax.Array:
     """Returns the initial value as an array of a strong type.
 
     Inside a trace, a function is called outside of it; a value that the trace computed
@@ -271,8 +285,8 @@ def initial_array(kwargs: dict[str, Any]) -> Any:
     return value
 
 
-def require_shape(wanted: Any, found: tuple[int, ...]) -> None:
-    """Raises if an initial value does not have the shape that was asked for."""
+def require_shape(wanted: int | Sequence[int] | None, found: tuple[int, ...]) -> None:
+    """Raises if an initial value does not have the shape of the argument `shape`."""
     if wanted is not None and tuple(np.atleast_1d(wanted) if wanted != () else ()) != found:
         raise errors.InvalidArgumentError(
             f"The initial value must have shape {wanted}",
@@ -281,10 +295,11 @@ def require_shape(wanted: Any, found: tuple[int, ...]) -> None:
         )
 
 
-def _member(enum_type: Any, argument: str, kwargs: dict[str, Any]) -> Any:
+def _member(enum_type: type[_E], argument: str, kwargs: dict[str, Any]) -> _E:
     value = kwargs.get(argument)
     if value is None:
-        return enum_type.AUTO if enum_type is VariableSynchronization else enum_type.NONE
+        is_synchronization = enum_type is VariableSynchronization
+        return enum_type["AUTO" if is_synchronization else "NONE"]
     if isinstance(value, enum_type):
         return value
     raise errors.InvalidArgumentError(

@@ -1,13 +1,15 @@
-"""What `get_shape()` and `ref()` of a variable return."""
+"""Results of `get_shape()` and `ref()` of a variable."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+_V = TypeVar("_V")
 
 
 class Shape(tuple[int, ...]):
-    """A shape: a tuple of ints that also answers the questions that programs ask a TensorShape.
+    """A shape: a tuple of ints with the methods of a TensorShape that programs use.
 
     >>> shape = Shape((2, 3))
     >>> shape.as_list(), shape.num_elements(), shape == (2, 3)
@@ -45,7 +47,7 @@ class Shape(tuple[int, ...]):
         return Shape(found) if isinstance(key, slice) else found
 
 
-class Reference:
+class Reference(Generic[_V]):
     """A hashable handle of a variable: equal for the same variable, whatever its value.
 
     >>> import replicax as rx
@@ -57,10 +59,10 @@ class Reference:
 
     __slots__ = ("_variable",)
 
-    def __init__(self, variable: Any) -> None:
+    def __init__(self, variable: _V) -> None:
         self._variable = variable
 
-    def deref(self) -> Any:
+    def deref(self) -> _V:
         """Returns the variable."""
         return self._variable
 
@@ -73,7 +75,7 @@ class Reference:
         return hash(self._key())
 
     def _key(self) -> tuple[int, int]:
-        # A copy of a variable is a new object at each question.
+        # A copy of a variable is a new object at each access.
         container = getattr(self._variable, "container", self._variable)
         return id(container), getattr(self._variable, "replica_id", id(self._variable))
 

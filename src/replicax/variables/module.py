@@ -11,7 +11,7 @@ from replicax.variables.variable import Variable
 
 
 class Replacements:
-    """How often an attribute of a module was replaced: compiled functions look it up again."""
+    """Counts replacements of attributes: compiled functions then look attributes up again."""
 
     count = 0
 
@@ -28,14 +28,14 @@ class Module:
     ['w']
     """
 
-    # Called with name and value of every attribute that is set: how a restored checkpoint
-    # hears of variables that did not exist yet when it was read.
+    # Called with name and value of every attribute that is set: restored checkpoints use it for
+    # variables that were created after the restore.
     on_new_child: Callable[[str, Any], None] | None = None
 
     def __init__(self, name: str | None = None) -> None:
         self._name = name or _snake_case(type(self).__name__)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         is_replaced = name in self.__dict__
         object.__setattr__(self, name, value)
         if is_replaced and not isinstance(value, bool | int | float | str):
@@ -75,7 +75,7 @@ class Module:
         return tuple(m for m in _unique(_walk(self, Module, set())) if m is not self)
 
 
-def _walk(value: Any, kind: type, seen: set[int]) -> Iterator[Any]:
+def _walk(value: object, kind: type, seen: set[int]) -> Iterator[Any]:
     if isinstance(value, ShardedVariable) and kind is Variable:
         yield from value.variables
     elif isinstance(value, kind):

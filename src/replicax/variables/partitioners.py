@@ -1,13 +1,14 @@
-"""How many parts a variable is cut into, and which rows each part holds."""
+"""Partitioners: the number of parts that variables are cut into, and the rows of each part."""
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, SupportsIndex
 
 import numpy as np
+from jax.typing import DTypeLike
 from typing_extensions import override
 
 from replicax.foundation import errors
@@ -24,13 +25,13 @@ AnyPartitioner = Callable[..., Any]
 
 
 class Partitioner:
-    """Base of the rules that say how a variable is cut; any callable may stand for one."""
+    """Base class of partitioners; any callable of the same signature will do."""
 
     def __repr__(self) -> str:
         settings = (f"{name.lstrip('_')}={value}" for name, value in vars(self).items())
         return f"{type(self).__name__}({', '.join(settings)})"
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Returns the number of parts along each axis, 1 for all but `axis`."""
         raise errors.UnsupportedError(
             "A Partitioner defines __call__(shape, dtype, axis=0)",
@@ -53,7 +54,7 @@ class FixedShardsPartitioner(Partitioner):
         self._num_shards = _positive("num_shards", num_shards)
 
     @override
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         return _counts(shape, axis, self._num_shards)
 
 
@@ -85,7 +86,7 @@ class MinSizePartitioner(Partitioner):
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
     @override
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         row = _row_bytes(shape, dtype, axis, self._bytes_per_string)
         if row == 0:
             return _counts(shape, axis, 1)
@@ -123,7 +124,7 @@ class MaxSizePartitioner(Partitioner):
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
     @override
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         row = _row_bytes(shape, dtype, axis, self._bytes_per_string)
         if row == 0:
             return _counts(shape, axis, 1)
@@ -145,13 +146,13 @@ def split_rows(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(starts))
 
 
-def checked_counts(partitioner: AnyPartitioner, shape: Sequence[int], dtype: Any) -> int:
-    """Asks a partitioner and returns the number of parts along the first axis.
+def checked_counts(partitioner: AnyPartitioner, shape: Sequence[int], dtype: DTypeLike) -> int:
+    """Calls a partitioner and returns the number of parts along the first axis.
 
-    It is asked for no variable without dimensions: that one has a single part.
+    A variable without dimensions has a single part; the partitioner is not called.
 
     Raises:
-      InvalidArgumentError: If the answer is not [n, 1, 1, ...] with one entry per
+      InvalidArgumentError: If the result is not [n, 1, 1, ...] with one entry per
         dimension and n of at least 1.
     """
     if not shape:
@@ -165,8 +166,8 @@ def checked_counts(partitioner: AnyPartitioner, shape: Sequence[int], dtype: Any
     return max(1, min(counts[0], shape[0]))
 
 
-def _as_counts(answer: Any) -> list[int] | None:
-    """The whole numbers of a partitioner's answer; None if it is no list of them."""
+def _as_counts(answer: Iterable[SupportsIndex]) -> list[int] | None:
+    """Returns a partitioner's result as ints; None if it is no list of them."""
     if isinstance(answer, str | bytes):
         return None
     try:
@@ -194,7 +195,7 @@ def _counts(shape: Sequence[int], axis: int, wanted: int) -> list[int]:
     return counts
 
 
-def _row_bytes(shape: Sequence[int], dtype: Any, axis: int, bytes_per_string: int) -> int:
+def _row_bytes(shape: Sequence[int], dtype: DTypeLike, axis: int, bytes_per_string: int) -> int:
     """The bytes of everything that has one index along the axis."""
     kind = np.dtype(dtype)
     size = bytes_per_string if kind.kind in "OSUT" else kind.itemsize

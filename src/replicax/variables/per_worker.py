@@ -9,13 +9,15 @@ from typing import Any, NoReturn, Protocol, final
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from typing_extensions import override
 
 from replicax.contexts import frames
-from replicax.contexts.frames import Frame
+from replicax.contexts.frames import Frame, StrategyHooks
 from replicax.foundation import errors
 from replicax.variables import creators
 from replicax.variables.plain import create_plain
+from replicax.variables.updates import Payload
 from replicax.variables.variable import Variable
 
 
@@ -102,11 +104,11 @@ class PerWorkerVariable(Variable):
         raise self._not_here("read")
 
     @override
-    def apply_update(self, frame: Frame, kind: str, payload: Any) -> NoReturn:
+    def apply_update(self, frame: Frame, kind: str, payload: Payload) -> NoReturn:
         raise self._not_here("changed")
 
     @override
-    def store(self, frame: Frame, value: Any) -> NoReturn:
+    def store(self, frame: Frame, value: ArrayLike) -> NoReturn:
         raise self._not_here("changed")
 
     def _not_here(self, what: str) -> errors.ContextError:
@@ -131,7 +133,9 @@ def make_copy(kwargs: dict[str, Any]) -> Variable:
     return create_plain(owner, device, is_aggregating=is_shared, **kwargs)
 
 
-def create_per_worker(owner: Any, spec: Any, kwargs: dict[str, Any]) -> PerWorkerVariable:
+def create_per_worker(
+    owner: StrategyHooks, spec: creators.InitialSpec, kwargs: dict[str, Any]
+) -> PerWorkerVariable:
     """Makes a variable with a copy on each worker.
 
     Args:

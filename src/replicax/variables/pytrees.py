@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.foundation.types import Tree
 from replicax.variables.variable import Variable
 
 
 def make_variables(
-    tree: Any, *, trainable: bool | None = None, name: str = "", **attributes: Any
-) -> Any:
+    tree: Tree, *, trainable: bool | None = None, name: str = "", **attributes: Any
+) -> Tree:
     """Replaces every array of a pytree by a variable; other leaves stay as they are.
 
     Works on the parameters of any JAX library: nested dicts, flax states, equinox modules.
@@ -29,7 +30,7 @@ def make_variables(
     <rx.Variable 'w:0' shape=(2,) dtype=float32, numpy=array([1., 1.], dtype=float32)>
     """
 
-    def make(path: Any, leaf: Any) -> Any:
+    def make(path: tuple[object, ...], leaf: Tree) -> Tree:
         if isinstance(leaf, Variable) or not isinstance(leaf, jax.Array | np.ndarray):
             return leaf
         is_float = jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
@@ -43,7 +44,7 @@ def make_variables(
     )
 
 
-def read_variables(tree: Any) -> Any:
+def read_variables(tree: Tree) -> Tree:
     """Replaces every variable of a pytree by its value: the way back from `make_variables`.
 
     >>> import jax.numpy as jnp
@@ -54,7 +55,7 @@ def read_variables(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf, tree)
 
 
-def _part(key: Any) -> str:
+def _part(key: object) -> str:
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

@@ -5,9 +5,16 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from replicax.contexts.overlay import Overlay, TracedState
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
+
+if TYPE_CHECKING:
+    from replicax.variables.remote import Read, VariableClient
 
 
 class _Scope:
@@ -15,7 +22,7 @@ class _Scope:
 
     def __init__(self) -> None:
         # Fetched values, with the variable, so that no other one gets its id.
-        self.values: dict[int, tuple[Any, Any]] = {}
+        self.values: dict[int, tuple[object, np.ndarray]] = {}
 
 
 # The open scope, if there is one.
@@ -53,7 +60,7 @@ def is_open() -> bool:
     return open_scope.get() is not None
 
 
-def read_in_trace(overlay: Any, variable: Any) -> Any:
+def read_in_trace(overlay: Overlay, variable: TracedState) -> Tree:
     """Returns the value of a remote variable as a trace, and the scope if there is one, sees it."""
     scope = open_scope.get()
     if scope is None:
@@ -64,7 +71,7 @@ def read_in_trace(overlay: Any, variable: Any) -> Any:
     return overlay.kept_reads[key]
 
 
-def pull(client: Any, reads: Sequence[Any]) -> list[Any]:
+def pull(client: VariableClient, reads: Sequence[Read]) -> list[np.ndarray]:
     """Pulls the values that the scope, if there is one, has not cached."""
     scope = open_scope.get()
     if scope is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -71,7 +72,7 @@ class ReplicatedVariable(DistributedValues, LocalVariable):
         else:
             self.store_all_copies(frame, value)
 
-    def store_copy(self, replica_id: int, value: jax.Array) -> None:
+    def store_copy(self, replica_id: int, value: ArrayLike) -> None:
         """Replaces one copy and leaves the others as they are."""
         raise NotImplementedError
 
@@ -143,17 +144,17 @@ class MirroredVariable(ReplicatedVariable):
         self.is_lent = True
         return self.replicas.copies(self.stored)
 
-    def store_copies(self, values: list[jax.Array]) -> None:
+    def store_copies(self, values: Sequence[ArrayLike]) -> None:
         """Replaces all copies at once."""
         with gate.state():
             self.stored = self.replicas.from_copies(values)
             self.is_lent = True
 
     @override
-    def store_copy(self, replica_id: int, value: jax.Array) -> None:
+    def store_copy(self, replica_id: int, value: ArrayLike) -> None:
         require_concrete(self, value)
         with gate.state():
-            copies = list(self.replicas.copies(self.stored))
+            copies: list[ArrayLike] = list(self.replicas.copies(self.stored))
             copies[replica_id] = value
             self.stored = self.replicas.from_copies(copies)
             self.is_lent = True
@@ -292,7 +293,7 @@ class SyncOnReadVariable(ReplicatedVariable):
             self.stored = self.replicas.assemble([shares[i] for i in range(len(shares))])
             self.is_lent = True
 
-    def _shares(self, value: jax.Array) -> Any:
+    def _shares(self, value: Tree) -> Any:
         """Returns one value per replica: parts of a sum, or the value itself."""
         count = self.replicas.num_replicas
         is_on_host = not jax_compat.is_traced(value) and value.nbytes * count <= _HOST_BYTES
@@ -312,7 +313,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         self._assign_shares(frame, value)
 
     @override
-    def store_copy(self, replica_id: int, value: jax.Array) -> None:
+    def store_copy(self, replica_id: int, value: ArrayLike) -> None:
         require_concrete(self, value)
         with gate.state():
             self.stored = self.replicas.with_component(

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.types import Tree
 
 
-def checked(api: str, table: Any, indices: Any, depth: int = 1) -> Any:
-    """Returns indices as an array, or raises if they cannot be meant.
+class Table(Protocol):
+    """A variable or an array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def checked(api: str, table: Table, indices: Tree, depth: int = 1) -> Any:
+    """Returns indices as an array, or raises if they are not valid.
 
     Args:
       api: What the indices are an argument of, for messages.
@@ -40,8 +49,8 @@ def checked(api: str, table: Any, indices: Any, depth: int = 1) -> Any:
     return ids
 
 
-def require_in_range(api: str, table: Any, indices: Any, depth: int) -> None:
-    """Refuses concrete indices out of range; compiled code cannot, and passes over them."""
+def require_in_range(api: str, table: Table, indices: Tree, depth: int) -> None:
+    """Raises for concrete indices out of range; compiled code skips them."""
     if jax_compat.is_traced(indices) or indices.size == 0:
         return
     limits = np.asarray(table.shape[:depth])
@@ -54,7 +63,7 @@ def require_in_range(api: str, table: Any, indices: Any, depth: int) -> None:
         )
 
 
-def without_negative(indices: Any) -> Any:
+def without_negative(indices: jax.Array) -> jax.Array:
     """Puts negative indices out of range: JAX would count them from the end."""
     if jnp.iinfo(indices.dtype).bits < 32:
         # The largest number of a narrow type may be the number of a row.
@@ -62,17 +71,17 @@ def without_negative(indices: Any) -> Any:
     return jnp.where(indices < 0, jnp.iinfo(indices.dtype).max, indices)
 
 
-def take(table: Any, ids: Any) -> jax.Array:
+def take(table: ArrayLike, ids: ArrayLike) -> jax.Array:
     """Returns rows by number; in compiled code NaN (of integers, the least) out of range."""
     return jnp.take(table, without_negative(jnp.asarray(ids)), axis=0, mode="fill")
 
 
-def take_at(table: Any, vectors: Any) -> jax.Array:
+def take_at(table: jax.Array, vectors: ArrayLike) -> jax.Array:
     """Returns elements or rows at vectors of indices; out of range as `take` does."""
     parts = tuple(jnp.moveaxis(without_negative(jnp.asarray(vectors)), -1, 0))
     return table.at[parts].get(mode="fill")
 
 
-def _named(table: Any) -> str:
+def _named(table: Table) -> str:
     name = getattr(table, "name", None)
     return f"an array of shape {table.shape}" if name is None else f"variable {name!r}"

@@ -1,4 +1,4 @@
-"""Which rows an index asks for: what is fetched of a variable on servers, and then indexed."""
+"""The rows that an index selects: only these are fetched of a variable on servers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.types import Tree
 
 
 class RowSelection(NamedTuple):
-    """Some rows, and what of them is wanted.
+    """Rows to fetch, and the index into them.
 
     Attributes:
       ids: The numbers of the rows, a list; known (NumPy), or computed by a trace.
@@ -23,8 +24,8 @@ class RowSelection(NamedTuple):
     within: tuple[Any, ...]
 
 
-def select_rows(key: Any, num_rows: int, name: str) -> RowSelection | None:
-    """Finds out which rows an index needs; None for all of them, or if that is not known.
+def select_rows(key: object, num_rows: int, name: str) -> RowSelection | None:
+    """Returns the rows that an index needs; None for all of them, or if that is unknown.
 
     >>> select_rows((slice(1, 3), 0), 5, "v")
     RowSelection(ids=array([1, 2]), within=(slice(None, None, None), 0))
@@ -63,16 +64,16 @@ def select_rows(key: Any, num_rows: int, name: str) -> RowSelection | None:
             "Correct the index.",
         )
     ids = np.where(ids < 0, ids + num_rows, ids)
-    return RowSelection(ids.reshape(-1), (_places(ids.shape), *rest))
+    return RowSelection(ids.reshape(-1), (_positions(ids.shape), *rest))
 
 
-def _computed(first: Any, rest: tuple[Any, ...], num_rows: int) -> RowSelection | None:
+def _computed(first: Tree, rest: tuple[Any, ...], num_rows: int) -> RowSelection | None:
     if not jnp.issubdtype(first.dtype, jnp.integer):
         return None
     ids = jnp.where(first < 0, first + num_rows, first)
-    return RowSelection(ids.reshape(-1), (_places(ids.shape), *rest))
+    return RowSelection(ids.reshape(-1), (_positions(ids.shape), *rest))
 
 
-def _places(shape: tuple[int, ...]) -> Any:
-    """Returns where the rows of an index are among those that were fetched for it."""
+def _positions(shape: tuple[int, ...]) -> Any:
+    """Returns the index into the fetched rows."""
     return np.arange(np.prod(shape, dtype=int)).reshape(shape) if shape else 0

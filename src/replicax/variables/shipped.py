@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from replicax.contexts.frames import StrategyHooks
 from replicax.foundation import errors
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
 from replicax.variables.creators import VariableAttributes
@@ -23,7 +25,7 @@ class VariableBook:
       owner: The `StrategyExtended` that they belong to.
     """
 
-    def __init__(self, client: VariableClient, owner: Any) -> None:
+    def __init__(self, client: VariableClient, owner: StrategyHooks) -> None:
         self._client = client
         # Weak: the strategy owns its lower half, which owns this book.
         self._owner = weakref.ref(owner)
@@ -86,7 +88,7 @@ class VariableBook:
         return found
 
 
-def attributes_of(key: Any) -> VariableAttributes:
+def attributes_of(key: Sequence[Any]) -> VariableAttributes:
     """Returns the attributes that `attributes_key` made plain values of."""
     name, shape, dtype, trainable, synchronization, aggregation = key
     return VariableAttributes(

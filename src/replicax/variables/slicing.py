@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsInt, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -194,11 +194,11 @@ def _is_number(item: object) -> bool:
     return jnp.issubdtype(item.dtype, jnp.integer)
 
 
-def _bound(value: Any) -> int | None:
+def _bound(value: SupportsInt | None) -> int | None:
     return None if value is None else int(value)
 
 
-def _positions(variable: Variable, api: str, item: Any) -> list[Any]:
+def _positions(variable: Variable, api: str, item: object) -> list[Any]:
     """Returns an index that is an array as arrays of integers; a mask gives one per dimension."""
     array = item if isinstance(item, np.ndarray | jax.Array) else np.asarray(item)
     if jnp.issubdtype(array.dtype, jnp.integer):
@@ -274,7 +274,7 @@ def as_rows(
     return _OF_ROWS[kind], IndexedSlices(values, ids, shape)
 
 
-def _row_numbers(first: Any, num_rows: int) -> np.ndarray | jax.Array:
+def _row_numbers(first: Tree, num_rows: int) -> np.ndarray | jax.Array:
     if isinstance(first, slice):
         return np.arange(*first.indices(num_rows), dtype=np.int32)
     if isinstance(first, int):

@@ -215,7 +215,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         """Tells whether it has a value; False while the function that creates it runs."""
         return self.stored is not None or self.is_remote
 
-    def ref(self) -> Reference:
+    def ref(self) -> Reference[Self]:
         """Returns a hashable handle of this variable; `deref()` gives the variable back."""
         return Reference(self)
 
