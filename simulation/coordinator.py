@@ -15,7 +15,7 @@ from replicax.coordinator.scheduling.pacing import BoundedStaleness
 from replicax.coordinator.scheduling.timing import Timing
 from replicax.protocol import codec, messages
 from replicax.protocol.tasks import Task
-from replicax.ps.client.job_resume import ResumedJob
+from replicax.ps.client.cluster import ResumedJob
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
 from simulation.channel import location_of
@@ -60,10 +60,10 @@ class SimulatedCluster:
         self._numbers = itertools.count(1)
         self._writes: set[int] = set()
 
-    def take_over(self, takeover: ResumedJob) -> None:
+    def resume(self, resumed: ResumedJob) -> None:
         """Goes on where another coordinator has ended."""
-        self.epoch = takeover.epoch
-        self._numbers = itertools.count(takeover.first_closure)
+        self.epoch = resumed.epoch
+        self._numbers = itertools.count(resumed.first_closure)
 
     def attach(self) -> None:
         """Servers are attached before the core begins."""

@@ -85,7 +85,7 @@ class Faults:
         )
 
     @property
-    def has_takeovers(self) -> bool:
+    def has_resumes(self) -> bool:
         """Whether coordinators may be replaced."""
         return bool(set(self.kinds).intersection(TAKEOVERS))
 

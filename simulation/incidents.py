@@ -185,7 +185,7 @@ class Incidents:
         if server.disk is not None and self._world.mischief.random() < 0.5:
             self._note("power_cut", f"the machine of {server} has lost its power")
             server.disk.cut_power()
-        is_back = self._world.faults.has_takeovers or chance.random() < 0.9
+        is_back = self._world.faults.has_resumes or chance.random() < 0.9
         self._checks.may_lose_servers |= not is_back or not self._world.faults.saved_share
         if is_back:
             self._restart(server, chance.uniform(0.05, 1.5))

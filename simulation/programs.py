@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from replicax.coordinator.scheduling.timing import Timing
 from replicax.foundation import errors
 from replicax.protocol import error_replies, limits, messages
-from replicax.ps.client import job_resume
+from replicax.ps.client.cluster import ResumedJob
 from simulation.channel import Channel
 from simulation.checks import BrokenRuleError, Bystander, Checks
 from simulation.coordinator import SimulatedCoordinator
@@ -71,7 +71,7 @@ class Program:
         self.user: User | None = None
         self._num_closures = num_closures
         self._failure: str | None = None
-        self._steps = self._take_over()
+        self._steps = self._resume()
 
     @property
     def outcome(self) -> str | None:
@@ -96,7 +96,7 @@ class Program:
             server.prepare(attach, cluster.incarnation, cluster.job, cluster.epoch)
         self._go_on()
 
-    def take_over(self, delay_s: float) -> None:
+    def resume(self, delay_s: float) -> None:
         """Goes on with a job that another program has left, after a while."""
         self.coordinator.later(delay_s, self._step, "compute")
 
@@ -110,7 +110,7 @@ class Program:
         self.coordinator.begin()
         self.user = User(self.coordinator, stage.servers, stage.plan, self._num_closures)
 
-    def _take_over(self) -> Steps:
+    def _resume(self) -> Steps:
         """What `ps/client/cluster.py` does: looks, attaches, and makes all parts."""
         world, cluster = self._stage.world, self.coordinator.cluster
         world.note("a program looks for the job")
@@ -118,11 +118,11 @@ class Program:
             found: list[messages.Body] = []
             for server in self._stage.servers:
                 found.append((yield from self._ask(server, messages.QueryJob())))
-            plan = job_resume.of_job(cluster.job, found)
+            plan = ResumedJob.find(cluster.job, found)
             if plan is None:
                 raise errors.PSIncarnationError("No server holds the job.")
-            cluster.take_over(plan)
-            world.note(f"a program takes the job over in epoch {cluster.epoch}")
+            cluster.resume(plan)
+            world.note(f"a program resumes the job in epoch {cluster.epoch}")
             for server in self._stage.servers:
                 attach = messages.Attach([], dict(cluster.settings), [])
                 yield from self._ask(server, attach)
@@ -211,7 +211,7 @@ class Programs:
         self.replaced.append(former)
         # At least one closure, to see that it can.
         self.current = Program(self._stage, max(1, former.num_left))
-        self.current.take_over(delay_s)
+        self.current.resume(delay_s)
 
     def require_end(self) -> None:
         """Requires that those that were replaced have learnt it, and nobody else."""

@@ -818,7 +818,7 @@ def check_kills(desk: Desk, times: int) -> None:
             counter.assign_add(1)
 
     def server_counters(server: int) -> dict[str, Any]:
-        return strategy.extended.cluster.ask(server, messages.Ping(0)).counters
+        return strategy.extended.cluster.request(server, messages.Ping(0)).counters
 
     num_closures = 0
 

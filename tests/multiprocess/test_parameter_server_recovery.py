@@ -21,7 +21,7 @@ from parameter_servers import STEADY, Desk, becomes, own_cluster
 import replicax as rx
 from replicax.coordinator.scheduling.timing import Timing
 from replicax.protocol import messages
-from replicax.ps.client import creation
+from replicax.ps.client import cluster as ps_cluster
 from replicax.ps.client.cluster import Cluster
 
 PROGRAMS = Path(__file__).parent.parent / "support" / "programs"
@@ -55,7 +55,7 @@ def test_bar21_bar23_servers_come_back_from_snapshots_and_never_empty() -> None:
         def snapshot_numbers() -> list[float]:
             for constant in constants:
                 constant.assign(100.0)  # there is something new, and the same
-            ask = strategy.extended.cluster.ask
+            ask = strategy.extended.cluster.request
             return [ask(i, messages.Ping(0)).counters["snapshot_number"] for i in range(2)]
 
         for _ in range(300):
@@ -201,8 +201,8 @@ def test_bar23_bar30_a_table_that_was_half_written_is_written_anew(
 ) -> None:
     """Its coordinator is lost between two messages; the next one must not find zeros."""
     table = np.arange(1, 4001, dtype=np.float32).reshape(1000, 4)
-    monkeypatch.setattr(creation, "CHUNK_BYTES", 3000)
-    ask, num_sent = Cluster.ask, 0
+    monkeypatch.setattr(ps_cluster, "CHUNK_BYTES", 3000)
+    ask, num_sent = Cluster.request, 0
 
     def die_halfway(self: Cluster, server: int, body: messages.Body, *args: Any) -> Any:
         nonlocal num_sent
@@ -214,10 +214,10 @@ def test_bar23_bar30_a_table_that_was_half_written_is_written_anew(
     lost = desk.strategy(job="halfway")
     with lost.scope():
         small = rx.Variable(7.0, name="small")
-        monkeypatch.setattr(Cluster, "ask", die_halfway)
+        monkeypatch.setattr(Cluster, "request", die_halfway)
         with pytest.raises(KeyboardInterrupt):
             rx.Variable(table, name="table")
-        monkeypatch.setattr(Cluster, "ask", ask)
+        monkeypatch.setattr(Cluster, "request", ask)
     small.assign_add(1.0)
     second = rx.ParameterServerStrategy(desk.cluster.resolver, job="halfway")
     try:

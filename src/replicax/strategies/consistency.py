@@ -1,25 +1,25 @@
-"""How much of each other's work workers on parameter servers see: `Staleness` and the others."""
+"""Consistency of training with parameter servers: asynchronous, bounded staleness, synchronous."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+
+from typing_extensions import TypeIs
 
 from replicax.foundation import errors
 
 
 @dataclasses.dataclass(frozen=True)
 class Staleness:
-    """Lets workers run apart, but not far: no gradient is applied to values that are too old.
+    """Bounds the staleness of gradients in asynchronous training.
 
-    Pass it as `consistency` to a `ParameterServerStrategy`. Between the moment when a step
-    reads values and the moment when its gradient is applied, at most `bound` steps of others
-    change them. 0 runs one step at a time, on all workers in turn. Twice the number of the
-    other workers, 6 for 4 workers, keeps all busy for as long as they are equally fast; more
-    lets some run ahead of others.
+    Pass it as `consistency` to a `ParameterServerStrategy`. Between the time a step reads values
+    and the time its gradient is applied, at most `bound` other steps change them. With 0, workers
+    run one step at a time in turn. Twice the number of other workers (6 for 4 workers) keeps
+    equally fast workers busy; more lets some run ahead of others.
 
     Args:
-      bound: How many steps of others a gradient may lack.
+      bound: How many other steps a gradient may miss.
 
     >>> Staleness(3)
     Staleness(bound=3)
@@ -36,17 +36,17 @@ class Staleness:
             raise errors.InvalidArgumentError(
                 "The bound of `Staleness` must be an int from 0 on",
                 f"it is {self.bound!r}",
-                "Pass a number of steps; 0 runs one step at a time.",
+                "Pass a number of steps; with 0, steps run one at a time.",
             )
 
 
 def settings_of(
-    consistency: Any, backup_workers: Any, num_workers: int, pull_ahead: bool
+    consistency: object, backup_workers: object, num_workers: int, pull_ahead: bool
 ) -> dict[str, int | bool]:
-    """Returns what tasks are told about how workers train together.
+    """Returns the settings of tasks for a consistency.
 
     Raises:
-      InvalidArgumentError: The arguments do not go together.
+      InvalidArgumentError: The arguments are inconsistent.
     """
     is_name = isinstance(consistency, str) and consistency in ("async", "sync")
     if not is_name and not isinstance(consistency, Staleness):
@@ -55,21 +55,21 @@ def settings_of(
             f"it is {consistency!r}",
             'Leave it out for "async".',
         )
-    _check_backups(consistency, backup_workers, num_workers)
+    num_backups = _checked_backups(consistency, backup_workers, num_workers)
     if consistency == "async":
         return {}
     if pull_ahead:
         raise errors.InvalidArgumentError(
-            f"With consistency={consistency!r} each step needs the values of its own time",
-            "`pull_ahead=True` fetches them before",
+            f"With consistency={consistency!r} each step needs current values",
+            "`pull_ahead=True` fetches them before the previous step ends",
             'Leave `pull_ahead` out, or use consistency="async".',
         )
     if isinstance(consistency, Staleness):
         return {"staleness": consistency.bound}
-    return {"aggregate": num_workers - backup_workers, "drops_stale": backup_workers > 0}
+    return {"aggregate": num_workers - num_backups, "drops_stale": num_backups > 0}
 
 
-def _check_backups(consistency: Any, backup_workers: Any, num_workers: int) -> None:
+def _checked_backups(consistency: object, backup_workers: object, num_workers: int) -> int:
     if not _is_count(backup_workers):
         found, todo = f"it is {backup_workers!r}", "Pass a number of workers."
     elif backup_workers and consistency != "sync":
@@ -79,7 +79,7 @@ def _check_backups(consistency: Any, backup_workers: Any, num_workers: int) -> N
         found = f"it is {backup_workers} of {num_workers}"
         todo = "Choose fewer: a step needs the gradient of at least one worker."
     else:
-        return
+        return backup_workers
     raise errors.InvalidArgumentError(
         "`backup_workers` must be an int from 0 on, below the number of workers, and needs "
         'consistency="sync"',
@@ -88,5 +88,5 @@ def _check_backups(consistency: Any, backup_workers: Any, num_workers: int) -> N
     )
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> TypeIs[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

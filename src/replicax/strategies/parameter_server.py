@@ -1,34 +1,39 @@
-"""ParameterServerStrategy: variables on servers, computation on workers, a coordinator between."""
+"""ParameterServerStrategy: variables on parameter servers, steps on workers, one coordinator."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.typing import ArrayLike, DTypeLike
 from typing_extensions import override
 
 from replicax.cluster import parameter_servers
 from replicax.cluster_resolver.base import ClusterResolver
 from replicax.contexts import frames
-from replicax.foundation import devices, errors
+from replicax.foundation import devices, errors, jax_compat
+from replicax.foundation.options import VariableAggregation, VariableSynchronization
+from replicax.protocol import messages
 from replicax.protocol.tasks import Task
 from replicax.ps.client import initial_values
 from replicax.ps.client.cluster import Cluster
-from replicax.ps.client.creation import create_part
-from replicax.ps.client.initial_values import Initial, InitialValue, PartValue
+from replicax.ps.client.initial_values import Initial, InitialValue, PartValue, uniform_element
 from replicax.ps.client.variable_client import ParameterClient
-from replicax.strategies import parameter_server_options as options
-from replicax.strategies import server_optimizers
 from replicax.strategies.base import Strategy
 from replicax.strategies.consistency import Staleness, settings_of
 from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.inputs import UnplacedDataset
+from replicax.training.optimizer.remote import Update
 from replicax.transport import addresses
 from replicax.transport import keys as key_files
 from replicax.transport.keys import Keys
@@ -43,15 +48,18 @@ from replicax.variables.variable import Variable
 
 _log = logging.getLogger(__name__)
 
+# The name of a job is sent with every message.
+_LONGEST_JOB = 128
+
 
 @final
 class ParameterServerExtended(StrategyExtended):
-    """Places variables on parameter servers, in turn, and cuts those that a partitioner cuts.
+    """Places variables on parameter servers in round-robin order, partitioned by a partitioner.
 
     Attributes:
-      cluster: The coordinator's hold on the cluster; None on a worker.
-      client: How variables are read and changed.
-      per_worker: The variables that workers keep.
+      cluster: The cluster; None on a worker.
+      client: Reads and updates variables.
+      per_worker: The variables of workers.
     """
 
     def __init__(
@@ -69,7 +77,7 @@ class ParameterServerExtended(StrategyExtended):
         self._book = VariableBook(client, self)
         if cluster is not None:
             cluster.variable = self._book.adopt
-        # Round-robin must not be disturbed by a second thread between two parts.
+        # Serializes creation, so that the parts of a variable are on consecutive servers.
         self._lock = threading.RLock()
         self._has_warned = False
         self.per_worker = PerWorkerVariables()
@@ -91,12 +99,12 @@ class ParameterServerExtended(StrategyExtended):
         return tuple(Task("ps", i).device("CPU", 0) for i in range(count))
 
     def require_cluster(self, what: str) -> Cluster:
-        """Returns the coordinator's hold on the cluster, or raises on a worker."""
+        """Returns the cluster, or raises on a worker."""
         if self.cluster is None:
             raise errors.ContextError(
                 f"{what} needs the coordinator",
                 "this is a worker",
-                "Do it before scheduling, in the program that made the strategy.",
+                "Do it before scheduling, in the program that created the strategy.",
             )
         return self.cluster
 
@@ -130,13 +138,13 @@ class ParameterServerExtended(StrategyExtended):
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         name = kwargs.get("name") or "Variable"
         self.require_cluster(f"The creation of variable {name!r}")
-        # A block that a creator opens below this one can move the variable; one around us cannot.
-        make = functools.partial(self._make_uncut, devices.requested())
+        # A device block that a creator opens moves the variable; one around the scope does not.
+        make = functools.partial(self._create_unpartitioned, devices.requested())
         with self._lock, creators.made_by(make):
             is_one = kwargs.get("colocate_with") is not None or kwargs.get("per_worker_variable")
             if self._partitioner is None or is_one:
                 return self._owned(next_creator(**kwargs))
-            initial = initial_values.describe(kwargs, is_cut=True)
+            initial = initial_values.describe(kwargs, is_partitioned=True)
             shape, dtype = initial.shape, initial.dtype
             count = checked_counts(self._partitioner, shape, dtype) if shape else 1
             if count == 1:
@@ -151,15 +159,15 @@ class ParameterServerExtended(StrategyExtended):
         return ShardedVariable(parts, name=name)
 
     def _owned(self, variable: Any) -> Any:
-        """Takes in a variable that a creator outside the scope has made by itself."""
+        """Sets the owner of a variable that a creator has created by itself."""
         if isinstance(variable, Variable) and variable.owner is None:
             variable.owner = self
         return variable
 
-    def _make_uncut(self, around: Any, **kwargs: Any) -> Variable:
-        """Makes a variable, or a part of one, as the last creator asks for it."""
+    def _create_unpartitioned(self, around: devices.DeviceSpec | None, **kwargs: Any) -> Variable:
+        """Creates a variable, or a part of one."""
         if kwargs.get("per_worker_variable"):
-            spec = initial_values.describe(kwargs, is_cut=False)
+            spec = initial_values.describe(kwargs, is_partitioned=False)
             variable = create_per_worker(self, spec, kwargs)
             self.per_worker.add(variable)
             return variable
@@ -170,25 +178,21 @@ class ParameterServerExtended(StrategyExtended):
         value = kwargs.get("initial_value")
         is_known = isinstance(value, InitialValue | PartValue)
         if not is_known or kwargs.get("dtype") not in (None, value.dtype):
-            value = initial_values.describe(kwargs, is_cut=False)
+            value = initial_values.describe(kwargs, is_partitioned=False)
         attributes = creators.resolve_attributes(kwargs, value)
-        return self.make_part(attributes, value.whole(), self._server_near(near))
+        return self.create_part(attributes, value.whole(), self._server_near(near))
 
-    def next_server(self) -> int:
-        """Returns the server whose turn it is."""
-        return self.require_cluster("The placement of a variable").next_server()
-
-    def make_part(
+    def create_part(
         self, attributes: creators.VariableAttributes, initial: Initial, server: int
     ) -> RemoteVariable:
-        """Makes a variable, or a part of one, on a server."""
+        """Creates a variable, or a part of one, on a server."""
         cluster = self.require_cluster(f"The creation of variable {attributes.name!r}")
-        variable = create_part(cluster, self.client, self, attributes, initial, server)
+        variable = cluster.create_part(self.client, self, attributes, initial, server)
         self._book.add(variable)
         return variable
 
-    def _server_near(self, near: Any) -> int:
-        """Returns the server of a variable, or of the first device named; else whose turn it is."""
+    def _server_near(self, near: object) -> int:
+        """Returns the server of a variable or of the first device; else the next in turn."""
         first = near[0] if isinstance(near, list | tuple) else near
         if isinstance(first, ShardedVariable):
             first = first.variables[0]
@@ -198,30 +202,75 @@ class ParameterServerExtended(StrategyExtended):
             return first.server
         if isinstance(first, str) and first.startswith("/job:ps"):
             return Task.parse(first).index
-        return self.next_server()
+        return self.require_cluster("The placement of a variable").next_server()
 
     def adopt(self, key: tuple[Any, ...]) -> Variable:
-        """Returns this process's handle of a variable that the coordinator made."""
+        """Returns this process's handle of a variable that the coordinator created."""
         return self._book.adopt(key)
 
-    # Optimizers.
+    # Optimizers; see `OptimizerHost`.
 
-    def make_slot(self, variable: Variable, name: str, spec: Any, first: Any) -> Variable:
-        """Makes a slot next to a variable; see `OptimizerHost`."""
-        return server_optimizers.make_slot(self, variable, name, spec, first)
+    def make_slot(
+        self,
+        variable: Variable,
+        name: str,
+        spec: jax.ShapeDtypeStruct,
+        first: Callable[[jax.Array], jax.Array],
+    ) -> Variable:
+        """Creates a slot on the servers of a variable, part by part."""
+        attributes = _attributes(name, spec.shape, spec.dtype)
+        if isinstance(variable, RemoteVariable):
+            return self.create_part(attributes, _first_slot(first, variable, spec), variable.server)
+        slots = []
+        for i, part in enumerate(_parts_of(variable)):
+            own = attributes.part(i, part.shape[0])
+            piece = jax.ShapeDtypeStruct(own.shape, spec.dtype)
+            slots.append(self.create_part(own, _first_slot(first, part, piece), part.server))
+        return ShardedVariable(slots, name=name)
 
-    def make_shared(self, variables: Sequence[Variable], name: str, value: Any) -> Variable:
-        """Makes state of an optimizer that belongs to no variable; see `OptimizerHost`."""
-        return server_optimizers.make_shared(self, variables, name, value)
+    def make_shared(
+        self, variables: Sequence[Variable], name: str, value: ArrayLike
+    ) -> CopiedVariable:
+        """Creates a variable with a copy on each server that holds a part of some variables."""
+        array = np.asarray(value)
+        attributes = _attributes(name, array.shape, array.dtype)
+        servers = sorted({part.server for v in variables for part in _parts_of(v)})
+        first = Initial(messages.FromBuffer(), [array])
+        copies = [
+            self.create_part(attributes.named(f"{name}/copy_{i}"), first, server)
+            for i, server in enumerate(servers)
+        ]
+        return CopiedVariable(attributes, copies, self)
 
-    def register(self, shared: Sequence[Variable], updates: Sequence[Any]) -> int:
-        """Tells the servers how an optimizer changes variables; see `OptimizerHost`."""
-        return server_optimizers.register(self, shared, updates)
+    def register(self, shared: Sequence[Variable], updates: Sequence[Update]) -> int:
+        """Registers an optimizer on each server that holds a part of its variables."""
+        cluster = self.require_cluster("The creation of an optimizer")
+        number = cluster.next_number()
+        copies = [c for s in shared if isinstance(s, CopiedVariable) for c in s.copies]
+        for server in sorted({p.server for update in updates for p in _parts_of(update.variable)}):
+            programs: list[bytes] = []
+            trained: list[messages.TrainedPart] = []
+            for update in updates:
+                slots = [_parts_of(slot) for slot in update.slots]
+                for i, part in enumerate(_parts_of(update.variable)):
+                    if part.server != server:
+                        continue
+                    if update.program not in programs:
+                        programs.append(update.program)
+                    index = programs.index(update.program)
+                    own = [parts[i].number for parts in slots]
+                    trained.append(
+                        messages.TrainedPart(part.number, own, index, update.is_row_wise)
+                    )
+            state = [c.number for c in copies if c.server == server]
+            body = messages.RegisterOptimizer(number, state, trained, len(programs))
+            cluster.request(server, body, programs)
+        return number
 
     @override
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
         if frames.current().strategy is not self.container_strategy:
-            # Explains which scope it needs.
+            # Raises with the required scope.
             return super().colocate_vars_with(colocate_with_variable)
         self._validate_colocate_with_variable(colocate_with_variable)
 
@@ -251,37 +300,37 @@ class ParameterServerExtended(StrategyExtended):
 
 @final
 class ParameterServerStrategy(Strategy):
-    """Trains with variables on parameter servers and steps on workers that may come and go.
+    """Trains with variables on parameter servers and steps on workers that may join and leave.
 
-    This process is the coordinator. Make variables, optimizers and metrics inside
-    `scope()`, and run steps with an `rx.coordinator.ClusterCoordinator`.
+    This process is the coordinator. Create variables, optimizers and metrics inside `scope()`, and
+    run steps with an `rx.coordinator.ClusterCoordinator`.
 
     Args:
-      cluster_resolver: Knows the cluster: jobs "ps" and "worker", and perhaps a "chief".
-      variable_partitioner: Says into how many parts a variable is cut; see
-        `rx.experimental.partitioners`. None to cut none.
+      cluster_resolver: Describes the cluster: jobs "ps" and "worker", and optionally "chief".
+      variable_partitioner: Returns into how many parts a variable is partitioned; see
+        `rx.experimental.partitioners`. None for no partitioning.
       replicas_per_worker: How many replicas a worker runs; by default one for each of its
-        accelerators, and one on a worker without.
-      pull_ahead: Whether workers fetch the values for their next step while they compute this
-        one. That is faster, and each step then lacks the changes of the step before it on the
-        same worker, as it may lack those of other workers anyway.
-      consistency: How much of each other's work workers see. "async": each step uses the values
-        that are there, and changes them when it is done. `rx.Staleness(bound)`: the same, but
-        steps that would lack too many others wait. "sync": the gradients of one step of each
-        worker are averaged, and change the values together.
-      backup_workers: With "sync": so many of the workers need not be waited for; a gradient that
-        comes too late is dropped.
-      protocol: "tcp" to talk over TCP also on one machine.
-      keys: The directory with the keys of the cluster, which TCP needs; by default that of
-        the environment variable REPLICAX_KEYS.
-      connect_timeout: How long to wait for parameter servers that are not there yet.
-      job: A name for the job, so that it outlives this process: when the program is started
-        again with the same name while the servers are still there, it takes the job over, and
-        its variables are as they were. See `is_resumed`. Ends with `close`.
+        accelerators, and one on a worker without accelerators.
+      pull_ahead: Whether workers fetch the values of their next step while they compute the current
+        one. That is faster, but a step then does not see the changes of the previous step on the
+        same worker, just as it may not see those of other workers.
+      consistency: How much of each other's work workers see. "async": each step uses the current
+        values, and changes them when it is done. `rx.Staleness(bound)`: the same, but a step waits
+        if it would miss too many others. "sync": the gradients of one step of each worker are
+        averaged, and applied together.
+      backup_workers: With "sync": how many workers a step does not wait for; their late gradients
+        are dropped.
+      protocol: "tcp" to use TCP also on one machine.
+      keys: The directory with the keys of the cluster, which TCP needs; by default that of the
+        environment variable REPLICAX_KEYS.
+      connect_timeout: How many seconds to wait for parameter servers that are not running yet.
+      job: A name for the job, so that it outlives this process: a program that is started again
+        with the same name, while the servers run, resumes the job with the values of its variables.
+        See `is_resumed`. The job ends with `close`.
       lease: How many seconds the servers keep the variables of a job without a coordinator.
-      mirror: Whether each server keeps a copy of another one. A change then counts when both have
-        made it, and a server that is lost and started again goes on with all of them. Needs two
-        servers or more, twice the memory, and time.
+      mirror: Whether each server keeps a copy of another one. A change is then acknowledged when
+        both have applied it, and a server that is lost and restarted recovers all changes. Needs
+        two servers or more, twice the memory, and time.
 
     >>> import replicax as rx
     >>> rx.ParameterServerStrategy(
@@ -308,8 +357,18 @@ class ParameterServerStrategy(Strategy):
         lease: float = 300.0,
         mirror: bool = False,
     ) -> None:
-        options.require_resolver(cluster_resolver)
-        options.require_partitioner(variable_partitioner)
+        if not isinstance(cluster_resolver, ClusterResolver):
+            raise errors.ArgumentTypeError(
+                "`cluster_resolver` must be a ClusterResolver",
+                f"it is {cluster_resolver!r}",
+                "Pass e.g. rx.cluster_resolver.TFConfigClusterResolver().",
+            )
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise errors.ArgumentTypeError(
+                "`variable_partitioner` must be callable",
+                f"it is {variable_partitioner!r}",
+                "Pass one of rx.experimental.partitioners, or a function of shape and dtype.",
+            )
         spec = cluster_resolver.cluster_spec()
         parameter_servers.check(spec, cluster_resolver.task_type, cluster_resolver.task_id)
         self._resolver = cluster_resolver
@@ -319,33 +378,35 @@ class ParameterServerStrategy(Strategy):
             [addresses.resolve(str(a), layer, found) for a in spec.job_tasks(job)]
             for job in ("ps", "worker")
         )
-        replicas = options.checked_replicas(replicas_per_worker)
+        replicas = _checked_replicas(replicas_per_worker)
         settings: dict[str, Any] = {"replicas": replicas, "pull_ahead": bool(pull_ahead)}
-        settings["lease"] = options.checked_lease(lease)
-        if options.checked_mirror(mirror, len(servers)):
+        settings["lease"] = _checked_lease(lease)
+        if _checked_mirror(mirror, len(servers)):
             settings["mirror"] = True
         settings |= settings_of(consistency, backup_workers, len(workers), bool(pull_ahead))
-        name = options.checked_job(job)
+        name = _checked_job(job)
         cluster = Cluster(servers, workers, settings, found, connect_timeout, name)
         client = ParameterClient(cluster.channels, cluster)
         layout = ReplicaLayout([devices.current()], replicas or 1)
         extended = ParameterServerExtended(self, layout, client, cluster, variable_partitioner)
         super().__init__(extended)
-        # A job with a name waits for its next coordinator, unless this one says that it is over.
-        self._ending = weakref.finalize(self, _leave, cluster, client, keeps=job is not None)
+        # A job with a name waits for its next coordinator, unless `close` ends it.
+        self._finalizer = weakref.finalize(
+            self, _disconnect, cluster, client, keeps=job is not None
+        )
 
     @property
     @override
     def cluster_resolver(self) -> ClusterResolver | None:
-        """The resolver that was given; None on a worker."""
+        """The resolver of the cluster; None on a worker."""
         return self._resolver
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the servers held the job already, when this process joined it.
+        """Whether the servers held the job already when this process attached them.
 
-        Then the variables that the program makes have the values that they had: there is
-        nothing to restore from a checkpoint. Waits for the servers, if it has to.
+        Then the variables that the program creates keep their values, and need not be restored from
+        a checkpoint. Waits for the servers if necessary.
         """
         extended = self.extended
         assert isinstance(extended, ParameterServerExtended)
@@ -366,24 +427,24 @@ class ParameterServerStrategy(Strategy):
         }
 
     def close(self) -> None:
-        """Leaves the cluster; the parameter servers drop all variables."""
-        ending = self._ending.detach()
-        if ending is not None:
-            _, leave, args, _ = ending
-            leave(*args)
+        """Disconnects from the cluster; the parameter servers drop all variables."""
+        finalizer = self._finalizer.detach()
+        if finalizer is not None:
+            _, disconnect, args, _ = finalizer
+            disconnect(*args)
 
     @classmethod
     def on_worker(cls, client: ParameterClient, replicas: int | None) -> ParameterServerStrategy:
-        """Makes the strategy that closures see on a worker."""
+        """Creates the strategy that closures see on a worker."""
         strategy = object.__new__(cls)
         strategy._resolver = None  # type: ignore[assignment]
         layout = _worker_layout(replicas)
         Strategy.__init__(strategy, ParameterServerExtended(strategy, layout, client))
-        strategy._ending = weakref.finalize(strategy, client.close)
+        strategy._finalizer = weakref.finalize(strategy, client.close)
         return strategy
 
 
-def _leave(cluster: Cluster, client: ParameterClient, keeps: bool = False) -> None:
+def _disconnect(cluster: Cluster, client: ParameterClient, keeps: bool = False) -> None:
     try:
         cluster.close(keeps=keeps)
     finally:
@@ -397,10 +458,85 @@ def _keys(directory: str | os.PathLike[str] | None) -> Keys | None:
 
 
 def _worker_layout(replicas: int | None) -> ReplicaLayout:
-    """Returns the devices of this worker's replicas; more replicas than devices share one."""
+    """Returns the devices of this worker's replicas; excess replicas share the first device."""
     local = jax.local_devices()
     if replicas is None:
         return ReplicaLayout(local if local[0].platform != "cpu" else local[:1])
     if replicas <= len(local):
         return ReplicaLayout(local[:replicas])
     return ReplicaLayout(local[:1], replicas)
+
+
+# Optimizers.
+
+
+def _parts_of(variable: Variable) -> Sequence[RemoteVariable]:
+    return cast(Sequence[RemoteVariable], variable.components)
+
+
+def _first_slot(
+    first: Callable[[jax.Array], jax.Array], part: RemoteVariable, spec: jax.ShapeDtypeStruct
+) -> Initial:
+    """Returns the first value of a slot: one number, or a program of the variable's value."""
+    value = jax.ShapeDtypeStruct(part.shape, part.dtype)
+    with jax_compat.eagerly():
+        element = uniform_element(jax.make_jaxpr(first)(value))
+        if element is not None:
+            return Initial(messages.Fill(element.astype(spec.dtype).tobytes()), [])
+        program = export.export(jax.jit(first), platforms=("cpu",))(value).serialize()
+    return Initial(messages.FromProgram([part.number], 0), [bytes(program)])
+
+
+def _attributes(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> creators.VariableAttributes:
+    return creators.VariableAttributes(
+        name=name,
+        shape=tuple(shape),
+        dtype=jnp.dtype(dtype),
+        trainable=False,
+        synchronization=VariableSynchronization.AUTO,
+        aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
+    )
+
+
+# Arguments.
+
+
+def _checked_job(name: object) -> str | None:
+    if name is None or (isinstance(name, str) and 0 < len(name) <= _LONGEST_JOB):
+        return name
+    raise errors.InvalidArgumentError(
+        f"`job` must be a name of 1 to {_LONGEST_JOB} characters, or None",
+        f"it is {name!r}",
+        "Choose a name that no other job on these servers has.",
+    )
+
+
+def _checked_lease(seconds: object) -> float:
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if is_number and 0 < (number := float(cast(float, seconds))) < math.inf:
+        return number
+    raise errors.InvalidArgumentError(
+        "`lease` must be a positive number of seconds",
+        f"it is {seconds!r}",
+        "Choose how long servers wait for a coordinator that was lost.",
+    )
+
+
+def _checked_replicas(count: object) -> int | None:
+    if count is None or (isinstance(count, int) and not isinstance(count, bool) and count > 0):
+        return count
+    raise errors.InvalidArgumentError(
+        "`replicas_per_worker` must be a positive int or None",
+        f"it is {count!r}",
+        "Leave it out to use every accelerator of a worker.",
+    )
+
+
+def _checked_mirror(mirror: object, num_servers: int) -> bool:
+    if isinstance(mirror, bool) and (not mirror or num_servers > 1):
+        return mirror
+    raise errors.InvalidArgumentError(
+        "`mirror` must be True or False, and True needs two parameter servers or more",
+        f"it is {mirror!r} in a cluster with {num_servers}",
+        "Add a parameter server, or leave it out.",
+    )

@@ -1,35 +1,92 @@
-"""The coordinator's hold on a cluster: who is where, in which job, and the numbers it gives out."""
+"""The coordinator's view of a cluster: locations, job, creation of parts, and unique numbers."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
+import math
 import os
 import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.contexts.frames import StrategyHooks
 from replicax.foundation import errors
 from replicax.protocol import limits, messages
+from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Task, new_incarnation
-from replicax.ps.client import job_resume
+from replicax.ps.client.initial_values import Initial
 from replicax.transport.addresses import Location
 from replicax.transport.channel import Channel
 from replicax.transport.keys import Keys
+from replicax.variables.creators import VariableAttributes
+from replicax.variables.remote import RemoteVariable, VariableClient
+from replicax.variables.variable import Variable
 
-# One question may carry this much of a first value; the rest follows in further ones.
+# The size of the pieces in which a long first value is sent.
 CHUNK_BYTES = 64 << 20
-# What a server may take for a part: so long, and this much more per byte.
+# The timeout of a request to create a part: a fixed time, and more per byte.
 _CREATION_S = 60.0
 _CREATION_S_PER_BYTE = 1 / (10 << 20)
 
 
-# As many lives that were given up fit into a header; more are told one by one.
+# As many fenced incarnations fit into a header; more are sent separately.
 _MOST_FENCED = 4_000
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumedJob:
+    """The state from which the next coordinator of a job continues.
+
+    Attributes:
+      epoch: Its epoch, above all earlier ones.
+      first_closure: The number of its first closure, above all that have changed something.
+      is_resumed: Whether the servers hold the variables of the job.
+      parts: By server, the parts that it holds.
+    """
+
+    epoch: int
+    first_closure: int
+    is_resumed: bool
+    parts: tuple[frozenset[int], ...]
+
+    @classmethod
+    def find(cls, job: str, found: Sequence[messages.Body]) -> ResumedJob | None:
+        """Returns how to resume a job; None if no server holds it.
+
+        Args:
+          job: The name of the job.
+          found: The reply of each server to `QueryJob`.
+
+        Raises:
+          PSIncarnationError: Some servers hold variables of the job, and others have lost theirs.
+        """
+        held = [f for f in found if isinstance(f, messages.JobInfo) and f.job == job]
+        if not held:
+            return None
+        is_resumed = len(held) == len(found)
+        if not is_resumed and any(f.parts for f in held):
+            empty = next(i for i, f in enumerate(found) if f not in held)
+            raise errors.PSIncarnationError(
+                f"{Task('ps', empty)} has lost its variables of job {job!r}, which {len(held)} of "
+                f"{len(found)} servers still hold. Start a job of another name, and restore the "
+                "variables from a checkpoint."
+            )
+        return cls(
+            epoch=max(f.epoch for f in held) + 1,
+            first_closure=max(max(f.newest + 1, f.settled, 1) for f in held),
+            is_resumed=is_resumed,
+            parts=tuple(frozenset(f.parts) for f in held) if is_resumed else (),
+        )
 
 
 class Cluster:
@@ -37,22 +94,23 @@ class Cluster:
 
     Attributes:
       job: The job.
-      epoch: Which coordinator of the job this is.
-      me: The coordinator.
-      incarnation: The life of this process in the job.
-      keys: What it proves with who it is, where tasks talk over TCP.
-      servers: Where the parameter servers listen.
-      workers: Where the workers listen.
-      settings: What tasks are told when they join the job.
-      is_resumed: Whether the servers held the job already: its variables are as another
-        coordinator has left them. Known once the servers are attached.
+      epoch: The epoch of this coordinator in the job.
+      me: The task of the coordinator.
+      incarnation: The incarnation of this process in the job.
+      keys: CURVE keys that authenticate this task over TCP.
+      servers: The locations of the parameter servers.
+      workers: The locations of the workers.
+      settings: The settings that tasks receive when they are attached.
+      fenced: Incarnations that were declared dead; the coordinator adds to it.
+      is_resumed: Whether the servers held the job already, with the variables of an earlier
+        coordinator. Known once the servers are attached.
 
-    Note [A coordinator that comes back]
-        A job with a name of its own outlives its coordinator, for as long as the servers keep
-        it. The next coordinator of that name finds it there, and takes it over in a higher
-        epoch; servers refuse the former one from then on. Its program makes the same variables
-        in the same order, so they get the same numbers, and a server that is asked to make a
-        part that it has leaves it as it is. Closures get numbers above all that were used.
+    Note [Job resume]
+        A job with a name outlives its coordinator for as long as the servers keep it. The next
+        coordinator of that name resumes it in a higher epoch, and the servers fence the former one.
+        Its program creates the same variables in the same order, so that they get the same numbers;
+        a server that already has a part leaves it unchanged. Closures get numbers above all that
+        were used.
     """
 
     def __init__(
@@ -84,48 +142,47 @@ class Cluster:
         # By server: the parts that it must hold, and whether they outlive its process.
         self._held: list[set[int]] = [set() for _ in servers]
         self._saved = [False for _ in servers]
-        # Lives that were given up; the coordinator adds to it while it works.
         self.fenced: set[int] = set()
         self._found: Sequence[frozenset[int]] = ()
         self._closures = itertools.count(1)
-        # See `coordinator.outbox.Cluster`; without a frame of Python, as it is called per closure.
+        # Returns the number of a new closure; bound directly, because it is called per closure.
         self.next_closure: Callable[[], int] = self._closures.__next__
         self._numbers = itertools.count(1)
-        self._places = itertools.count()
-        # Changes that this process makes itself and that are not acknowledged.
+        self._placements = itertools.count()
+        # Numbers of changes by this process itself that are not acknowledged.
         self._writes: set[int] = set()
         self._writing = threading.Lock()
-        # Finds the handle of a variable by its key; set by the strategy.
-        self.variable: Callable[[tuple[Any, ...]], Any]
+        # Returns the handle of a variable by its shipping key; set by the strategy.
+        self.variable: Callable[[tuple[Any, ...]], Variable]
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._is_attached = False
         self._is_closed = False
-        # Parts that nobody can name any more, by server.
-        self._forgotten: list[tuple[int, int]] = []
+        # Servers and numbers of parts without a handle.
+        self._released: list[tuple[int, int]] = []
         self.channels = [
-            Channel(place, self.me, keys, self.incarnation, peer=Task("ps", i))
-            for i, place in enumerate(servers)
+            Channel(location, self.me, keys, self.incarnation, peer=Task("ps", i))
+            for i, location in enumerate(servers)
         ]
         for channel in self.channels:
             channel.job, channel.epoch = self.job, self.epoch
 
-    # Numbers. Counting is one step in Python.
+    # Numbers. `next` of a counter is atomic.
 
     def begin_write(self) -> int:
-        """Returns the number of a change that this process makes itself."""
+        """Returns the number for a change by this process itself."""
         with self._writing:
             number = next(self._closures)
             self._writes.add(number)
         return number
 
     def end_write(self, number: int) -> None:
-        """Notes that a change of this process is made, or given up."""
+        """Records that a change by this process was acknowledged, or failed."""
         with self._writing:
             self._writes.discard(number)
 
     def oldest_write(self) -> int | None:
-        """Returns the smallest number under which this process is changing something."""
+        """Returns the smallest number of an unacknowledged change by this process."""
         with self._writing:
             return min(self._writes, default=None)
 
@@ -134,37 +191,37 @@ class Cluster:
         return next(self._numbers)
 
     def next_server(self) -> int:
-        """Returns the server whose turn it is to get a part."""
-        return next(self._places) % len(self.servers)
+        """Returns the server for the next part, in round-robin order."""
+        return next(self._placements) % len(self.servers)
 
     # Servers.
 
     def follow(self, loss_of: Callable[[int], Exception | None] | None) -> None:
-        """Ends waits for servers that somebody else finds lost, and with what that one says.
+        """Fails requests to servers that are reported lost.
 
         Args:
-          loss_of: Returns why a server is lost, or None while it is not. It is asked by any
-            thread, with locks held, and must not wait. None ends it.
+          loss_of: Returns the error of a lost server, or None while it is not lost. Called by any
+            thread, with locks held; must not block. None removes it.
         """
         for server, channel in enumerate(self.channels):
             channel.check_failure = None if loss_of is None else functools.partial(loss_of, server)
 
     def attach(self) -> None:
-        """Takes the parameter servers into the job; waits until they can be reached."""
+        """Attaches the parameter servers; waits until they can be reached."""
         with self._lock:
             if self._is_closed:
-                raise left()
+                raise strategy_closed()
             if self._is_attached:
                 return
             deadline = time.monotonic() + self._connect_timeout
             if self._has_name:
-                self._look_for_job(deadline)
+                self._resume_job(deadline)
             attach = messages.Attach(self._urls, self.settings, [] if self.is_resumed else None)
             try:
                 for server, channel in enumerate(self.channels):
                     self._saved[server] = _attach(channel, attach, deadline).is_saved
             except errors.PermissionDeniedError:
-                # Another job has one of them: it, or the next one, may have the others.
+                # Another job holds one of them: release the others.
                 if not self.is_resumed:
                     for channel in self.channels:
                         _detach(channel)
@@ -173,42 +230,35 @@ class Cluster:
 
     @property
     def _urls(self) -> list[str]:
-        return [place.url for place in self.servers]
+        return [location.url for location in self.servers]
 
-    def _look_for_job(self, deadline: float) -> None:
-        """Takes the job over if the servers hold it. See Note [A coordinator that comes back]."""
-        found = [_ask_early(channel, messages.QueryJob(), deadline) for channel in self.channels]
-        plan = job_resume.of_job(self.job, found)
-        if plan is None:
+    def _resume_job(self, deadline: float) -> None:
+        """Resumes the job if the servers hold it. See Note [Job resume]."""
+        query = messages.QueryJob()
+        found = [_request_starting(channel, query, deadline) for channel in self.channels]
+        resumed = ResumedJob.find(self.job, found)
+        if resumed is None:
             return
-        self.epoch, self.is_resumed, self._found = plan.epoch, plan.is_resumed, plan.parts
+        self.epoch, self.is_resumed = resumed.epoch, resumed.is_resumed
+        self._found = resumed.parts
         for channel in self.channels:
             channel.epoch = self.epoch
-        self._closures = itertools.count(plan.first_closure)
+        self._closures = itertools.count(resumed.first_closure)
         self.next_closure = self._closures.__next__
 
     def is_saved(self, server: int) -> bool:
-        """Tells whether what a server holds outlives its process."""
+        """Returns whether the state of a server outlives its process."""
         return self._saved[server]
 
-    def was_found(self, server: int, number: int) -> bool:
-        """Tells whether another coordinator of the job has made a part."""
-        return self.is_resumed and number in self._found[server]
-
-    def hold(self, server: int, number: int) -> None:
-        """Notes that a server holds a part."""
-        with self._writing:
-            self._held[server].add(number)
-
     def attach_again(self, server: int) -> messages.Attach:
-        """Returns what to say to a server that was attached before: it must hold its parts."""
+        """Returns the request that attaches a server again, with the parts that it must hold."""
         with self._writing:
             parts = sorted(self._held[server])
         fenced = sorted(self.fenced.copy())[-_MOST_FENCED:]
         return messages.Attach(self._urls, self.settings, parts, fenced)
 
     def recover(self, error: errors.UnavailableError) -> bool:
-        """Waits until the server that an error names is back; False if that cannot be."""
+        """Waits until the server of an error has restarted; False if its state is lost."""
         server = getattr(error, "task_index", -1)
         if not 0 <= server < len(self.channels) or not self._saved[server] or self._is_closed:
             return False
@@ -217,10 +267,10 @@ class Cluster:
         _attach(channel, self.attach_again(server), time.monotonic() + self._return_timeout)
         return True
 
-    def ask(
-        self, server: int, body: messages.Body, buffers: Sequence[Any] = (), num_bytes: int = 0
+    def request(
+        self, server: int, body: messages.Body, buffers: Sequence[Buffer] = (), num_bytes: int = 0
     ) -> messages.Body:
-        """Asks a server for something that may take as long as its size suggests."""
+        """Sends a request to a server, with a timeout that depends on its size."""
         self.attach()
         timeout = _CREATION_S + num_bytes * _CREATION_S_PER_BYTE
         while True:
@@ -231,23 +281,66 @@ class Cluster:
                 if not self.recover(error):
                     raise
 
-    def forget(self, server: int, number: int) -> None:
-        """Notes that a part is not needed; may be called by the garbage collector."""
-        self._forgotten.append((server, number))
+    # Parts.
 
-    def drop_forgotten(self) -> None:
-        """Lets the servers drop parts that nobody can name any more."""
-        found = [self._forgotten.pop() for _ in range(len(self._forgotten))]
+    def create_part(
+        self,
+        client: VariableClient,
+        owner: StrategyHooks,
+        attributes: VariableAttributes,
+        initial: Initial,
+        server: int,
+    ) -> RemoteVariable:
+        """Creates a part on a server, and returns a handle; the part is dropped with the handle."""
+        self._drop_released()
+        number = self.next_number()
+        dtype = jnp.dtype(attributes.dtype)
+        size = math.prod(attributes.shape) * dtype.itemsize
+        how = initial.how
+        body = messages.CreatePart(number, attributes.name, attributes.shape, dtype.name, how)
+        buffers, rest = initial.buffers, None
+        if isinstance(how, messages.FromBuffer) and size > CHUNK_BYTES and attributes.shape:
+            value = cast(np.ndarray, initial.buffers[0])
+            rows = max(1, CHUNK_BYTES * attributes.shape[0] // size)
+            buffers, rest = [value[:rows]], value[rows:]
+        self.request(server, body, buffers, size)
+        with self._writing:
+            self._held[server].add(number)
+        variable = RemoteVariable(
+            attributes, number=number, server=server, client=client, owner=owner
+        )
+        released = self._released.append
+        weakref.finalize(variable, released, (server, number)).atexit = False
+        was_found = self.is_resumed and number in self._found[server]
+        if rest is not None and not was_found:
+            self._write_rest(server, number, cast(np.ndarray, buffers[0]).shape[0], rest)
+        return variable
+
+    def _write_rest(self, server: int, number: int, start: int, rest: np.ndarray) -> None:
+        """Sends the rest of a long first value in pieces of `start` rows."""
+        for first in range(0, rest.shape[0], start):
+            chunk = rest[first : first + start]
+            update = messages.Update(0, "write_rows", number, start + first)
+            write = self.begin_write()
+            try:
+                push = messages.Push(write, [update])
+                self.request(server, messages.Exchange([push], []), [chunk], chunk.nbytes)
+            finally:
+                self.end_write(write)
+
+    def _drop_released(self) -> None:
+        """Drops the parts whose handles were garbage collected."""
+        found = [self._released.pop() for _ in range(len(self._released))]
         for server in {server for server, _ in found}:
-            numbers = [number for place, number in found if place == server]
+            numbers = [number for index, number in found if index == server]
             with self._writing:
                 self._held[server].difference_update(numbers)
-            self.ask(server, messages.DropParts(numbers))
+            self.request(server, messages.DropParts(numbers))
 
     def close(self, *, keeps: bool = False) -> None:
-        """Leaves the servers, which drop the variables of the job unless it `keeps` them."""
+        """Disconnects from the servers; they drop the job unless it `keeps` its variables."""
         if os.getpid() != self._process:
-            # A forked child of the coordinator ends: the job goes on.
+            # A forked child exits; the job continues.
             return
         with self._lock:
             was_attached, self._is_attached = self._is_attached, False
@@ -260,27 +353,27 @@ class Cluster:
                     _detach(channel)
 
 
-def left() -> errors.ContextError:
-    """Returns the error for what needs a cluster that this process has left."""
+def strategy_closed() -> errors.ContextError:
+    """Returns the error for using a cluster after its strategy was closed."""
     return errors.ContextError(
-        "Variables on parameter servers live as long as their strategy",
+        "Variables on parameter servers exist until their strategy is closed",
         "it was closed",
-        "Make a new strategy, and restore the variables from a checkpoint.",
+        "Create a new strategy, and restore the variables from a checkpoint.",
     )
 
 
 def _detach(channel: Channel) -> None:
-    """Lets a server go.
+    """Ends the job on a server.
 
-    One that is gone or has another master has nothing left to drop, and one that does not know
-    the key of this process any more drops it when its lease is over.
+    A server that is gone or has another master holds no state of the job; one that does not accept
+    the key of this process any more drops it when the lease expires.
     """
     for _ in range(2):
         try:
             channel.request(messages.Detach(), timeout=limits.LINGER)
             return
         except errors.PSIncarnationError:
-            # It came back since it was asked last.
+            # It restarted since the last request.
             channel.reset()
         except (errors.UnavailableError, errors.DeadlineExceededError):
             return
@@ -289,14 +382,14 @@ def _detach(channel: Channel) -> None:
 
 
 def _attach(channel: Channel, attach: messages.Attach, deadline: float) -> messages.Attached:
-    """Takes one server into the job; it may still be starting."""
-    answer = _ask_early(channel, attach, deadline)
-    assert isinstance(answer, messages.Attached), answer
-    return answer
+    """Attaches one server, which may still be starting."""
+    reply = _request_starting(channel, attach, deadline)
+    assert isinstance(reply, messages.Attached), reply
+    return reply
 
 
-def _ask_early(channel: Channel, body: messages.Body, deadline: float) -> messages.Body:
-    """Asks a server that may still be starting."""
+def _request_starting(channel: Channel, body: messages.Body, deadline: float) -> messages.Body:
+    """Sends a request to a server that may still be starting."""
     started_s = time.monotonic()
     while True:
         remaining = deadline - time.monotonic()
@@ -304,7 +397,7 @@ def _ask_early(channel: Channel, body: messages.Body, deadline: float) -> messag
             return channel.request(body, timeout=max(remaining, 0.1))[0]
         except errors.PSIncarnationError:
             if not channel.peer_restarted:
-                # The server itself says so: it came back without what it held.
+                # The error is the server's own: it restarted without its state.
                 raise
             channel.reset()
         except (errors.UnavailableError, errors.DeadlineExceededError) as error:

@@ -1,7 +1,7 @@
-"""First values of variables: sent as they are, or made on the server that keeps them.
+"""First values of variables: sent as arrays, or computed on the server that holds them.
 
-A function that JAX can trace is not called for its value: each server gets the program for its
-own part, so that a table may be larger than the memory of the process that creates it.
+A function that JAX can trace is not evaluated here: each server gets the program for its own part,
+so that a table may be larger than the memory of the process that creates it.
 """
 
 from __future__ import annotations
@@ -10,58 +10,62 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.extend import core as jex
+from jax.typing import ArrayLike, DTypeLike
 
 from replicax.foundation import errors, jax_compat
 from replicax.protocol import messages
+from replicax.protocol.codec import Buffer
 from replicax.variables import creators
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
-# Constants that a program carries along; beyond that, it is the value that travels.
+# The constants of a program; with more, the value is sent instead.
 _MOST_CONSTANT_BYTES = 1 << 20
 _PARTITIONING = ("partition_shape", "partition_offset")
-# What leaves every element the same.
+# Operations that keep all elements equal.
 _UNIFORM = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"}
 
 
 class Initial(NamedTuple):
-    """The first value of a part."""
+    """The first value of a part, as sent to its server."""
 
     how: messages.Fill | messages.FromBuffer | messages.FromProgram
-    buffers: list[Any]
+    buffers: Sequence[Buffer]
 
 
 class InitialValue:
-    """What a variable starts with: shape and type, and the value of each of its parts."""
+    """The first value of a variable: shape, type, and the values of its parts."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self.shape = shape
         self.dtype = dtype
 
     def of_rows(self, start: int, stop: int) -> Initial:
-        """Returns the value of a part."""
+        """Returns the value of a range of rows."""
         raise NotImplementedError
 
     def whole(self) -> Initial:
-        """Returns the value of a variable in one part."""
+        """Returns the value of an unpartitioned variable."""
         raise NotImplementedError
 
-    def rows(self, start: int, stop: int) -> Any:
-        """Computes the value of a part here."""
+    def rows(self, start: int, stop: int) -> np.ndarray | jax.Array:
+        """Computes the value of a range of rows in this process."""
         raise NotImplementedError
 
 
 class GivenValue(InitialValue):
-    """A value that is there."""
+    """A known value."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: np.ndarray | jax.Array) -> None:
         self._array = np.asarray(array)
         super().__init__(self._array.shape, array.dtype)
 
@@ -71,44 +75,46 @@ class GivenValue(InitialValue):
     def whole(self) -> Initial:
         return Initial(messages.FromBuffer(), [np.ascontiguousarray(self._array)])
 
-    def rows(self, start: int, stop: int) -> Any:
+    def rows(self, start: int, stop: int) -> np.ndarray | jax.Array:
         return self._array[start:stop]
 
 
 class TracedValue(InitialValue):
-    """A value that a traced function gives."""
+    """A value computed by a traced function."""
 
-    def __init__(self, closed: Any, dtype: Any) -> None:
+    def __init__(self, closed: jex.ClosedJaxpr, dtype: DTypeLike | None) -> None:
         (aval,) = closed.out_avals
         super().__init__(tuple(aval.shape), jnp.dtype(dtype or aval.dtype))
         self._closed = closed
 
-    def _value(self) -> Any:
+    def _value(self) -> jax.Array:
         (found,) = jax_compat.eval_jaxpr(self._closed.jaxpr, self._closed.consts)
         return jnp.asarray(found, self.dtype)
 
     def of_rows(self, start: int, stop: int) -> Initial:
-        return _made_by(lambda: self._value()[start:stop])
+        return _computed_by(lambda: self._value()[start:stop])
 
     def whole(self) -> Initial:
-        return _made_by(self._value)
+        return _computed_by(self._value)
 
-    def rows(self, start: int, stop: int) -> Any:
+    def rows(self, start: int, stop: int) -> np.ndarray | jax.Array:
         with jax_compat.eagerly():
             return jax.jit(self._value)()[start:stop]
 
 
 class PartwiseValue(InitialValue):
-    """A value that a function gives part by part; it is asked for parts only.
+    """A value computed by a function that can compute parts of it.
 
     Args:
-      function: Takes `partition_shape` and `partition_offset`. If it refuses them, or gives the
-        whole value all the same, parts are cut from the whole.
+      function: Takes `partition_shape` and `partition_offset`. If it rejects them, or returns the
+        whole value regardless, parts are sliced from the whole.
       shape: The shape of the whole.
       dtype: The type of the whole.
     """
 
-    def __init__(self, function: Callable[..., Any], shape: tuple[int, ...], dtype: Any) -> None:
+    def __init__(
+        self, function: Callable[..., jax.Array], shape: tuple[int, ...], dtype: DTypeLike
+    ) -> None:
         super().__init__(shape, jnp.dtype(dtype))
         self._function = function
         self._uncut: InitialValue | None = None
@@ -117,7 +123,7 @@ class PartwiseValue(InitialValue):
         found = self._part(start, stop)
         return found.whole() if found is not self._uncut else found.of_rows(start, stop)
 
-    def rows(self, start: int, stop: int) -> Any:
+    def rows(self, start: int, stop: int) -> np.ndarray | jax.Array:
         found = self._part(start, stop)
         first = start if found is self._uncut else 0
         return found.rows(first, first + stop - start)
@@ -126,7 +132,7 @@ class PartwiseValue(InitialValue):
         return self._whole_value().whole()
 
     def _part(self, start: int, stop: int) -> InitialValue:
-        """Returns the value of a part, or that of the whole if there is nothing smaller."""
+        """Returns the value of a part, or the whole value if parts cannot be computed."""
         if self._uncut is not None:
             return self._uncut
         shape = (stop - start, *self.shape[1:])
@@ -135,7 +141,7 @@ class PartwiseValue(InitialValue):
         try:
             found = _value_of(by_part, self.dtype)
         except (TypeError, ValueError) as error:
-            _log.info("An initial value is computed as a whole: for a part, %r.", error)
+            _log.info("An initial value is computed as a whole; a part failed with %r.", error)
             return self._whole_value()
         if found.shape == shape:
             return found
@@ -151,7 +157,7 @@ class PartwiseValue(InitialValue):
 
 
 class PartValue:
-    """The initial value of a part, as creators outside the scope see it: a function.
+    """The initial value of a part as a function, for variable creators of users.
 
     Attributes:
       shape: The shape of the part.
@@ -164,24 +170,24 @@ class PartValue:
         self.shape = (stop - start, *value.shape[1:])
         self.dtype = value.dtype
 
-    def __call__(self) -> Any:
+    def __call__(self) -> np.ndarray | jax.Array:
         return self._value.rows(*self._range)
 
     def whole(self) -> Initial:
-        """Returns what the server is told."""
+        """Returns the value as sent to its server."""
         return self._value.of_rows(*self._range)
 
 
-def describe(kwargs: dict[str, Any], is_cut: bool) -> InitialValue:
-    """Finds out how the variable that `rx.Variable(**kwargs)` asks for gets its value.
+def describe(kwargs: dict[str, Any], is_partitioned: bool) -> InitialValue:
+    """Returns the first value of the variable that `rx.Variable(**kwargs)` creates.
 
     Args:
       kwargs: The arguments.
-      is_cut: Whether the variable may be cut into parts. Then a function that can make parts is
-        not called for the whole.
+      is_partitioned: Whether the variable may be partitioned. Then a function that can compute
+        parts is not called for the whole.
     """
-    function = kwargs.get("initial_value")
-    if not callable(function):
+    given = kwargs.get("initial_value")
+    if not callable(given):
         array = creators.initial_array(kwargs)
         if jax_compat.is_traced(array):
             raise errors.TracingError(
@@ -190,18 +196,18 @@ def describe(kwargs: dict[str, Any], is_cut: bool) -> InitialValue:
                 "Create the variable outside, or pass a function as initial value.",
             )
         return GivenValue(array)
-    bound, knows_parts = _bound(function, kwargs)
+    bound, takes_parts = _bound(cast(Callable[..., jax.Array], given), kwargs)
     shape, dtype = kwargs.get("shape"), kwargs.get("dtype")
-    if is_cut and knows_parts and shape is not None:
+    if is_partitioned and takes_parts and shape is not None:
         whole = tuple(np.atleast_1d(shape).tolist()) if shape != () else ()
         if dtype is None and whole:
-            # The partitioner wants to know the type: asked for one part that is everything, the
-            # function tells. What goes wrong here goes wrong below, and is raised there.
-            ask = functools.partial(
+            # The partitioner needs the type: that of one part with all rows. Errors here occur
+            # again below, and are raised there.
+            all_rows = functools.partial(
                 bound, partition_shape=whole, partition_offset=tuple(0 for _ in whole)
             )
             with contextlib.suppress(Exception), jax_compat.eagerly():
-                dtype = jax.eval_shape(ask).dtype
+                dtype = jax.eval_shape(all_rows).dtype
         if dtype is not None and whole:
             return PartwiseValue(bound, whole, dtype)
     found = _value_of(bound, dtype)
@@ -209,14 +215,14 @@ def describe(kwargs: dict[str, Any], is_cut: bool) -> InitialValue:
     return found
 
 
-def _value_of(function: Callable[[], Any], dtype: Any) -> InitialValue:
+def _value_of(function: Callable[[], jax.Array], dtype: DTypeLike | None) -> InitialValue:
     """Calls a function once, on tracers if that works."""
     with jax_compat.eagerly():
         try:
             closed = jax.make_jaxpr(function)()
         except Exception as error:
-            # It may still do as a function that runs; if not, that error is the user's.
-            _log.info("An initial value is computed here: tracing it failed with %r.", error)
+            # It may still run eagerly; if not, that error is raised.
+            _log.info("An initial value is computed eagerly: tracing failed with %r.", error)
         else:
             size = sum(getattr(c, "nbytes", 0) for c in closed.consts)
             is_one = len(closed.out_avals) == 1
@@ -225,16 +231,16 @@ def _value_of(function: Callable[[], Any], dtype: Any) -> InitialValue:
     return GivenValue(creators.initial_array({"initial_value": function, "dtype": dtype}))
 
 
-def _bound(function: Callable[..., Any], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-    """Gives a function the shape and type that it asks for by name.
+def _bound(function: Callable[..., _T], kwargs: dict[str, Any]) -> tuple[Callable[..., _T], bool]:
+    """Binds the required parameters `shape` and `dtype` of a function.
 
     Returns:
-      The function, and whether it may be one that makes parts.
+      The function, and whether it may take the parameters of a part.
     """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        # It cannot be asked: the call will show.
+        # It has no signature: the call decides.
         return function, True
     given = {
         name: kwargs[name]
@@ -248,8 +254,8 @@ def _bound(function: Callable[..., Any], kwargs: dict[str, Any]) -> tuple[Any, b
     return bound, is_open or all(name in parameters for name in _PARTITIONING)
 
 
-def _made_by(function: Callable[[], Any]) -> Initial:
-    """Returns the first value as one number, or as a program for the server."""
+def _computed_by(function: Callable[[], jax.Array]) -> Initial:
+    """Returns a first value as one number, or as a program for the server."""
     with jax_compat.eagerly():
         element = uniform_element(jax.make_jaxpr(function)())
         if element is not None:
@@ -258,8 +264,8 @@ def _made_by(function: Callable[[], Any]) -> Initial:
     return Initial(messages.FromProgram([], 0), [bytes(program)])
 
 
-def uniform_element(closed: Any) -> np.ndarray | None:
-    """Returns the number of which the only result of a program consists, if it does.
+def uniform_element(closed: jex.ClosedJaxpr) -> np.ndarray | None:
+    """Returns the element of a program's only result if all its elements are equal.
 
     >>> uniform_element(jax.make_jaxpr(lambda: jnp.full((2, 3), 7.0))()).item()
     7.0
@@ -270,13 +276,13 @@ def uniform_element(closed: Any) -> np.ndarray | None:
 
 
 def _uniform_results(
-    jaxpr: Any, consts: Any, arguments: list[np.ndarray | None]
+    jaxpr: jex.Jaxpr, consts: Sequence[ArrayLike], arguments: list[np.ndarray | None]
 ) -> list[np.ndarray | None] | None:
-    known: dict[Any, np.ndarray | None] = dict(zip(jaxpr.invars, arguments, strict=True))
+    known: dict[object, np.ndarray | None] = dict(zip(jaxpr.invars, arguments, strict=True))
     known |= {var: _number(c) for var, c in zip(jaxpr.constvars, consts, strict=True)}
 
-    def value(atom: Any) -> np.ndarray | None:
-        return _number(atom.val) if hasattr(atom, "val") else known.get(atom)
+    def value(atom: object) -> np.ndarray | None:
+        return _number(atom.val) if isinstance(atom, jex.Literal) else known.get(atom)
 
     for eqn in jaxpr.eqns:
         inputs = [value(atom) for atom in eqn.invars]
@@ -285,14 +291,14 @@ def _uniform_results(
             inner = eqn.params["jaxpr"]
             outs = _uniform_results(inner.jaxpr, inner.consts, inputs)
         elif name in _UNIFORM and inputs[0] is not None:
-            outs = [inputs[0].astype(eqn.outvars[0].aval.dtype)]
+            outs = [inputs[0].astype(cast(jax.ShapeDtypeStruct, eqn.outvars[0].aval).dtype)]
         else:
             outs = [None] * len(eqn.outvars)
         known |= dict(zip(eqn.outvars, outs or [], strict=True))
     return [value(atom) for atom in jaxpr.outvars]
 
 
-def _number(constant: Any) -> np.ndarray | None:
-    """Returns a constant if it is one number; a key of jax.random is none."""
+def _number(constant: ArrayLike) -> np.ndarray | None:
+    """Returns a constant if it is a scalar, but not a random key."""
     is_key = jnp.issubdtype(jnp.result_type(constant), jax.dtypes.extended)
     return None if np.ndim(constant) or is_key else np.asarray(constant)

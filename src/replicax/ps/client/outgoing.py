@@ -1,41 +1,55 @@
-"""Changes on their way to servers: cut into pieces, and packed per server and closure."""
+"""Outgoing changes: split by server, and packed by closure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from replicax.contexts.overlay import Change
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
 from replicax.protocol import messages
-from replicax.protocol.tasks import Task
 from replicax.ps.client.rows import RowPlan
 from replicax.values.indexed_slices import IndexedSlices
+from replicax.variables.remote import RemoteVariable, RemoteVariableBase
 from replicax.variables.sharded import ShardedVariable
 
-Planner = Callable[[Any, np.ndarray], RowPlan]
+Planner = Callable[[RemoteVariableBase, np.ndarray], RowPlan]
+
+
+class _RemoteOptimizer(Protocol):
+    """An optimizer whose state is on parameter servers."""
+
+    number: int
+
+    @property
+    def trained(self) -> Sequence[RemoteVariableBase]: ...
+
+
+_Change = messages.Update | messages.Apply
 
 
 class Piece(NamedTuple):
-    """What of a change one server is told."""
+    """The share of one server in a change."""
 
     server: int
-    change: messages.Update | messages.Apply
+    change: _Change
     buffers: list[np.ndarray]
 
 
 class Outgoing:
-    """What will be told to one server with the next question."""
+    """The changes of the next request to one server."""
 
     def __init__(self) -> None:
-        # Per closure its changes, their buffers, and the server's clock when it read.
-        self.closures: dict[int, tuple[list[Any], list[np.ndarray], int]] = {}
+        # By closure: its changes, their buffers, and the server's clock at its first read.
+        self.closures: dict[int, tuple[list[_Change], list[np.ndarray], int]] = {}
         self.num_bytes = 0
 
     def add(self, closure: int, piece: Piece, clock: int = -1) -> bool:
-        """Adds a piece; tells whether it is the first of its closure."""
+        """Adds a piece; returns whether it is the first of its closure."""
         found = self.closures.get(closure)
         is_first = found is None
         changes, buffers, _ = found or ([], [], clock)
@@ -47,7 +61,7 @@ class Outgoing:
         return is_first
 
     def take(self) -> tuple[list[messages.Push], list[np.ndarray], list[int]]:
-        """Returns and forgets all pushes, their buffers, and the closures they belong to."""
+        """Removes and returns all pushes, their buffers, and their closures."""
         if not self.closures:
             return [], [], []
         pushes = [
@@ -62,33 +76,37 @@ class Outgoing:
 
 
 def pieces_of(change: Change, call: int, plan: Planner) -> Iterator[Piece]:
-    """Cuts a change into pieces for servers."""
+    """Splits a change by server."""
     target, kind, payload, condition = change
     if condition is not None and not np.asarray(condition):
         return
     if kind == "apply":
-        yield from _applied(target, call, payload, plan)
-    elif isinstance(payload, IndexedSlices):
+        yield from _applied(cast(_RemoteOptimizer, target), call, payload, plan)
+        return
+    variable = cast(RemoteVariable, target)
+    if isinstance(payload, IndexedSlices):
         ids = np.asarray(payload.indices)
         if ids.ndim > 1:
-            yield _elements(target, kind, call, payload)
+            yield _elements(variable, kind, call, payload)
             return
-        parts, rows = _cut(target, kind, ids, np.asarray(payload.values), plan)
+        parts, rows = _cut(variable, kind, ids, np.asarray(payload.values), plan)
         for part, numbers, values in zip(parts, *rows, strict=True):
             if numbers.size:
                 update = messages.Update(call, kind, part.number)
                 yield Piece(part.server, update, [_row_numbers(part, numbers), values])
     else:
-        update = messages.Update(call, kind, target.number)
-        yield Piece(target.server, update, [_dense(payload, target.dtype)])
+        update = messages.Update(call, kind, variable.number)
+        yield Piece(variable.server, update, [_dense(payload, variable.dtype)])
 
 
-def _applied(target: Any, call: int, gradients: list[Any], plan: Planner) -> Iterator[Piece]:
-    """Cuts one step of an optimizer: one piece for each server that holds a part of it."""
+def _applied(
+    target: _RemoteOptimizer, call: int, gradients: Sequence[Tree], plan: Planner
+) -> Iterator[Piece]:
+    """Splits one step of an optimizer: one piece for each server that holds a part of it."""
     found: dict[int, tuple[list[messages.Gradient], list[np.ndarray]]] = {}
     if any(gradient is None for gradient in gradients):
-        # A server without a gradient counts the step too.
-        found |= {part.server: ([], []) for v in target.trained for part in v.components}
+        # A server without a gradient counts the step as well.
+        found |= {part.server: ([], []) for v in target.trained for part in _parts_of(v)}
     for variable, gradient in zip(target.trained, gradients, strict=True):
         if gradient is None:
             continue
@@ -100,8 +118,7 @@ def _applied(target: Any, call: int, gradients: list[Any], plan: Planner) -> Ite
                 for p, n, r in zip(parts, numbers, rows, strict=True)
             ]
         else:
-            is_sharded = isinstance(variable, ShardedVariable)
-            parts = cast(Any, variable.variables) if is_sharded else [variable]
+            parts = _parts_of(variable)
             whole, start = _dense(gradient, variable.dtype), 0
             pieces = []
             for part in parts:
@@ -118,20 +135,20 @@ def _applied(target: Any, call: int, gradients: list[Any], plan: Planner) -> Ite
 
 
 def _cut(
-    variable: Any, kind: str, ids: np.ndarray, values: np.ndarray, plan: Planner
-) -> tuple[list[Any], tuple[list[np.ndarray], list[np.ndarray]]]:
+    variable: RemoteVariableBase, kind: str, ids: np.ndarray, values: np.ndarray, plan: Planner
+) -> tuple[Sequence[RemoteVariable], tuple[list[np.ndarray], list[np.ndarray]]]:
     found = plan(variable, ids)
-    parts = variable.variables if isinstance(variable, ShardedVariable) else [variable]
+    parts = _parts_of(variable)
     rows = found.gather(kind, _as(values, variable.dtype))
     return parts, (found.pieces, [np.ascontiguousarray(r) for r in rows])
 
 
-def _elements(target: Any, kind: str, call: int, payload: IndexedSlices) -> Piece:
-    """Makes a dense change of one of single elements, where that is the same."""
-    if kind not in ("scatter_add", "scatter_sub") or isinstance(target, ShardedVariable):
+def _elements(target: RemoteVariableBase, kind: str, call: int, payload: IndexedSlices) -> Piece:
+    """Returns an update of single elements as a dense one, where that is equivalent."""
+    if kind not in ("scatter_add", "scatter_sub") or not isinstance(target, RemoteVariable):
         raise errors.UnsupportedError(
             f"`{kind}` at vectors of indices needs a variable in this process",
-            f"{target.name!r} lives on {target.device}",
+            f"{target.name!r} is on {target.device}",
             "Change whole rows, or read, change and assign the value.",
         )
     dense = np.zeros(target.shape, np.dtype(target.dtype))
@@ -141,41 +158,19 @@ def _elements(target: Any, kind: str, call: int, payload: IndexedSlices) -> Piec
     return Piece(target.server, update, [dense])
 
 
-def _row_numbers(part: Any, ids: np.ndarray) -> np.ndarray:
+def _parts_of(variable: RemoteVariableBase) -> Sequence[RemoteVariable]:
+    is_sharded = isinstance(variable, ShardedVariable)
+    return cast(Sequence[RemoteVariable], variable.variables if is_sharded else [variable])
+
+
+def _row_numbers(part: RemoteVariable, ids: np.ndarray) -> np.ndarray:
     width = np.int32 if part.shape[0] < 2**31 else np.int64
     return np.ascontiguousarray(ids, width)
 
 
-def _dense(payload: Any, dtype: Any) -> np.ndarray:
+def _dense(payload: ArrayLike, dtype: DTypeLike) -> np.ndarray:
     return np.ascontiguousarray(_as(np.asarray(payload), dtype))
 
 
-def _as(array: np.ndarray, dtype: Any) -> np.ndarray:
+def _as(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
     return array if array.dtype == dtype else array.astype(np.dtype(dtype))
-
-
-def no_closure() -> errors.ContextError:
-    """Returns the error for a change on a worker that belongs to nothing."""
-    return errors.ContextError(
-        "A worker changes variables inside of closures",
-        "no closure is running",
-        "Change variables in the function that was scheduled.",
-    )
-
-
-def no_answer(peer: Task, timeout: float) -> errors.DeadlineExceededError:
-    """Returns the error for a server that takes too long."""
-    return errors.DeadlineExceededError(
-        f"{peer} must answer within {timeout:g} s",
-        "there was no answer",
-        "Check that it runs and is not overloaded.",
-    )
-
-
-def strangers(variable: Any, ids: np.ndarray) -> errors.InvalidArgumentError:
-    """Returns the error for row numbers that a variable does not have."""
-    return errors.InvalidArgumentError(
-        f"A lookup in {variable.name!r} needs indices in [0, {variable.shape[0]})",
-        f"they reach from {ids.min()} to {ids.max()}",
-        "Correct the row numbers.",
-    )

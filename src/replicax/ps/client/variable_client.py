@@ -1,8 +1,8 @@
-"""The home of remote variables as a worker or the coordinator sees it: questions to servers.
+"""Reads and updates variables on parameter servers, from a worker or the coordinator.
 
-Changes are collected, and travel with the next question, so that a step of training costs one
-question per server. A server makes the changes of a question before it reads, and answers
-questions in order, so that whoever reads sees what it has changed before.
+Changes are collected and sent with the next request, so that a training step costs one request per
+server. A server applies the changes of a request before it reads, and handles requests in order, so
+that reads include all earlier changes of the same process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -24,21 +24,21 @@ from replicax.bundle.manifest import Part
 from replicax.contexts.overlay import Change
 from replicax.foundation import errors
 from replicax.protocol import error_replies, messages
+from replicax.protocol.codec import Buffer
 from replicax.ps.client import outgoing
-from replicax.ps.client.cluster import left
+from replicax.ps.client.cluster import strategy_closed
 from replicax.ps.client.outgoing import Outgoing
-from replicax.ps.client.requests import Answers, Post, Question, parts_of
 from replicax.ps.client.rows import RowPlan
 from replicax.transport.channel import Channel
-from replicax.variables.remote import Read, RemoteVariable, TableRows
+from replicax.variables.remote import Read, RemoteVariable, RemoteVariableBase, TableRows
 from replicax.variables.sharded import ShardedVariable
 
-# Changes of closures that read nothing are sent off when there are so many, or so long.
+# Changes of closures that read nothing are sent when there are this many, or this long.
 _MOST_CLOSURES = 16
 _MOST_BYTES = 1 << 20
-# Larger values are not kept for the case that they stay the same.
-_MOST_KNOWN_BYTES = 64 << 20
-# How long an answer may take: so long, and this much more per byte.
+# Larger values are not cached.
+_MOST_CACHED_BYTES = 64 << 20
+# The timeout of a reply: a fixed time, and more per byte.
 _DEADLINE = 60.0
 _SECONDS_PER_BYTE = 1 / (10 << 20)
 
@@ -50,13 +50,59 @@ class Writes(Protocol):
 
     def end_write(self, number: int) -> None: ...
 
-    def ask(
-        self, server: int, body: messages.Body, buffers: Sequence[Any] = (), num_bytes: int = 0
+    def request(
+        self, server: int, body: messages.Body, buffers: Sequence[Buffer] = (), num_bytes: int = 0
     ) -> messages.Body: ...
 
     def recover(self, error: errors.PSUnavailableError) -> bool:
-        """Waits until a server that was lost is back; False if that cannot be."""
+        """Waits until a lost server has restarted; False if its state is lost."""
         ...
+
+
+class _Request:
+    """A request to one server, and the closures whose changes it contains."""
+
+    def __init__(self, closures: list[int]) -> None:
+        self.number = 0
+        self.closures = closures
+        self.reply: tuple[messages.Exchanged, list[memoryview]] | None = None
+
+
+class _Reads:
+    """Reads from several servers at once."""
+
+    def __init__(self, planned: list[tuple[Read, RowPlan | None]], closure: int | None) -> None:
+        self.planned = planned
+        self.closure = closure
+        whole = [p for read, plan in planned if plan is None for p in _parts_of(read.variable)]
+        self.num_bytes = sum(part.num_bytes for part in whole)
+        self.requests: dict[int, _Request] = {}
+        self.results: dict[int, _Results] = {}
+
+    def is_for(self, reads: Sequence[Read]) -> bool:
+        """Returns whether these are the same reads."""
+        return len(reads) == len(self.planned) and all(
+            old.variable is new.variable and old.ids is new.ids
+            for (old, _), new in zip(self.planned, reads, strict=True)
+        )
+
+
+class _Results:
+    """The results of one server, in the order of the reads."""
+
+    def __init__(self, results: list[messages.ReadResult], buffers: list[memoryview]) -> None:
+        self._results = iter(results)
+        self._buffers = iter(buffers)
+
+    def next(self) -> tuple[messages.ReadResult, Buffer]:
+        """Returns the next result, and its buffer if it has one."""
+        result = next(self._results)
+        return result, (b"" if result.is_known else next(self._buffers))
+
+
+def _parts_of(variable: RemoteVariableBase) -> list[RemoteVariable]:
+    """Returns the parts of a remote or sharded variable."""
+    return list(variable.components)  # type: ignore[arg-type]
 
 
 class ParameterClient:
@@ -64,12 +110,12 @@ class ParameterClient:
 
     Args:
       channels: One per server, in order.
-      writes: Gives numbers for changes that no closure makes: each of them is sent at once,
-        and waited for. None on a worker.
-      deadline: How long a server may take for an answer, in seconds.
-      pulls_ahead: Whether to ask for the values of the next closure, which are taken to be
-        those of the last one, before this closure has changed them. They come while it
-        computes, and lack its changes.
+      writes: Numbers for changes outside of closures, each of which is sent and acknowledged at
+        once. None on a worker.
+      deadline: The timeout of a reply in seconds.
+      pulls_ahead: Whether to request the values of the next closure, assumed to be those of the
+        last one, before this closure has changed them. They arrive while it computes, and do not
+        include its changes.
     """
 
     def __init__(
@@ -83,33 +129,33 @@ class ParameterClient:
         self._writes = writes
         self._deadline = deadline
         self._pulls_ahead = pulls_ahead
-        self._ahead: Question | None = None
-        # One question at a time; user code may have threads.
+        self._ahead: _Reads | None = None
+        # Serializes requests; user code may have threads.
         self._lock = threading.RLock()
         self._is_closed = False
         self._closure: int | None = None
         self._call = 0
-        # Of the closure that runs: the clock of each server when it was first read, and
-        # whether an optimizer made a step.
+        # Of the running closure: the clock of each server at its first read, and whether an
+        # optimizer made a step.
         self._clocks: dict[int, int] = {}
         self._has_stepped = False
         self._outgoing = [Outgoing() for _ in channels]
-        # Per server: what is under way, in order.
-        self._under_way: list[collections.deque[Post]] = [collections.deque() for _ in channels]
-        # Per closure: how many questions with its changes have no answer yet.
-        self._waits: collections.Counter[int] = collections.Counter()
+        # By server: the requests without a reply, in order.
+        self._in_flight: list[collections.deque[_Request]] = [collections.deque() for _ in channels]
+        # By closure: how many requests with its changes have no reply yet.
+        self._unacknowledged: collections.Counter[int] = collections.Counter()
         self._ended: dict[int, None] = {}
         self._failed: dict[int, Exception] = {}
-        # Values as they were last read, with their versions, by part.
-        self._known: dict[int, tuple[int, Any]] = {}
+        # The last values with their versions, by part.
+        self._cached: dict[int, tuple[int, np.ndarray]] = {}
         self._last_plan: dict[int, RowPlan] = {}
-        # The server whose answer is waited for, and since when.
+        # The server whose reply is awaited, and since when.
         self._waiting_for: tuple[int, float] | None = None
 
     # Reading.
 
-    def pull(self, reads: Sequence[Read]) -> list[Any]:
-        """Returns values; they show all that was pushed before."""
+    def pull(self, reads: Sequence[Read]) -> list[np.ndarray]:
+        """Returns values that include all changes pushed before."""
         self._require_open()
         with self._lock:
             while True:
@@ -120,91 +166,97 @@ class ParameterClient:
                         raise
 
     def _recovers(self, error: errors.PSUnavailableError) -> bool:
-        """Waits for a server that can come back; workers leave that to the coordinator."""
+        """Waits for a server that can restart; workers leave that to the coordinator."""
         return self._writes is not None and self._writes.recover(error)
 
-    def _pull(self, reads: Sequence[Read]) -> list[Any]:
+    def _pull(self, reads: Sequence[Read]) -> list[np.ndarray]:
         with self._lock:
             ahead, self._ahead = self._ahead, None
-            question = ahead
-            # What this closure has changed itself, it must see.
-            is_old = ahead is not None and ahead.closure != self._closure and not self._call
-            if not is_old or ahead is None or not ahead.is_for(reads):
-                question = self._post_question(reads)
-            assert question is not None
-            self._wait_for(question)
+            found = ahead
+            # A closure must see its own changes.
+            is_usable = ahead is not None and ahead.closure != self._closure and not self._call
+            if not is_usable or ahead is None or not ahead.is_for(reads):
+                found = self._request_reads(reads)
+            assert found is not None
+            self._wait_for(found)
             if self._pulls_ahead:
-                self._ahead = self._post_question(reads)
-            return [self._value(read, plan, question) for read, plan in question.asked]
+                self._ahead = self._request_reads(reads)
+            return [self._value(read, plan, found.results) for read, plan in found.planned]
 
-    def _post_question(self, reads: Sequence[Read]) -> Question:
-        questions: list[list[messages.Read]] = [[] for _ in self._channels]
-        buffers: list[list[Any]] = [[] for _ in self._channels]
-        asked = [(read, self._ask(read, questions, buffers)) for read in reads]
-        question = Question(asked, self._closure)
-        for server, wanted in enumerate(questions):
+    def _request_reads(self, reads: Sequence[Read]) -> _Reads:
+        bodies: list[list[messages.Read]] = [[] for _ in self._channels]
+        buffers: list[list[np.ndarray]] = [[] for _ in self._channels]
+        planned = [(read, self._add_read(read, bodies, buffers)) for read in reads]
+        found = _Reads(planned, self._closure)
+        for server, wanted in enumerate(bodies):
             if wanted:
-                question.posts[server] = self._post(server, wanted, buffers[server])
-        return question
+                found.requests[server] = self._send(server, wanted, buffers[server])
+        return found
 
-    def _wait_for(self, question: Question) -> None:
-        for server, post in question.posts.items():
-            while post.answer is None:
-                self._take(server, self._deadline + question.num_bytes * _SECONDS_PER_BYTE)
-            body, found = post.answer
+    def _wait_for(self, reads: _Reads) -> None:
+        for server, request in reads.requests.items():
+            while request.reply is None:
+                self._receive(server, self._deadline + reads.num_bytes * _SECONDS_PER_BYTE)
+            body, buffers = request.reply
             if self._closure is not None:
                 self._clocks.setdefault(server, body.clock)
-            question.answers[server] = Answers(body.reads, found)
+            reads.results[server] = _Results(body.reads, buffers)
 
-    def _ask(
-        self, read: Read, questions: list[list[messages.Read]], buffers: list[list[Any]]
+    def _add_read(
+        self, read: Read, bodies: list[list[messages.Read]], buffers: list[list[np.ndarray]]
     ) -> RowPlan | None:
-        parts = parts_of(read.variable)
+        """Adds a read to the requests by server."""
+        parts = _parts_of(read.variable)
         if read.ids is None:
             for part in parts:
-                known = self._known.get(part.number)
-                version = -1 if known is None else known[0]
-                questions[part.server].append(messages.Read(part.number, version))
+                cached = self._cached.get(part.number)
+                version = -1 if cached is None else cached[0]
+                bodies[part.server].append(messages.Read(part.number, version))
             return None
         plan = self._plan(read.variable, np.asarray(read.ids))
-        if plan.has_strangers:
-            raise outgoing.strangers(read.variable, plan.ids)
+        if plan.is_out_of_range:
+            raise errors.InvalidArgumentError(
+                f"A lookup in {read.variable.name!r} needs indices in "
+                f"[0, {read.variable.shape[0]})",
+                f"they range from {plan.ids.min()} to {plan.ids.max()}",
+                "Correct the row numbers.",
+            )
         for part, ids in zip(parts, plan.pieces, strict=True):
             if ids.size:
-                questions[part.server].append(messages.Read(part.number, is_rows=True))
+                bodies[part.server].append(messages.Read(part.number, is_rows=True))
                 buffers[part.server].append(ids.astype(np.int64, copy=False))
         return plan
 
-    def _value(self, read: Read, plan: RowPlan | None, question: Question) -> Any:
-        variable, answers = read.variable, question.answers
-        parts = parts_of(variable)
+    def _value(self, read: Read, plan: RowPlan | None, results: dict[int, _Results]) -> np.ndarray:
+        variable = read.variable
+        parts = _parts_of(variable)
         dtype = np.dtype(variable.dtype)
-        if plan is None:
-            values = [self._whole(part, dtype, answers[part.server]) for part in parts]
+        if plan is None or read.ids is None:
+            values = [self._whole(part, dtype, results[part.server]) for part in parts]
             return values[0] if len(values) == 1 else np.concatenate(values)
         pieces = []
         for part, ids in zip(parts, plan.pieces, strict=True):
             shape = (ids.size, *variable.shape[1:])
-            buffer = answers[part.server].next()[1] if ids.size else b""
+            buffer = results[part.server].next()[1] if ids.size else b""
             pieces.append(np.frombuffer(buffer, dtype).reshape(shape))
         return plan.spread(pieces).reshape((*np.shape(read.ids), *variable.shape[1:]))
 
-    def _whole(self, part: RemoteVariable, dtype: np.dtype, answers: Answers) -> Any:
-        result, buffer = answers.next()
+    def _whole(self, part: RemoteVariable, dtype: np.dtype, results: _Results) -> np.ndarray:
+        result, buffer = results.next()
         if result.is_known:
-            return self._known[part.number][1]
+            return self._cached[part.number][1]
         value = np.frombuffer(buffer, dtype).reshape(part.shape)
-        if part.num_bytes <= _MOST_KNOWN_BYTES:
-            if part.number not in self._known:
-                # Kept for as long as somebody can ask for it.
-                weakref.finalize(part, self._known.pop, part.number, None).atexit = False
-            self._known[part.number] = (result.version, value)
+        if part.num_bytes <= _MOST_CACHED_BYTES:
+            if part.number not in self._cached:
+                # Cached for as long as the handle exists.
+                weakref.finalize(part, self._cached.pop, part.number, None).atexit = False
+            self._cached[part.number] = (result.version, value)
         return value
 
-    def _plan(self, variable: Any, ids: np.ndarray) -> RowPlan:
-        """Puts row numbers in order; the rows of a step are read and changed by one plan."""
+    def _plan(self, variable: RemoteVariableBase, ids: np.ndarray) -> RowPlan:
+        """Sorts row numbers; a step reads and changes its rows with the same plan."""
         flat = ids.reshape(-1)
-        key = parts_of(variable)[0].number
+        key = _parts_of(variable)[0].number
         plan = self._last_plan.get(key)
         if plan is None or not plan.is_for(flat):
             starts = variable.starts if isinstance(variable, ShardedVariable) else (0,)
@@ -214,12 +266,12 @@ class ParameterClient:
     # Checkpoints.
 
     def save_rows(self, directory: Path, rows: Sequence[TableRows]) -> list[Part]:
-        """Lets all servers write rows into the directory of a bundle, in parallel."""
+        """Writes rows into the directory of a bundle, by all servers in parallel."""
         requests = {
             server: messages.SaveParts(str(directory), own)
             for server, own in _by_server(rows).items()
         }
-        found = self._ask_all(requests, rows)
+        found = self._request_all(requests, rows)
         assert all(isinstance(body, messages.PartsSaved) for body in found), found
         return [
             msgspec.json.decode(body.manifest, type=Part)
@@ -228,14 +280,14 @@ class ParameterClient:
         ]
 
     def load_rows(self, path: Path, rows: Sequence[TableRows], *, is_check: bool) -> None:
-        """Lets all servers read rows from a checkpoint, in parallel, or check them only."""
+        """Reads rows from a checkpoint, by all servers in parallel, or only checks them."""
         requests = {
             server: messages.LoadParts(str(path), own, is_check)
             for server, own in _by_server(rows).items()
         }
-        self._ask_all(requests, rows)
+        self._request_all(requests, rows)
 
-    def _ask_all(
+    def _request_all(
         self, requests: Mapping[int, messages.Body], rows: Sequence[TableRows]
     ) -> list[messages.Body]:
         self._require_open()
@@ -247,7 +299,7 @@ class ParameterClient:
         num_bytes = sum(row.variable.num_bytes for row in rows)
         with self._lock, ThreadPoolExecutor(len(requests), "replicax-tables") as pool:
             jobs = [
-                pool.submit(writes.ask, server, body, (), num_bytes)
+                pool.submit(writes.request, server, body, (), num_bytes)
                 for server, body in requests.items()
             ]
         return [job.result() for job in jobs]
@@ -255,17 +307,21 @@ class ParameterClient:
     # Changing.
 
     def push(self, changes: Sequence[Change]) -> None:
-        """Collects changes of the closure that runs; without one, makes them at once."""
+        """Collects changes of the running closure; without one, applies them at once."""
         self._require_open()
         with self._lock:
             if self._closure is not None:
                 self._collect(self._closure, changes)
                 return
             if self._writes is None:
-                raise outgoing.no_closure()
+                raise errors.ContextError(
+                    "A worker changes variables inside of closures",
+                    "no closure is running",
+                    "Change variables in the function that was scheduled.",
+                )
             write = self._writes.begin_write()
             try:
-                # Under one number: what other servers have made already counts once.
+                # Retries keep their number: servers that applied the change ignore repetitions.
                 while (error := self._write(write, changes)) is not None:
                     is_lost = isinstance(error, errors.PSUnavailableError)
                     if not is_lost or not self._recovers(error):
@@ -274,7 +330,7 @@ class ParameterClient:
                 self._writes.end_write(write)
 
     def _write(self, write: int, changes: Sequence[Change]) -> Exception | None:
-        """Makes changes, and waits until they are made; returns the error that they met."""
+        """Applies changes, and waits until they are acknowledged; returns their error."""
         self.begin(write)
         try:
             self._collect(write, changes)
@@ -283,7 +339,7 @@ class ParameterClient:
         return dict(self.drain())[write]
 
     def _collect(self, closure: int, changes: Sequence[Change]) -> None:
-        # Nothing of a change that is refused here may go out.
+        # All changes are validated before any is sent.
         pieces = [
             piece
             for call, change in enumerate(changes, self._call)
@@ -294,17 +350,17 @@ class ParameterClient:
             self._has_stepped |= isinstance(piece.change, messages.Apply)
             clock = self._clocks.get(piece.server, -1)
             if self._outgoing[piece.server].add(closure, piece, clock):
-                self._waits[closure] += 1
+                self._unacknowledged[closure] += 1
 
     def begin(self, closure: int) -> None:
-        """Attributes all changes from here on to a closure."""
+        """Attributes all following changes to a closure."""
         with self._lock:
             self._closure, self._call, self._has_stepped = closure, 0, False
             self._clocks.clear()
             self._failed.pop(closure, None)
 
     def end(self, closure: int) -> bool:
-        """Notes that a closure makes no more changes; they may still be on their way.
+        """Ends a closure; its changes may not be sent or acknowledged yet.
 
         Returns:
           Whether an optimizer made a step in it.
@@ -312,36 +368,36 @@ class ParameterClient:
         with self._lock:
             self._closure = None
             self._ended[closure] = None
-            is_much = any(o.num_bytes > _MOST_BYTES for o in self._outgoing)
-            if is_much or any(len(o.closures) >= _MOST_CLOSURES for o in self._outgoing):
+            is_large = any(o.num_bytes > _MOST_BYTES for o in self._outgoing)
+            if is_large or any(len(o.closures) >= _MOST_CLOSURES for o in self._outgoing):
                 with contextlib.suppress(errors.DistributeError):
-                    # Noted for each closure that it concerns; `poll` and `drain` tell.
+                    # Errors are recorded by closure; `poll` and `drain` return them.
                     for server in range(len(self._channels)):
-                        self._post_changes(server)
+                        self._send_changes(server)
             return self._has_stepped
 
-    # Settling.
+    # Acknowledgements.
 
     def poll(self) -> list[tuple[int, Exception | None]]:
-        """Returns the closures whose changes were all acknowledged, or refused, by now."""
+        """Returns the closures whose changes were all acknowledged or rejected by now."""
         with self._lock:
-            for server, under_way in enumerate(self._under_way):
+            for server, in_flight in enumerate(self._in_flight):
                 with contextlib.suppress(errors.DistributeError):
-                    while under_way and self._take(server, 0.0) is not None:
+                    while in_flight and self._receive(server, 0.0) is not None:
                         pass
             return self._settled()
 
     def drain(self) -> list[tuple[int, Exception | None]]:
-        """Waits until the changes of all ended closures are acknowledged or refused."""
+        """Waits until the changes of all ended closures are acknowledged or rejected."""
         with self._lock:
-            # Whoever waits next may wait for long: values would be old by then.
+            # The next closure may start much later: its values would be stale.
             self._ahead = None
-            for server, under_way in enumerate(self._under_way):
+            for server, in_flight in enumerate(self._in_flight):
                 with contextlib.suppress(errors.DistributeError):
-                    self._post_changes(server)
-                while under_way:
+                    self._send_changes(server)
+                while in_flight:
                     with contextlib.suppress(errors.DistributeError):
-                        self._take(server, self._deadline)
+                        self._receive(server, self._deadline)
             return self._settled()
 
     def pending(self) -> int:
@@ -349,86 +405,91 @@ class ParameterClient:
         return len(self._ended)
 
     def waiting_for(self) -> tuple[int, float] | None:
-        """Returns the server that is waited for now, and since when; any thread may ask."""
+        """Returns the server whose reply is awaited, and since when. Thread-safe."""
         return self._waiting_for
 
     def _settled(self) -> list[tuple[int, Exception | None]]:
-        done = [c for c in self._ended if not self._waits[c]]
+        done = [c for c in self._ended if not self._unacknowledged[c]]
         for closure in done:
-            del self._ended[closure], self._waits[closure]
+            del self._ended[closure], self._unacknowledged[closure]
         return [(closure, self._failed.pop(closure, None)) for closure in done]
 
-    # Talking.
+    # Requests and replies.
 
-    def _post_changes(self, server: int) -> None:
+    def _send_changes(self, server: int) -> None:
         if self._outgoing[server].closures:
-            self._post(server, [], [])
+            self._send(server, [], [])
 
-    def _post(self, server: int, reads: list[messages.Read], buffers: list[Any]) -> Post:
+    def _send(
+        self, server: int, reads: list[messages.Read], buffers: Sequence[np.ndarray]
+    ) -> _Request:
         pushes, payloads, closures = self._outgoing[server].take()
-        post = Post(closures)
-        self._under_way[server].append(post)
-        with self._losing(server):
-            post.number = self._channels[server].send(
+        request = _Request(closures)
+        self._in_flight[server].append(request)
+        with self._failing(server):
+            request.number = self._channels[server].send(
                 messages.Exchange(pushes, reads), [*payloads, *buffers]
             )
-        return post
+        return request
 
-    def _take(self, server: int, timeout: float) -> Post | None:
-        """Takes the next answer of a server; None if there is none yet."""
-        post = self._under_way[server][0]
-        with self._losing(server):
+    def _receive(self, server: int, timeout: float) -> _Request | None:
+        """Receives the next reply of a server; None if there is none yet."""
+        request = self._in_flight[server][0]
+        with self._failing(server):
             if timeout:
                 self._waiting_for = (server, time.monotonic())
             try:
-                answer = self._channels[server].receive(timeout)
+                reply = self._channels[server].receive(timeout)
             finally:
                 self._waiting_for = None
-            if answer is None and timeout:
-                # Later answers would be taken for those of the questions that follow.
+            if reply is None and timeout:
+                # A late reply must not be taken for that of a later request.
                 self._channels[server].cancel()
-                raise outgoing.no_answer(self._channels[server].peer, timeout)
-        if answer is None:
+                raise errors.DeadlineExceededError(
+                    f"{self._channels[server].peer} did not reply within {timeout:g} s. Check that "
+                    "it runs and is not overloaded."
+                )
+        if reply is None:
             return None
-        assert answer[0] == post.number, "answers come in order"
-        self._under_way[server].popleft()
-        self._waits.subtract(post.closures)
-        body = answer[1]
+        number, body, buffers = reply
+        assert number == request.number, "replies arrive in order"
+        self._in_flight[server].popleft()
+        self._unacknowledged.subtract(request.closures)
         if isinstance(body, messages.Exchanged):
             for failure in body.failures:
                 self._failed.setdefault(failure.closure, error_replies.to_error(failure.error))
-            post.answer = body, answer[2]
-            return post
+            request.reply = body, buffers
+            return request
         error = _error_of(body)
-        # A server that was restored says so itself, until it is attached again.
+        # A restored server rejects requests until it is attached again.
         error.task_index = server  # type: ignore[attr-defined]
-        for closure in post.closures:
+        for closure in request.closures:
             self._failed.setdefault(closure, error)
         raise error
 
     @contextlib.contextmanager
-    def _losing(self, server: int) -> Iterator[None]:
-        """Fails all closures with changes under way to a server that is lost."""
+    def _failing(self, server: int) -> Iterator[None]:
+        """Fails all closures with changes in flight to a server that is lost."""
         try:
             yield
         except (errors.UnavailableError, errors.DeadlineExceededError) as error:
             error.task_index = server  # type: ignore[attr-defined]
-            for post in self._under_way[server]:
-                self._waits.subtract(post.closures)
-                for closure in post.closures:
+            for request in self._in_flight[server]:
+                self._unacknowledged.subtract(request.closures)
+                for closure in request.closures:
                     self._failed[closure] = error
-            self._under_way[server].clear()
-            self._known.clear()
+            self._in_flight[server].clear()
+            self._cached.clear()
             self._ahead = None
             raise
 
     def _require_open(self) -> None:
-        # A channel would connect again.
+        # A channel would reconnect.
         if self._is_closed:
-            raise left()
+            raise strategy_closed()
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         self._is_closed = True
         for channel in self._channels:
             channel.close()
@@ -446,7 +507,7 @@ def _error_of(body: messages.Body) -> Exception:
     if isinstance(body, messages.ErrorReply):
         return error_replies.to_error(body)
     return errors.ProtocolError(
-        "A parameter server must answer an exchange",
-        f"it said {type(body).__name__}",
+        "The reply to an exchange must be Exchanged",
+        f"it is {type(body).__name__}",
         "Check that all tasks run the same version.",
     )
