@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from replicax.ps.client.variable_client import ParameterClient
 from replicax.ps.process.checkpoint_files import CheckpointFiles
 from replicax.ps.store.service import ParameterStore
 
+PROGRAMS = Path(__file__).parent.parent / "support" / "programs"
 ROWS, WIDTH = 40_000, 16
 
 
@@ -175,6 +180,24 @@ def test_without_a_shared_file_system_values_are_transferred(
     variable.variables[0].assign(np.ones(variable.variables[0].shape, np.float32))
     checkpoint.restore(path).assert_consumed()
     assert np.array_equal(variable.sparse_read([0, ROWS - 1]), table[[0, ROWS - 1]])
+
+
+@pytest.mark.slow
+def test_the_memory_of_the_coordinator_does_not_depend_on_the_table(tmp_path: Path) -> None:
+    """The form with 4 GB is the same program, called with 4096."""
+    peaks = []
+    for megabytes in (64, 1024):
+        directory = tmp_path / str(megabytes)
+        directory.mkdir()
+        command = [sys.executable, str(PROGRAMS / "checkpoint_table.py"), str(directory)]
+        done = subprocess.run(
+            [*command, str(megabytes)], check=True, capture_output=True, text=True, timeout=250
+        )
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert report["is_restored"] and report["bytes_on_disk"] > megabytes << 20
+        peaks.append(report["peak_mb"])
+        shutil.rmtree(directory)
+    assert peaks[1] < peaks[0] + 100 and peaks[1] < 600, peaks
 
 
 # One server, without sockets.
