@@ -35,17 +35,20 @@ SOURCE = Path(__file__).parents[2] / "src" / "replicax"
 BOUND_AT = {"acquire": 1, "get": 1, "join": 1, "result": 1, "wait": 1, "wait_for": 2}
 BOUNDS = ("timeout", "blocking", "block")
 
-# Waits without a bound of their own: file, function, call. Each says what ends it.
+# Waits without a bound of their own: file, function, call, and what ends the wait.
 ALLOWED = {
-    ("checkpointing/background.py", "BackgroundWork.start", "self.wait"): "says so each minute",
+    (
+        "bundle/data_files.py",
+        "write_arrays",
+        "job.result",
+    ): "the disk; see `background`",
+    ("bundle/reading.py", "Bundle.read", "job.result"): "the disk, and the user waits for data",
+    ("checkpointing/background.py", "BackgroundWork.start", "self.wait"): "logs it each minute",
     ("checkpointing/manager.py", "CheckpointManager.*", "self._lock.acquire"): "does not wait",
-    ("checkpointing/manager.py", "CheckpointManager.*", "self._work.wait"): "says so each minute",
-    ("checkpointing/storage.py", "_write_stream", "written.result"): "the disk; see background",
-    ("checkpointing/storage.py", "_run", "pool.submit(…).result"): "the disk; see background",
-    ("checkpointing/storage.py", "read", "job.result"): "the disk, and the user waits for data",
-    ("cli/serve.py", "serve", "server.join"): "serves until a signal; `endings` bounds the rest",
-    ("execution/threaded.py", "_Replica.__init__", "self.may_go.acquire"): "a new lock is free",
-    ("execution/threaded.py", "_Replica.__init__", "self.parked.acquire"): "a new lock is free",
+    ("checkpointing/manager.py", "CheckpointManager.*", "self._work.wait"): "logs it each minute",
+    ("cli/serve.py", "serve", "server.join"): "serves until a signal; `shutdown` bounds the rest",
+    ("contexts/rendezvous.py", "_Waiting.__init__", "self.may_go.acquire"): "a new lock is free",
+    ("contexts/rendezvous.py", "_Waiting.__init__", "self.parked.acquire"): "a new lock is free",
     (
         "input/pipelines.py",
         "_Buffer.put",
@@ -57,10 +60,17 @@ ALLOWED = {
         "select.select",
     ): "ended by a byte; after a signal it has a bound",
     (
+        "ps/client/variable_client.py",
+        "ParameterClient._ask_all",
+        "job.result",
+    ): "the jobs have ended; their requests have deadlines",
+    (
         "ps/process/parameter_server.py",
-        "ParameterServerTask._work",
-        "self._lane.get",
+        "ParameterServerTask._handle_slow_requests",
+        "self._slow_requests.get",
     ): "`close` puts None",
+    ("tracing/exchange.py", "_Segment.pull", "read_cache.open_scope.get"): "a context variable",
+    ("tracing/function.py", "Function._key", "read_cache.open_scope.get"): "a context variable",
     (
         "training/optimizer/probe.py",
         "is_row_wise",
@@ -84,16 +94,16 @@ ALLOWED = {
 }
 
 
-# Waits with a bound after which nothing is done but to wait again. Each says what ends it.
+# Waits with a bound that are repeated without an end, and what ends them.
 ALLOWED_AGAIN = {
-    ("execution/threaded.py", "ThreadedRun._park"): "the code of other replicas, or its failure",
-    ("execution/threaded.py", "ThreadedRun._wait_parked"): "the code of a replica, or its failure",
+    ("contexts/rendezvous.py", "Rendezvous._park"): "the code of other replicas, or its failure",
+    ("contexts/rendezvous.py", "Rendezvous._wait_parked"): "the code of a replica, or its failure",
     (
         "ps/process/parameter_server.py",
         "ParameterServerTask.run_forever",
-    ): "serves until it is told",
-    ("process/roles.py", "WaitingTask.run_forever"): "serves until it is told",
-    ("process/server.py", "Server.join"): "serves until it is told",
+    ): "serves until it is told to stop",
+    ("process/roles.py", "WaitingTask.run_forever"): "serves until it is told to stop",
+    ("process/server.py", "Server.join"): "serves until it is told to stop",
 }
 
 
