@@ -175,7 +175,7 @@ class Overlay:
 
     def read_rows(self, variable: TracedState, ids: ArrayLike) -> jax.Array:
         """Returns rows of a remote variable in this trace."""
-        if self.parent is not None and not self.knows(variable) and self.is_current_trace():
+        if self.parent is not None and not self.has_used(variable) and self.is_current_trace():
             return self.parent.read_rows(variable, ids)
         return variable.read_value()[ids]
 
@@ -186,7 +186,7 @@ class Overlay:
         """Tells whether this trace has a value of its own for a variable as a whole."""
         return variable in self.values or (self.parent is not None and self.parent.holds(variable))
 
-    def knows(self, variable: TracedState) -> bool:
+    def has_used(self, variable: TracedState) -> bool:
         """Tells whether this trace has read or changed a variable, or a part of it."""
         mine = (variable, *variable.components)
         is_read = any(v in self.values for v in mine)

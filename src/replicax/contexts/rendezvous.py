@@ -3,7 +3,7 @@
 Note [Order of replicas]
     Replica 0 runs up to its next meeting, or to its end; then replica 1, and so on. All replicas
     but the last have a thread each; the last one runs in the caller's thread. When it arrives,
-    all others are waiting, so it acts for all of them at once, lets the others go on one after
+    all others are waiting, so it acts for all of them at once, releases the others one after
     the other, and continues. Only one thread runs at any time.
 """
 
@@ -95,7 +95,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def acting(self, meeting: Meeting[_Call]) -> Iterator[None]:
-        """Runs code for all replicas, then lets the others go on, one after the other."""
+        """Runs code for all replicas, then releases the others, one after the other."""
         try:
             yield
             for i, other in enumerate(self._others):

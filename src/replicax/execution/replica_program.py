@@ -52,7 +52,7 @@ def run_captured(
         outs = emitter.emit(segment.program, [True] * num_changed)
         for change in filled(segment.program.changes, outs[:num_changed]):
             outer.record(change)
-        emitter.hand_on(segment.program, outs[num_changed:])
+        emitter.pass_on(segment.program, outs[num_changed:])
     emitter.look_up(len(before), last)
     is_equal = [not v.is_per_replica for v in captured.written]
     is_equal += [True] * (len(captured.created) + last.program.num_changed)
@@ -94,7 +94,7 @@ class _Emitter:
             [_Input(array, True, is_scalar) for array, is_scalar in mapped],
             [_Input(array) for array in inputs.whole],
         )
-        self._handed: list[_Input] = []
+        self._passed: list[_Input] = []
 
     def look_up(self, number: int, segment: Segment) -> None:
         """Reads the variables and rows of a segment; row numbers may depend on rows before."""
@@ -117,17 +117,17 @@ class _Emitter:
             array = rows.reshape(self._layout.global_shape(local))
             self._rows[place] = _Input(array, True, not local)
 
-    def hand_on(self, program: capturing.Capture, arrays: list[jax.Array]) -> None:
-        """Keeps what a segment computed for the next one."""
+    def pass_on(self, program: capturing.Capture, arrays: list[jax.Array]) -> None:
+        """Keeps the values that a segment computed for the next one."""
         values = program.jaxpr.outvars[program.num_changed :]
-        self._handed = [
+        self._passed = [
             _Input(array, True, not jax_compat.shape_of(value.aval).shape)
             for array, value in zip(arrays, values, strict=True)
         ]
 
     def emit(self, program: capturing.Capture, is_equal: list[bool]) -> list[jax.Array]:
         """Emits a program, the first outputs of which may be equal on all replicas."""
-        groups = [self._variables, self._constants, self._rows, self._arguments, self._handed]
+        groups = [self._variables, self._constants, self._rows, self._arguments, self._passed]
         given = [one for group in groups for one in group if one is not None]
         mapped = [one for one in given if one.is_mapped]
         whole = [one for one in given if not one.is_mapped]
@@ -138,8 +138,8 @@ class _Emitter:
                 [None if one is None else next(own if one.is_mapped else shared) for one in group]
                 for group in groups
             ]
-            variables, constants, rows, arguments, handed = found
-            outs = program.run(variables, constants, [*arguments, *handed], rows=rows)
+            variables, constants, rows, arguments, passed = found
+            outs = program.run(variables, constants, [*arguments, *passed], rows=rows)
             equal = [out for out, e in zip(outs, is_equal, strict=False) if e]
             others = [out for out, e in zip(outs, is_equal, strict=False) if not e]
             return equal + others + list(outs[len(is_equal) :])

@@ -28,7 +28,7 @@ _REQUIRED: Any = object()
 
 
 class Strategy:
-    """A set of devices, with a policy of where variables live and how replicas run.
+    """A set of devices, and a policy for the placement of variables and the execution of replicas.
 
     Args:
       extended: The `StrategyExtended` that holds all logic.

@@ -21,7 +21,7 @@ class CentralStorageStrategy(Strategy):
 
     Args:
       compute_devices: Names of the replicas' devices; all GPUs, or else CPUs, if None.
-      parameter_device: Where variables live; the CPU if there are several replicas.
+      parameter_device: The device of variables; the CPU if there are several replicas.
 
     >>> import replicax as rx
     >>> strategy = rx.CentralStorageStrategy(["CPU:0"])

@@ -92,7 +92,7 @@ class MirroredStrategy(Strategy):
 
 
 def resolve_worker_devices(names: Sequence[str | Device] | None) -> tuple[Device, ...]:
-    """Returns the devices that a strategy over several devices was asked to use."""
+    """Returns the devices of the argument `devices` of a strategy; the default ones if None."""
     if isinstance(names, str):
         names = [names]
     if names is not None and not isinstance(names, list | tuple):

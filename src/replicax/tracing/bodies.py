@@ -71,7 +71,7 @@ class BodyOverlay(capturing.CapturingOverlay):
         assert self.parent is not None
         assert isinstance(variable, RemoteVariableBase)
         is_known = not jax_compat.is_traced(ids)
-        if is_known and self.is_current_trace() and not self.knows(variable):
+        if is_known and self.is_current_trace() and not self.has_used(variable):
             # The same rows in each round: inputs of the loop.
             with jax_compat.in_trace(self.parent.trace):
                 return self.parent.read_rows(variable, ids)

@@ -140,7 +140,7 @@ class GradientOverlay(Overlay):
         """Returns rows of a remote variable, with a gradient by rows where that is possible."""
         assert isinstance(variable, RemoteVariableBase)
         is_direct = self.is_current_trace() and not isinstance(self.parent, GradientOverlay)
-        if not is_direct or self.knows(variable):
+        if not is_direct or self.has_used(variable):
             return row_numbers.take(variable.read(frames.current()), ids)
         # Row numbers have no gradient, so they belong to the trace around this one.
         around = contextlib.nullcontext()

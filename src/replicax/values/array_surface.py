@@ -77,7 +77,7 @@ class ArrayOperators(_Array):
         return round(array) if ndigits is None else round(array, ndigits)
 
     def __format__(self, spec: str) -> str:
-        # A scalar is a number; of an array, its description says more than its elements.
+        # A scalar is formatted as a number, an array as its description.
         if spec:
             return format(self._as_array(), spec)
         if getattr(self, "shape", None) != ():

@@ -48,7 +48,7 @@ class PerReplica(DistributedValues, ArrayOperators):
 
     # Either `_components` (one object per replica, of any kind) or `_stored` (per leaf of
     # the components' structure `_treedef`, the stored array of all replicas) is set first;
-    # the other is made on demand. `_scalars` tells which leaves are scalars locally.
+    # the other is made on demand. `_scalars` holds which leaves are scalars locally.
     __slots__ = ("__weakref__", "_components", "_scalars", "_stored", "_treedef", "layout")
 
     def __init__(self, values: Sequence[Any], layout: ReplicaLayout | None = None) -> None:
@@ -87,12 +87,12 @@ class PerReplica(DistributedValues, ArrayOperators):
 
     @property
     def treedef(self) -> Any:
-        """The structure of one component, known once `stored` was asked for."""
+        """The structure of one component, set by the first call of `stored`."""
         return self._treedef
 
     @property
     def scalars(self) -> tuple[bool, ...]:
-        """Which leaves of a component are scalars, known once `stored` was asked for."""
+        """Which leaves of a component are scalars, set by the first call of `stored`."""
         return self._scalars
 
     @property

@@ -157,34 +157,34 @@ def checked_counts(partitioner: AnyPartitioner, shape: Sequence[int], dtype: DTy
     """
     if not shape:
         return 1
-    answer = partitioner(shape=tuple(shape), dtype=dtype)
-    counts = _as_counts(answer)
+    result = partitioner(shape=tuple(shape), dtype=dtype)
+    counts = _as_counts(result)
     if counts is None or len(counts) != len(shape) or counts[0] < 1:
-        raise _bad_answer(partitioner, shape, answer)
+        raise _bad_result(partitioner, shape, result)
     if any(count != 1 for count in counts[1:]):
-        raise _bad_answer(partitioner, shape, answer)
+        raise _bad_result(partitioner, shape, result)
     return max(1, min(counts[0], shape[0]))
 
 
-def _as_counts(answer: Iterable[SupportsIndex]) -> list[int] | None:
+def _as_counts(result: Iterable[SupportsIndex]) -> list[int] | None:
     """Returns a partitioner's result as ints; None if it is no list of them."""
-    if isinstance(answer, str | bytes):
+    if isinstance(result, str | bytes):
         return None
     try:
-        return [operator.index(count) for count in answer]
+        return [operator.index(count) for count in result]
     except TypeError:
         return None
 
 
-def _bad_answer(
-    partitioner: AnyPartitioner, shape: Sequence[int], answer: Any
+def _bad_result(
+    partitioner: AnyPartitioner, shape: Sequence[int], result: Any
 ) -> errors.InvalidArgumentError:
     name = getattr(partitioner, "__qualname__", type(partitioner).__name__)
     ones = ", 1" * (len(shape) - 1)
     return errors.InvalidArgumentError(
         "A partitioner returns the number of parts along each axis, and only the "
         "first axis can be cut",
-        f"{name} returned {answer!r} for the shape {tuple(shape)}",
+        f"{name} returned {result!r} for the shape {tuple(shape)}",
         f"Return [n{ones}] with n of at least 1.",
     )
 

@@ -74,7 +74,7 @@ class ShardedVariable(RemoteVariableBase):
 
     @property
     def is_whole_remote(self) -> bool:
-        """Whether all parts live on parameter servers, and belong to this variable alone."""
+        """Whether all parts are on parameter servers, and belong to this variable alone."""
         return all(isinstance(p, RemoteVariable) and p.container is self for p in self.variables)
 
     @property
@@ -128,7 +128,7 @@ class ShardedVariable(RemoteVariableBase):
     def read_part(self, index: Index) -> jax.Array:
         selection = select_rows(index, self.shape[0], self.name)
         overlay = frames.current().overlay
-        # If a gradient of the whole is asked for, reads of parts would not be seen.
+        # A gradient with respect to the whole would not include reads of parts.
         is_held = overlay is not None and overlay.holds(self)
         if self.is_whole_remote or is_held or selection is None:
             return super().read_part(index)
@@ -188,8 +188,8 @@ class ShardedVariable(RemoteVariableBase):
     def _piece(self, payload: Payload, start: int, rows: int) -> Payload:
         if not isinstance(payload, IndexedSlices):
             return payload[start : start + rows]
-        # Rows of other parts get a number behind the last, which updates pass over, and are
-        # zeros, as whoever gets the rows of a gradient may add them up.
+        # Rows of other parts get a number past the last row, which updates skip, and the value
+        # zero, as the rows of a gradient may be added up.
         local = jnp.asarray(payload.indices) - start
         is_own = (local >= 0) & (local < rows)
         values = jnp.asarray(payload.values)
@@ -234,7 +234,7 @@ class ShardedVariable(RemoteVariableBase):
                 raise errors.InvalidArgumentError(
                     f"A function for workers needs variables on parameter servers; "
                     f"{self.name!r} is used in it",
-                    f"its part {part.name!r} lives on {part.device}",
+                    f"its part {part.name!r} is on {part.device}",
                     "Create the parts inside `with strategy.scope():`.",
                 )
             keys.append(part.own_key())

@@ -121,7 +121,7 @@ def _shown(item: object) -> str:
 
 
 def api_of(kind: str) -> str:
-    """Returns the name of the method that asks for a kind of update."""
+    """Returns the name of the method that makes a kind of update."""
     return kind.removeprefix("slice_")
 
 
@@ -159,7 +159,7 @@ def checked(variable: Variable, api: str, index: Index) -> tuple[SlicedValue, tu
             arrays += more
             key += ["array"] * len(more)
     found = SlicedValue(None, arrays, tuple(key))
-    # NumPy knows the shape, and what is out of range, without any data.
+    # NumPy computes the shape, and finds indices out of range, without any data.
     known = [
         np.zeros(a.shape, np.intp) if jax_compat.is_traced(a) else np.asarray(a) for a in arrays
     ]
@@ -220,7 +220,7 @@ def _wrong(variable: Variable, api: str, found: str, todo: str) -> errors.Invali
     )
 
 
-# The three rules; an index out of range that only the compiled program knows is passed over.
+# The three rules; compiled code skips an index out of range.
 
 
 def assigned(old: jax.Array, part: SlicedValue) -> jax.Array:
