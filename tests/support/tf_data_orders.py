@@ -128,7 +128,13 @@ def _nested_steps(dataset: Any, numbers: Numbers) -> dict[str, Any]:
     def ten(x: Any) -> Any:
         return dataset.range(10 * x, 10 * x + x)
 
+    # Elements of the lengths 1, 2, 3, …
+    growing = numbers(5).flat_map(lambda x: dataset.range(10 * x, 11 * x + 1).batch(9))
     cases = {
+        "padded_batch": growing.padded_batch(2),
+        "padded_batch_dropping": growing.padded_batch(2, drop_remainder=True),
+        "padded_batch_shape": growing.padded_batch(3, padded_shapes=[6]),
+        "padded_batch_unbatch": growing.padded_batch(3).unbatch(),
         "flat_map": numbers(4).flat_map(ten),
         "flat_map_batches": numbers(7).batch(3).flat_map(dataset.from_tensor_slices),
         "flat_map_flat_map": numbers(4).flat_map(ten).flat_map(lambda x: dataset.range(x % 3)),
