@@ -201,7 +201,7 @@ def test_gce_machines_become_tasks_in_the_order_of_their_names() -> None:
     )
     resolver.task_id, resolver.rpc_layer = 0, None
     assert resolver.master() == "10.1.0.9:8470"
-    with pytest.raises(RuntimeError, match="Make another resolver"):
+    with pytest.raises(RuntimeError, match="Create another resolver"):
         resolver.task_type = "ps"
 
 

@@ -1,4 +1,4 @@
-"""Where the tasks of a cluster are found, in each environment."""
+"""Resolvers, which find the tasks of a cluster in each environment."""
 
 from replicax.cluster_resolver.base import ClusterResolver as ClusterResolver
 from replicax.cluster_resolver.gce import GCEClusterResolver as GCEClusterResolver

@@ -1,11 +1,10 @@
-"""ClusterResolver: what every source of cluster information can be asked."""
+"""ClusterResolver: the interface of all sources of cluster information."""
 
 from __future__ import annotations
 
 import abc
 import collections
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from replicax.cluster import address
 from replicax.cluster.spec import ClusterSpec
@@ -17,16 +16,14 @@ _ACCELERATORS = ("GPU", "TPU")
 
 
 class ClusterResolver(abc.ABC):
-    """Tells a task which cluster it belongs to, and which of the tasks it is.
+    """Resolves the cluster of a task, and the task itself.
 
-    A subclass defines `cluster_spec` and `master`, and answers with what is true at the
-    time of the call. It sets `task_type`, `task_id` and `rpc_layer`, or overrides them.
+    A subclass defines `cluster_spec`, which returns the cluster at the time of the call. It sets
+    `task_type`, `task_id` and `rpc_layer`, or overrides them; it may override `master`.
 
     >>> class Here(ClusterResolver):
     ...     def cluster_spec(self):
     ...         return ClusterSpec({"worker": ["localhost:2222"]})
-    ...     def master(self, task_type=None, task_id=None, rpc_layer=None):
-    ...         return super().master(task_type, task_id, rpc_layer)
     >>> Here().master("worker", 0), Here().master("worker", 0, rpc_layer="tcp")
     ('localhost:2222', 'tcp://localhost:2222')
     """
@@ -40,17 +37,15 @@ class ClusterResolver(abc.ABC):
     def cluster_spec(self) -> ClusterSpec:
         """Returns the cluster as it is now."""
 
-    @abc.abstractmethod
     def master(
         self,
         task_type: str | None = None,
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns where a task is reached: this task, unless another one is named.
+        """Returns the address of a task, by default of this task.
 
-        Empty if it is not known which task is meant. With an `rpc_layer`, that comes
-        before the address: `layer://host:port`.
+        Empty if the task is unknown. With an `rpc_layer`, the address is `layer://host:port`.
         """
         job = task_type or self.task_type
         index = task_id if task_id is not None else self.task_id
@@ -63,38 +58,41 @@ class ClusterResolver(abc.ABC):
         self,
         task_type: str | None = None,
         task_id: int | None = None,
-        config_proto: Any = None,
+        config_proto: object = None,
     ) -> Mapping[str, int]:
-        """Returns how many accelerators of each kind this task has.
+        """Returns the number of accelerators of each kind of a task, by default of this task.
 
-        On CPUs it is empty; a kind that is not there counts 0.
+        Empty on CPUs; a missing kind counts 0.
 
         Args:
-          task_type: The job of the task, if it is named.
-          task_id: The index of the task, if it is named. A task sees its own devices only.
+          task_type: The job of the task.
+          task_id: The index of the task.
           config_proto: Accepted for portability.
         """
         del config_proto
+        known = self._accelerators_per_task()
+        if known is not None:
+            return _counts(known)
         if task_type not in (None, "", self.task_type) or task_id not in (None, self.task_id):
             job = task_type or self.task_type
             index = task_id if task_id is not None else self.task_id
             raise errors.UnsupportedError(
-                "A task can count its own accelerators",
-                f"those of {_task_text(job, index)} were asked for, and this is "
+                "A task can count only its own accelerators",
+                f"those of {_task_text(job, index)} were requested, and this is "
                 f"{_task_text(self.task_type, self.task_id)}",
-                "Ask in that task, or use a resolver that is told the number.",
+                "Call it in that task, or pass the number to the resolver.",
             )
-        return accelerator_counts({k: len(devices.devices_of_kind(k)) for k in _ACCELERATORS})
+        return _counts({k: len(devices.devices_of_kind(k)) for k in _ACCELERATORS})
 
     @property
     def environment(self) -> str:
-        """The kind of place where the task runs; empty if nothing is said about it."""
+        """The kind of environment where the task runs; empty if it is unknown."""
         return ""
 
     @property
     def task_type(self) -> str | None:
-        """The job of this task; None if it is not known."""
-        return self._task_type
+        """The job of this task; None if it is unknown."""
+        return self._default_task_type() if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -102,8 +100,8 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this task in its job; None if it is not known."""
-        return self._task_id
+        """The index of this task in its job; None if it is unknown."""
+        return self._default_task_id() if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -111,19 +109,33 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """What `master` puts before `://`; None for nothing."""
-        return self._rpc_layer
+        """The scheme that `master` puts before `://`; None for none."""
+        return self._default_rpc_layer() if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
 
+    # Overridden by resolvers that detect these values, or read them from another source.
+
+    def _default_task_type(self) -> str | None:
+        return None
+
+    def _default_task_id(self) -> int | None:
+        return None
+
+    def _default_rpc_layer(self) -> str | None:
+        return None
+
+    def _accelerators_per_task(self) -> Mapping[str, int] | None:
+        return None
+
     def explain(self) -> str:
-        """Returns a short text for people: what was found, and where."""
+        """Returns a short text: the cluster, the task, and their source."""
         return summary(self, type(self).__name__)
 
     def __repr__(self) -> str:
-        # The task alone: where a cluster is looked up over the network, `repr` must not do that.
+        # The task alone: `repr` must not look up a cluster over the network.
         try:
             task = _task_text(self.task_type, self.task_id)
         except errors.DistributeError:
@@ -131,13 +143,13 @@ class ClusterResolver(abc.ABC):
         return f"<{type(self).__name__}: task {task}>"
 
 
-def accelerator_counts(counts: Mapping[str, int]) -> Mapping[str, int]:
-    """Returns the kinds that are there; all others count 0."""
+def _counts(counts: Mapping[str, int]) -> Mapping[str, int]:
+    """Returns the kinds that exist; all others count 0."""
     return collections.Counter({kind: count for kind, count in counts.items() if count})
 
 
 def summary(resolver: ClusterResolver, source: str, notes: Iterable[str] = ()) -> str:
-    """Describes what a resolver answers, or why it cannot; the notes follow, one a line."""
+    """Describes the results of a resolver, or its error; the notes follow, one a line."""
     try:
         spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
     except errors.DistributeError as error:

@@ -1,19 +1,21 @@
-"""Clients of cloud services: how they are imported, called, and what their failures become."""
+"""Clients of cloud services: imports them, calls them and translates their errors."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from replicax.foundation import errors
 
-# Every question to a service ends after this time.
+T = TypeVar("T")
+
+# The timeout of every request to a service.
 TIMEOUT_S = 30.0
 
 
 def require(module: str, resolver: str, extra: str) -> Any:
-    """Imports a module of an optional package, or says how to install it."""
+    """Imports a module of an optional package; the error explains how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -24,7 +26,7 @@ def require(module: str, resolver: str, extra: str) -> Any:
         ) from error
 
 
-def google_service(api: str, version: str, credentials: Any, **options: Any) -> Any:
+def google_service(api: str, version: str, credentials: object, **options: object) -> Any:
     """Connects to an API of Google Cloud.
 
     Args:
@@ -39,7 +41,7 @@ def google_service(api: str, version: str, credentials: Any, **options: Any) -> 
     if credentials == "default":
         credentials = None
     # The client's own limit on each request is 60 s; the cache on disk needs one more package.
-    return ask(
+    return call(
         f"the {api} API of Google Cloud",
         lambda: discovery.build(
             api, version, credentials=credentials, cache_discovery=False, **options
@@ -47,13 +49,13 @@ def google_service(api: str, version: str, credentials: Any, **options: Any) -> 
     )
 
 
-def ask(service: str, question: Callable[[], Any]) -> Any:
-    """Calls a client; whatever it raises becomes an UnavailableError.
+def call(service: str, request: Callable[[], T]) -> T:
+    """Calls a client; translates its errors to UnavailableError.
 
-    Only the kind of the failure is told: texts of clients can hold addresses with tokens.
+    The text contains only the type of the error: texts of clients can contain URLs with tokens.
     """
     try:
-        return question()
+        return request()
     except errors.DistributeError:
         raise
     except Exception as error:
@@ -61,7 +63,7 @@ def ask(service: str, question: Callable[[], Any]) -> Any:
         status = getattr(error, "status_code", None) or getattr(error, "status", None)
         details = ", ".join(str(part)[:80] for part in (status, reason) if part)
         raise errors.UnavailableError(
-            f"{service[:1].upper()}{service[1:]} must answer",
+            f"{service[:1].upper()}{service[1:]} must be reachable",
             f"the call failed with {type(error).__name__}" + (f" ({details})" if details else ""),
             "Check the network, the credentials and the names that were passed.",
         ) from error

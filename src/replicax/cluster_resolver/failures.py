@@ -1,4 +1,4 @@
-"""The errors of resolvers that must also be errors of another family."""
+"""The errors of resolvers that are also errors of the standard library."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _EXCERPT = 20
 
 
 class ConfigDecodeError(errors.InvalidArgumentError, json.JSONDecodeError):
-    """Raised for a variable such as TF_CONFIG that is no JSON.
+    """Raised for a variable such as TF_CONFIG that is not JSON.
 
-    Its text, and `doc`, show the place of the mistake and never the whole variable.
+    Its text, and `doc`, show the position of the mistake and never the whole variable.
     """
 
     def __init__(self, mistake: errors.InvalidArgumentError, doc: str, pos: int) -> None:
@@ -38,18 +38,17 @@ class DuplicateTaskError(errors.InvalidArgumentError, KeyError):
 
 
 class NotReadyError(errors.UnavailableError, RuntimeError):
-    """Raised when a machine of the cluster exists and does not run yet, or no more."""
+    """Raised when a machine of the cluster exists and does not run."""
 
 
 def decode_error(name: str, text: str, error: json.JSONDecodeError) -> ConfigDecodeError:
-    """Describes a mistake in the JSON of a variable by its place and what stands there."""
+    """Returns the error for a mistake in the JSON of a variable, with its position."""
     excerpt = text[max(error.pos - _EXCERPT, 0) : error.pos + _EXCERPT]
     shown = repr(excerpt) if excerpt else "nothing"
     result = ConfigDecodeError(
         errors.InvalidArgumentError(
             f"{name} must be JSON",
-            f"at line {error.lineno}, column {error.colno} there is a mistake "
-            f"({error.msg}), near {shown}",
+            f"line {error.lineno}, column {error.colno} has a mistake ({error.msg}), near {shown}",
             f"Correct {name}, or unset it.",
         ),
         excerpt,

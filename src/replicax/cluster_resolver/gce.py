@@ -22,7 +22,7 @@ _DEFAULT_JOB = "worker"
 
 
 class GCEClusterResolver(ClusterResolver):
-    """Makes a job of the running machines of an instance group.
+    """Resolves the running machines of an instance group as one job.
 
     The tasks are numbered by the names of the machines.
 
@@ -30,13 +30,13 @@ class GCEClusterResolver(ClusterResolver):
       project: The project of the group.
       zone: The zone of the group.
       instance_group: The name of the group.
-      port: The port at which the servers on the machines listen.
+      port: The port of the servers on the machines.
       task_type: The name of the job, "worker" if it is empty; it cannot be changed later.
       task_id: The index of this task.
-      rpc_layer: What `master` puts before `://`.
+      rpc_layer: The scheme that `master` puts before `://`.
       credentials: The credentials, or "default" for those of the environment.
-      service: A client to use, as made by `googleapiclient.discovery.build("compute",
-        "v1")`; the credentials are not used then.
+      service: The client to use instead of the credentials, as made by
+        `googleapiclient.discovery.build("compute", "v1")`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class GCEClusterResolver(ClusterResolver):
         task_type: str = _DEFAULT_JOB,
         task_id: int = 0,
         rpc_layer: str | None = "grpc",
-        credentials: Any = "default",
+        credentials: object = "default",
         service: Any = None,
     ) -> None:
         self._project = project
@@ -64,7 +64,7 @@ class GCEClusterResolver(ClusterResolver):
 
     @override
     def cluster_spec(self) -> ClusterSpec:
-        """Asks Compute Engine for the machines that run now."""
+        """Queries Compute Engine for the machines that run now."""
         return ClusterSpec(
             {
                 self._job or _DEFAULT_JOB: [
@@ -90,9 +90,9 @@ class GCEClusterResolver(ClusterResolver):
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
         raise errors.ContextError(
-            "The job of a GCEClusterResolver is set when it is made",
-            f"it was to be changed from {self._job!r} to {task_type!r}",
-            "Make another resolver.",
+            "The job of a GCEClusterResolver cannot be changed",
+            f"it was set from {self._job!r} to {task_type!r}",
+            "Create another resolver.",
         )
 
     @override
@@ -101,7 +101,7 @@ class GCEClusterResolver(ClusterResolver):
             f"Compute Engine (instance group {self._instance_group!r}, zone {self._zone}, "
             f"project {self._project}, port {self._port})"
         )
-        return summary(self, source, ["machines that do not run are left out"])
+        return summary(self, source, ["machines that do not run are omitted"])
 
     def _names(self) -> list[str]:
         groups = self._service.instanceGroups()
@@ -113,9 +113,9 @@ class GCEClusterResolver(ClusterResolver):
         )
         names: list[str] = []
         for _ in range(_MAX_PAGES):
-            answer = clients.ask(_SERVICE, request.execute)
-            names += [item["instance"].rpartition("/")[2] for item in answer.get("items", [])]
-            request = groups.listInstances_next(previous_request=request, previous_response=answer)
+            reply = clients.call(_SERVICE, request.execute)
+            names += [item["instance"].rpartition("/")[2] for item in reply.get("items", [])]
+            request = groups.listInstances_next(previous_request=request, previous_response=reply)
             if request is None:
                 return names
         raise errors.UnavailableError(
@@ -128,14 +128,14 @@ class GCEClusterResolver(ClusterResolver):
         request = self._service.instances().get(
             project=self._project, zone=self._zone, instance=name
         )
-        answer = clients.ask(_SERVICE, request.execute)
-        for interface in answer.get("networkInterfaces", []):
+        reply = clients.call(_SERVICE, request.execute)
+        for interface in reply.get("networkInterfaces", []):
             host = interface.get("networkIP") or interface.get("ipv6Address")
             if host:
                 return host
         raise NotReadyError(
             f"The machine {name!r} of instance group {self._instance_group!r} must have an "
             "address in its network",
-            f"it has none; its status is {answer.get('status', 'unknown')}",
+            f"it has none; its status is {reply.get('status', 'unknown')}",
             "Wait until it has started.",
         )

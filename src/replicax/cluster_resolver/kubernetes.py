@@ -1,4 +1,4 @@
-"""KubernetesClusterResolver: the pods that carry certain labels."""
+"""KubernetesClusterResolver: the pods that have certain labels."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ class KubernetesExecutableLocation(enum.Enum):
 
     # In a pod of the cluster: the service account of the pod is used.
     WITHIN_CLUSTER = 0
-    # Elsewhere: the user's kubeconfig is used.
+    # Outside of the cluster: the user's kubeconfig is used.
     OFF_CLUSTER = 1
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Makes a cluster of the pods that carry certain labels.
+    """Resolves the pods that have certain labels.
 
-    The tasks of a job are numbered label by label, and by the names of the pods, where
-    `worker-2` comes before `worker-10`. Which of them this program is has to be told:
-    set `task_type` and `task_id`.
+    The tasks of a job are numbered by label, then by the names of the pods, where `worker-2` comes
+    before `worker-10`. The resolver cannot detect its own task: set `task_type` and `task_id`.
 
     Args:
-      job_to_label_mapping: For each job the label selectors of its pods;
-        `{"worker": ["job-name=tensorflow"]}` without it.
-      tf_server_port: The port at which the servers in the pods listen.
-      rpc_layer: What `master` puts before `://`.
-      override_client: A client to use, such as `kubernetes.client.CoreV1Api()` after the
-        credentials were loaded. Without it one is made.
+      job_to_label_mapping: The label selectors of the pods of each job;
+        `{"worker": ["job-name=tensorflow"]}` by default.
+      tf_server_port: The port of the servers in the pods.
+      rpc_layer: The scheme that `master` puts before `://`.
+      override_client: The client to use, such as `kubernetes.client.CoreV1Api()` with loaded
+        credentials; created by default.
       executable_location: Where this program runs.
     """
 
@@ -73,7 +72,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     @override
     def cluster_spec(self) -> ClusterSpec:
-        """Asks Kubernetes for the pods; all of them must be running."""
+        """Queries Kubernetes for the pods; all of them must be running."""
         return ClusterSpec(
             {
                 job: _addresses(job, self._pods(selectors), self._port)
@@ -82,34 +81,25 @@ class KubernetesClusterResolver(ClusterResolver):
         )
 
     @override
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        return super().master(task_type, task_id, rpc_layer)
-
-    @override
     def explain(self) -> str:
         notes = [
             f"{job}: pods with {' or '.join(selectors)}, port {self._port}"
             for job, selectors in self._labels.items()
         ]
         if self._task_type is None or self._task_id is None:
-            notes.append("the pods do not say which task this is: set task_type and task_id")
+            notes.append("the own task is unknown: set task_type and task_id")
         return summary(self, f"Kubernetes ({self._location.name})", notes)
 
     def _pods(self, selectors: Sequence[str]) -> list[Any]:
         found: list[Any] = []
         for selector in selectors:
-            answer = clients.ask(
+            reply = clients.call(
                 "the Kubernetes API",
                 lambda selector=selector: self._client.list_pod_for_all_namespaces(
                     label_selector=selector, _request_timeout=clients.TIMEOUT_S
                 ),
             )
-            found += sorted(answer.items, key=lambda pod: _natural(pod.metadata.name))
+            found += sorted(reply.items, key=lambda pod: _natural(pod.metadata.name))
         return found
 
 
@@ -125,7 +115,7 @@ def _connect(location: KubernetesExecutableLocation) -> Any:
             config.load_incluster_config()
         return client.CoreV1Api()
 
-    return clients.ask("the configuration of Kubernetes", load)
+    return clients.call("the configuration of Kubernetes", load)
 
 
 def _addresses(job: str, pods: Sequence[Any], port: int) -> list[str]:

@@ -1,15 +1,14 @@
-"""SimpleClusterResolver: the cluster as the program itself states it."""
+"""SimpleClusterResolver: a cluster that the program defines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from typing_extensions import override
 
 from replicax.cluster import address
 from replicax.cluster.spec import ClusterSpec
-from replicax.cluster_resolver.base import ClusterResolver, accelerator_counts, summary
+from replicax.cluster_resolver.base import ClusterResolver, summary
 from replicax.foundation import errors
 
 
@@ -18,13 +17,13 @@ class SimpleClusterResolver(ClusterResolver):
 
     Args:
       cluster_spec: The cluster.
-      master: What `master()` returns when no task is named.
+      master: The result of `master()` without arguments.
       task_type: The job of this task.
       task_id: The index of this task in its job.
-      environment: The kind of place where the task runs.
-      num_accelerators: How many accelerators of each kind every task has, such as
-        `{"GPU": 8}`; without it, those of this task are counted when they are asked for.
-      rpc_layer: What `master` puts before `://`.
+      environment: The kind of environment where the task runs.
+      num_accelerators: The number of accelerators of each kind of every task, such as
+        `{"GPU": 8}`; by default, those of this task are counted.
+      rpc_layer: The scheme that `master` puts before `://`.
 
     >>> cluster = ClusterSpec({"ps": ["a:2222"], "worker": ["b:2222", "c:2222"]})
     >>> resolver = SimpleClusterResolver(cluster, task_type="worker", task_id=1)
@@ -74,22 +73,15 @@ class SimpleClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of a task that is named in full, else the given master."""
+        """Returns the address of a task, or the given master without a type and an index."""
         found = self._master
         if task_type is not None and task_id is not None:
             found = self._cluster_spec.task_address(task_type, task_id)
         return address.with_layer(found, rpc_layer or self.rpc_layer)
 
     @override
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: Any = None,
-    ) -> Mapping[str, int]:
-        if self._num_accelerators is not None:
-            return accelerator_counts(self._num_accelerators)
-        return super().num_accelerators(task_type, task_id, config_proto)
+    def _accelerators_per_task(self) -> Mapping[str, int] | None:
+        return self._num_accelerators
 
     @property
     @override

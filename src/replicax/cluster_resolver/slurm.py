@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from typing_extensions import override
 
 from replicax.cluster.spec import ClusterSpec
-from replicax.cluster_resolver.base import ClusterResolver, accelerator_counts, summary
+from replicax.cluster_resolver.base import ClusterResolver, summary
 from replicax.cluster_resolver.simple import SimpleClusterResolver
 from replicax.cluster_resolver.slurm_allocation import (
     Allocation,
@@ -24,20 +23,20 @@ _GPU_FILE = re.compile(r"nvidia\d+")
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """Makes a cluster of the tasks of a Slurm job step.
+    """Resolves the tasks of a Slurm job step.
 
-    Ranks are given to the jobs in the order of `jobs`. The tasks of one node listen at
+    Ranks are assigned to the jobs in the order of `jobs`. The tasks of one node listen at
     consecutive ports.
 
     Args:
-      jobs: The number of tasks of each job; all are workers without it.
+      jobs: The number of tasks of each job; by default all are workers.
       port_base: The port of the first task on each node.
-      gpus_per_node: How many GPUs each node has; found out if it is not said.
-      gpus_per_task: How many of them each task uses; equal shares if it is not said.
-      tasks_per_node: How many tasks each node runs; Slurm knows if it is not said.
+      gpus_per_node: The number of GPUs of each node; detected by default.
+      gpus_per_task: The number of GPUs of each task; equal shares by default.
+      tasks_per_node: The number of tasks on each node; that of Slurm by default.
       auto_set_gpu: Whether `cluster_spec()` narrows CUDA_VISIBLE_DEVICES to the GPUs of
-        this task. It must be called before JAX starts to have an effect.
-      rpc_layer: What `master` puts before `://`.
+        this task. To have an effect, it must be called before JAX starts.
+      rpc_layer: The scheme that `master` puts before `://`.
     """
 
     def __init__(
@@ -82,43 +81,18 @@ class SlurmClusterResolver(ClusterResolver):
         return self.task_type, self.task_id
 
     @override
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        return super().master(task_type, task_id, rpc_layer)
+    def _accelerators_per_task(self) -> Mapping[str, int]:
+        return {"GPU": self._gpus_per_task}
 
     @override
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: Any = None,
-    ) -> Mapping[str, int]:
-        """Returns the number of GPUs of a task; all tasks have the same."""
-        return accelerator_counts({"GPU": self._gpus_per_task})
-
-    @property
-    @override
-    def task_type(self) -> str | None:
+    def _default_task_type(self) -> str | None:
         task = self._allocation().task
-        return self._task_type if self._task_type is not None or task is None else task.job
+        return None if task is None else task.job
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
     @override
-    def task_id(self) -> int | None:
+    def _default_task_id(self) -> int | None:
         task = self._allocation().task
-        return self._task_id if self._task_id is not None or task is None else task.index
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+        return None if task is None else task.index
 
     @override
     def explain(self) -> str:
@@ -127,7 +101,7 @@ class SlurmClusterResolver(ClusterResolver):
             allocation, rank = self._allocation(), _number(settings.SLURM_PROCID)
         except errors.DistributeError as error:
             return f"{source}: cannot be used. {error}"
-        # Not through `cluster_spec`: explaining changes no variable.
+        # Not through `cluster_spec`, which sets an environment variable.
         found = SimpleClusterResolver(
             ClusterSpec(allocation.cluster), task_type=self.task_type, task_id=self.task_id
         )
@@ -136,7 +110,7 @@ class SlurmClusterResolver(ClusterResolver):
             f"{len(self._hosts)} nodes from SLURM_STEP_NODELIST, tasks per node from {per_node}, "
             f"rank {rank} from SLURM_PROCID",
             f"{self._gpus_per_task} of {self._gpus_per_node} GPUs per node for each task"
-            + ("" if self._auto_set_gpu else f"; {settings.CUDA_VISIBLE_DEVICES} is left alone"),
+            + ("" if self._auto_set_gpu else f"; {settings.CUDA_VISIBLE_DEVICES} is not changed"),
         ]
         return summary(found, source, notes)
 
@@ -210,7 +184,7 @@ def _gpus_here() -> int:
 
 
 def _num_visible(given: str) -> int:
-    """Counts the entries up to the first that names no device, as CUDA does."""
+    """Counts the entries before the first that is not a device, as CUDA does."""
     names = [name.strip() for name in given.split(",")]
     is_named = [bool(name) and not name.startswith("-") for name in names]
     return is_named.index(False) if False in is_named else len(names)

@@ -1,4 +1,4 @@
-"""How Slurm writes down the nodes of a job step, and which task of ours is where."""
+"""Parses the node lists of Slurm, and assigns the ranks of a job step to tasks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Allocation:
       cluster: The addresses of the tasks, by job.
       task: The task of this process; None if its rank is in no job.
       host: The index of its node.
-      local_rank: Its place among the tasks of its node.
+      local_rank: Its index among the tasks of its node.
     """
 
     cluster: dict[str, list[str]]
@@ -36,7 +36,7 @@ class Allocation:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Writes out a list of nodes.
+    """Expands a list of nodes.
 
     >>> expand_hosts("login,n[08-10,12]-ib")
     ['login', 'n08-ib', 'n09-ib', 'n10-ib', 'n12-ib']
@@ -61,7 +61,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Writes out the number of tasks on each node.
+    """Expands the number of tasks on each node.
 
     >>> expand_counts("2(x3),1")
     [2, 2, 2, 1]
@@ -79,14 +79,14 @@ def expand_counts(text: str) -> list[int]:
 def allocate(
     jobs: Mapping[str, int], hosts: Sequence[str], counts: Sequence[int], rank: int, port_base: int
 ) -> Allocation:
-    """Gives the ranks to the nodes in order, and to the jobs in order.
+    """Assigns the ranks to the nodes and to the jobs, both in order.
 
     >>> allocate({"ps": 1, "worker": 2}, ["a", "b"], [2, 1], rank=2, port_base=8888)
     Allocation(cluster={'ps': ['a:8888'], 'worker': ['a:8889', 'b:8888']},
         task=Task(job='worker', index=1), host=1, local_rank=0)
     """
-    places = [(host, local) for host, count in enumerate(counts) for local in range(count)]
-    addresses = [address.join(hosts[host], port_base + local) for host, local in places]
+    slots = [(host, local) for host, count in enumerate(counts) for local in range(count)]
+    addresses = [address.join(hosts[host], port_base + local) for host, local in slots]
     cluster: dict[str, list[str]] = {}
     task = None
     first = 0
@@ -95,7 +95,7 @@ def allocate(
         if first <= rank < first + count:
             task = Task(job, rank - first)
         first += count
-    host, local_rank = places[rank]
+    host, local_rank = slots[rank]
     return Allocation(cluster, task, host, local_rank)
 
 
@@ -108,7 +108,7 @@ def _numbers(inside: str, text: str) -> list[str]:
         first, last = match.group(1), match.group(2) or match.group(1)
         if not 0 <= int(last) - int(first) < _MAX_HOSTS - len(found):
             raise _unreadable("list of nodes", text)
-        # "08-10" keeps its zeros, "8-10" has none.
+        # "08-10" is zero-padded, "8-10" is not.
         found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return found
 

@@ -17,16 +17,16 @@ _USED = ("cluster", "task", "rpc_layer", "session_master", "environment")
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads the cluster and this task from TF_CONFIG, again on every call.
+    """Reads the cluster and this task from TF_CONFIG, which is re-read on every call.
 
     TF_CONFIG is JSON: `{"cluster": {"worker": ["host:2222"]}, "task": {"type": "worker",
     "index": 0}}`. Without it the cluster is empty and the task unknown.
 
     Args:
-      task_type: The job of this task, whatever TF_CONFIG says.
-      task_id: The index of this task, whatever TF_CONFIG says.
-      rpc_layer: What `master` puts before `://`, whatever TF_CONFIG says.
-      environment: The kind of place where the task runs, whatever TF_CONFIG says.
+      task_type: The job of this task; overrides TF_CONFIG.
+      task_id: The index of this task; overrides TF_CONFIG.
+      rpc_layer: The scheme that `master` puts before `://`; overrides TF_CONFIG.
+      environment: The kind of environment where the task runs; overrides TF_CONFIG.
 
     >>> TFConfigClusterResolver(task_type="worker", task_id=0).task_type
     'worker'
@@ -39,8 +39,8 @@ class TFConfigClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
         environment: str | None = None,
     ) -> None:
-        self._task_type = task_type
-        self._task_id = task_id
+        self._task_type = None if task_type is None else str(task_type)
+        self._task_id = None if task_id is None else int(task_id)
         self._rpc_layer = rpc_layer
         self._environment = environment
 
@@ -59,10 +59,10 @@ class TFConfigClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns where a task is reached: this task, unless another one is named.
+        """Returns the address of a task, by default of this task.
 
-        A `session_master` in TF_CONFIG is the answer to every question. Empty without a
-        cluster, without a task, and for the only task of a cluster.
+        A `session_master` in TF_CONFIG overrides every address. Empty without a cluster, without a
+        task, and for the only task of a cluster.
         """
         session_master = _read().get("session_master")
         if session_master is not None:
@@ -77,41 +77,20 @@ class TFConfigClusterResolver(ClusterResolver):
             return ""
         return address.with_layer(spec.task_address(job, index), rpc_layer or self.rpc_layer)
 
-    @property
     @override
-    def task_type(self) -> str | None:
-        if self._task_type is not None:
-            return str(self._task_type)
+    def _default_task_type(self) -> str | None:
         found = _section(_read(), "task").get("type")
         return None if found is None else str(found)
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
     @override
-    def task_id(self) -> int | None:
-        if self._task_id is not None:
-            return int(self._task_id)
+    def _default_task_id(self) -> int | None:
         found = _section(_read(), "task").get("index")
         return None if found is None else _index(found)
 
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
     @override
-    def rpc_layer(self) -> str | None:
-        if self._rpc_layer is not None:
-            return self._rpc_layer
+    def _default_rpc_layer(self) -> str | None:
         found = _read().get("rpc_layer")
         return None if found is None else str(found)
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
 
     @property
     @override
@@ -145,7 +124,7 @@ class TFConfigClusterResolver(ClusterResolver):
             if own is not None and found is not None and str(found) != str(own):
                 notes.append(f"ignored: {key} {found!r} of the task; {name} was set to {own!r}")
         if config.get("session_master") is not None:
-            notes.append("session_master is set: it is the answer of every master()")
+            notes.append("session_master is set: every master() returns it")
         if unknown := sorted(set(config) - set(_USED)):
             notes.append(f"ignored: {', '.join(map(repr, unknown))}; not used here")
         return notes
@@ -164,7 +143,7 @@ def _read() -> dict[str, Any]:
     except RecursionError:
         failure = _not_an_object(settings.TF_CONFIG, "it is nested too deeply")
     if failure is not None:
-        # Raised out here, because the original holds the whole variable.
+        # Raised here, because the original error contains the whole variable.
         raise failure
     if not isinstance(config, dict):
         raise _not_an_object(settings.TF_CONFIG, f"it is a {type(config).__name__}")
@@ -180,7 +159,7 @@ def _section(config: dict[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def _index(value: Any) -> int:
+def _index(value: object) -> int:
     index = settings.as_index(value)
     if index is not None:
         return index

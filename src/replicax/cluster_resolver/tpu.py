@@ -11,7 +11,7 @@ from typing_extensions import override
 from replicax.cluster import address
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver import clients, tpu_node
-from replicax.cluster_resolver.base import ClusterResolver, accelerator_counts, summary
+from replicax.cluster_resolver.base import ClusterResolver, summary
 from replicax.foundation import devices, errors, settings
 from replicax.protocol.tasks import Task
 
@@ -27,26 +27,26 @@ class TPUSystemMetadata(NamedTuple):
     num_cores: int
     num_hosts: int
     num_of_cores_per_host: int
-    topology: Any
+    topology: object
     devices: tuple[str, ...]
 
 
 class TPUClusterResolver(ClusterResolver):
-    """Finds the hosts of a Cloud TPU.
+    """Resolves the hosts of a Cloud TPU.
 
     Args:
       tpu: The name of the TPU; or the addresses of its hosts, `grpc://host:port`, separated
-        by commas; or "local" for the TPUs of this machine. Without it the variables
+        by commas; or "local" for the TPUs of this machine. By default the variables
         KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS, TPU_NAME and TPU_WORKER_HOSTNAMES are tried.
-      zone: The zone of the TPU; that of this machine if it is not said.
-      project: The project of the TPU; that of this machine if it is not said.
-      job_name: The name of the job that the hosts form.
-      coordinator_name: The name of one more job, for the coordinator.
+      zone: The zone of the TPU; by default that of this machine.
+      project: The project of the TPU; by default that of this machine.
+      job_name: The job of the hosts.
+      coordinator_name: An additional job, for the coordinator.
       coordinator_address: The address of the coordinator.
       credentials: The credentials, or "default" for those of the environment.
-      service: A client to use, as made by `googleapiclient.discovery.build("tpu", "v2")`;
-        the credentials are not used then.
-      discovery_url: Where the API is described; TPU_API_DISCOVERY_URL comes first.
+      service: The client to use instead of the credentials, as made by
+        `googleapiclient.discovery.build("tpu", "v2")`.
+      discovery_url: The URL of the description of the API; TPU_API_DISCOVERY_URL overrides it.
 
     >>> TPUClusterResolver("grpc://10.0.0.1:8470,grpc://10.0.0.2:8470").cluster_spec()
     ClusterSpec({'worker': ['10.0.0.1:8470', '10.0.0.2:8470']})
@@ -60,7 +60,7 @@ class TPUClusterResolver(ClusterResolver):
         job_name: str = "worker",
         coordinator_name: str | None = None,
         coordinator_address: str | None = None,
-        credentials: Any = "default",
+        credentials: object = "default",
         service: Any = None,
         discovery_url: str | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class TPUClusterResolver(ClusterResolver):
         self._coordinator = (
             {coordinator_name: [coordinator_address]} if coordinator_name is not None else {}
         )
-        self._topology: Any = None
+        self._topology: object = None
         self._service = service
         self._full_name: str | None = None
         if self._is_named():
@@ -91,16 +91,16 @@ class TPUClusterResolver(ClusterResolver):
     def connect(
         cls, tpu: str | None = None, zone: str | None = None, project: str | None = None
     ) -> Self:
-        """Makes a resolver and checks that the TPU is ready; JAX starts the devices itself."""
+        """Creates a resolver and checks that the TPU is ready; JAX starts the devices itself."""
         resolver = cls(tpu, zone, project)
         resolver.cluster_spec()
         return resolver
 
     @override
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the hosts, by asking the API if the TPU was given by name.
+        """Returns the hosts, from the API if the TPU was given by name.
 
-        It is empty for the TPUs of this machine.
+        Empty for the TPUs of this machine.
         """
         if self._tpu == _LOCAL:
             return ClusterSpec({})
@@ -121,32 +121,24 @@ class TPUClusterResolver(ClusterResolver):
         return address.with_layer(found, rpc_layer or self.rpc_layer)
 
     def get_master(self) -> str:
-        """Returns where this task is reached."""
+        """Returns the address of this task."""
         return self.master()
 
     def get_job_name(self) -> str:
-        """Returns the name of the job that the hosts form."""
+        """Returns the job of the hosts."""
         return self.task_type or "worker"
 
     def get_coordination_service_leader(self) -> str:
-        """Returns the task that the others meet at: the first host."""
+        """Returns the task of the first host, which leads the coordination service."""
         return str(Task(self.get_job_name(), 0))
 
     @override
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: Any = None,
-    ) -> Mapping[str, int]:
-        """Returns the number of TPU devices of each host."""
+    def _accelerators_per_task(self) -> Mapping[str, int] | None:
         per_host = None if self._tpu == _LOCAL else self._node().devices_per_host
-        if per_host is None:
-            return super().num_accelerators(task_type, task_id, config_proto)
-        return accelerator_counts({"TPU": per_host})
+        return None if per_host is None else {"TPU": per_host}
 
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
-        """Returns the size of the TPU: by its type, or by counting the devices here."""
+        """Returns the size of the TPU: from its type, or the number of local devices."""
         node = tpu_node.TPUNode(("",)) if self._tpu == _LOCAL else self._node()
         per_host = node.devices_per_host
         if per_host is None:
@@ -159,13 +151,13 @@ class TPUClusterResolver(ClusterResolver):
         )
         return TPUSystemMetadata(len(names), num_hosts, per_host, self._topology, names)
 
-    def set_tpu_topology(self, serialized_tpu_topology: Any) -> None:
-        """Keeps a topology for `get_tpu_system_metadata`; JAX needs none."""
+    def set_tpu_topology(self, serialized_tpu_topology: object) -> None:
+        """Stores a topology for `get_tpu_system_metadata`; JAX needs none."""
         self._topology = serialized_tpu_topology
 
     @property
     def tpu_hardware_feature(self) -> str | None:
-        """The type of the TPU, such as "v3-8"; None if nothing says it."""
+        """The type of the TPU, such as "v3-8"; None if it is unknown."""
         return None if self._tpu == _LOCAL else self._node().accelerator_type
 
     @override
@@ -185,7 +177,7 @@ class TPUClusterResolver(ClusterResolver):
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Does nothing: a resolver keeps nothing open."""
+        """Does nothing: a resolver has no open resources."""
 
     def _is_named(self) -> bool:
         is_list = "://" in self._tpu or self._source in _LISTS

@@ -26,11 +26,11 @@ _METADATA_TIMEOUT_S = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class TPUNode:
-    """What is known about a TPU.
+    """A TPU.
 
     Attributes:
-      addresses: Where its hosts are reached, in order.
-      accelerator_type: Its type, such as "v3-8"; None if nothing says it.
+      addresses: The addresses of its hosts, in order.
+      accelerator_type: Its type, such as "v3-8"; None if it is unknown.
     """
 
     addresses: tuple[str, ...]
@@ -38,7 +38,7 @@ class TPUNode:
 
     @property
     def devices_per_host(self) -> int | None:
-        """How many devices JAX sees on each host; None if the type does not tell.
+        """The number of devices that JAX sees on each host; None if it is unknown.
 
         >>> TPUNode(("a:8470", "b:8470"), "v3-16").devices_per_host
         8
@@ -51,7 +51,7 @@ class TPUNode:
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
-    """Reads a list of hosts, with or without `grpc://` and port.
+    """Parses a list of hosts, with or without `grpc://` and port.
 
     >>> parse_endpoints("grpc://10.0.0.1:8470,10.0.0.2")
     ('10.0.0.1:8470', '10.0.0.2:8470')
@@ -64,16 +64,16 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def read_node(answer: Mapping[str, Any], name: str) -> TPUNode:
-    """Reads the API's description of a TPU, which must be ready for use."""
-    state, health = answer.get("state", "READY"), answer.get("health", "HEALTHY")
+def read_node(reply: Mapping[str, Any], name: str) -> TPUNode:
+    """Parses the API's description of a TPU, which must be ready for use."""
+    state, health = reply.get("state", "READY"), reply.get("health", "HEALTHY")
     if state != "READY" or health not in ("HEALTHY", "HEALTH_UNSPECIFIED"):
         raise NotReadyError(
             f"The TPU {name!r} must be ready and healthy",
             f"its state is {state}, its health is {health}",
             "Wait until it has started, or repair it.",
         )
-    endpoints = answer.get("networkEndpoints") or [answer]
+    endpoints = reply.get("networkEndpoints") or [reply]
     addresses = [
         address.join(endpoint["ipAddress"], endpoint.get("port") or DEFAULT_PORT)
         for endpoint in endpoints
@@ -85,15 +85,15 @@ def read_node(answer: Mapping[str, Any], name: str) -> TPUNode:
             "its description has none",
             "Wait until it has started.",
         )
-    return TPUNode(tuple(addresses), answer.get("acceleratorType"))
+    return TPUNode(tuple(addresses), reply.get("acceleratorType"))
 
 
 def metadata(path: str, argument: str) -> str:
-    """Asks the metadata server of Compute Engine about this machine.
+    """Queries the metadata server of Compute Engine about this machine.
 
     Args:
-      path: What to ask for, such as "project/project-id".
-      argument: The argument that makes the question unnecessary, for the error message.
+      path: The path of the entry, such as "project/project-id".
+      argument: The argument that makes the query unnecessary, for the error message.
     """
     host = settings.GCE_METADATA_HOST.read("metadata.google.internal")
     request = urllib_request.Request(
@@ -102,17 +102,17 @@ def metadata(path: str, argument: str) -> str:
     # The server is on this machine's own link: never through a proxy.
     opener = urllib_request.build_opener(urllib_request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=_METADATA_TIMEOUT_S) as answer:
-            return answer.read(10_000).decode()
+        with opener.open(request, timeout=_METADATA_TIMEOUT_S) as reply:
+            return reply.read(10_000).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise errors.UnavailableError(
-            f"Without `{argument}`, the metadata server of Compute Engine must tell it",
-            f"it did not answer ({type(error).__name__})",
+            f"Without `{argument}`, the metadata server of Compute Engine must be reachable",
+            f"the request failed ({type(error).__name__})",
             f"Pass `{argument}`; use tpu='local' for TPUs of this machine.",
         ) from error
 
 
 def describe(service: Any, name: str) -> TPUNode:
-    """Asks the API for a TPU by its full name."""
+    """Queries the API for a TPU by its full name."""
     request = service.projects().locations().nodes().get(name=name)
-    return read_node(clients.ask("the Cloud TPU API", request.execute), name)
+    return read_node(clients.call("the Cloud TPU API", request.execute), name)

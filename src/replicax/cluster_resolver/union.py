@@ -1,4 +1,4 @@
-"""UnionResolver: several sources that together describe one cluster."""
+"""UnionResolver: merges the clusters of several resolvers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _Tasks = list[str] | dict[int, str]
 
 
 class UnionResolver(ClusterResolver):
-    """Joins the clusters of several resolvers.
+    """Merges the clusters of several resolvers.
 
-    Lists of one job are put one after the other. If one of them is a dict from index to
-    address, all are joined by index, and no index may come twice. Everything else, the own
-    task for instance, is what the first resolver says.
+    Lists of one job are concatenated. If one of them is a dict from index to address, all are
+    merged by index, and indices must be unique. Everything else, such as the own task, is that of
+    the first resolver.
 
     Args:
       *args: The resolvers.
-      **kwargs: `task_type`, `task_id` and `rpc_layer`, to be used in place of those of the
-        first resolver.
+      **kwargs: `task_type`, `task_id` and `rpc_layer`, which override those of the first
+        resolver.
     """
 
     def __init__(self, *args: ClusterResolver, **kwargs: Any) -> None:
@@ -72,7 +72,7 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of a task that is named in full, else the first's master."""
+        """Returns the address of a task, or the first's master without a type and an index."""
         if task_type is not None and task_id is not None:
             found = self.cluster_spec().task_address(task_type, task_id)
             return address.with_layer(found, rpc_layer or self.rpc_layer)
@@ -83,7 +83,7 @@ class UnionResolver(ClusterResolver):
         self,
         task_type: str | None = None,
         task_id: int | None = None,
-        config_proto: Any = None,
+        config_proto: object = None,
     ) -> Mapping[str, int]:
         if task_type in (None, self.task_type) and task_id in (None, self.task_id):
             return self._resolvers[0].num_accelerators(config_proto=config_proto)
@@ -94,32 +94,17 @@ class UnionResolver(ClusterResolver):
     def environment(self) -> str:
         return self._resolvers[0].environment
 
-    @property
     @override
-    def task_type(self) -> str | None:
-        return self._task_type if self._task_type is not None else self._resolvers[0].task_type
+    def _default_task_type(self) -> str | None:
+        return self._resolvers[0].task_type
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
     @override
-    def task_id(self) -> int | None:
-        return self._task_id if self._task_id is not None else self._resolvers[0].task_id
+    def _default_task_id(self) -> int | None:
+        return self._resolvers[0].task_id
 
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
     @override
-    def rpc_layer(self) -> str | None:
-        return self._rpc_layer if self._rpc_layer is not None else self._resolvers[0].rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _default_rpc_layer(self) -> str | None:
+        return self._resolvers[0].rpc_layer
 
     @override
     def explain(self) -> str:
