@@ -116,7 +116,7 @@ class Wait:
     line: int
 
 
-class Waits(ast.NodeVisitor):
+class Waits:
     """Finds the calls in a module that may wait for ever."""
 
     def __init__(self, module: ast.Module) -> None:
@@ -131,28 +131,28 @@ class Waits(ast.NodeVisitor):
             for target in _targets(node)
             if "ContextVar" in ast.unparse(node)
         }
-        self.visit(module)
+        self._scan(module)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self._enter(node)
+    def _scan(self, node: ast.AST) -> None:
+        is_scope = isinstance(node, ast.FunctionDef | ast.ClassDef)
+        if is_scope:
+            self._scopes.append(node.name)
+        for child in ast.iter_child_nodes(node):
+            self._scan(child)
+        if is_scope:
+            self._scopes.pop()
+        elif isinstance(node, ast.While):
+            self._scan_while(node)
+        elif isinstance(node, ast.Call):
+            self._scan_call(node)
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self._enter(node)
-
-    def _enter(self, node: ast.FunctionDef | ast.ClassDef) -> None:
-        self._scopes.append(node.name)
-        self.generic_visit(node)
-        self._scopes.pop()
-
-    def visit_While(self, node: ast.While) -> None:
-        self.generic_visit(node)
+    def _scan_while(self, node: ast.While) -> None:
         calls = [n for n in ast.walk(node.test) if isinstance(n, ast.Call)]
         waits = any(isinstance(c.func, ast.Attribute) and c.func.attr in BOUND_AT for c in calls)
         if waits and all(isinstance(statement, ast.Pass) for statement in node.body):
             self.idle.append(".".join(self._scopes[:2]))
 
-    def visit_Call(self, node: ast.Call) -> None:
-        self.generic_visit(node)
+    def _scan_call(self, node: ast.Call) -> None:
         if not isinstance(node.func, ast.Attribute) or not self._is_endless(node, node.func):
             return
         owner = node.func.value
