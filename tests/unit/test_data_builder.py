@@ -7,6 +7,7 @@ import gc
 import gzip
 import itertools
 import json
+import pickle
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -81,6 +83,19 @@ def test_sources_in_memory() -> None:
     assert next(iter(Dataset.from_tensors(np.float64(1)))).dtype == np.float64
     assert listed(Dataset.from_tensor_slices(jnp.arange(3))) == [0, 1, 2]
     assert listed(Dataset.from_tensor_slices(["ab", "c"]).batch(2)) == [["ab", "c"]]
+
+
+def test_datasets_can_be_pickled() -> None:
+    datasets = [
+        Dataset.range(5).filter(lambda x: x > 1).batch(2),
+        Dataset.from_tensors((1, 2)),
+        Dataset.range(3).map(lambda x: x + 1).cache().repeat(2),
+        Dataset.range(3).interleave(lambda x: Dataset.range(x)),
+        Dataset.range(4).window(2).flat_map(lambda window: window.batch(2)),
+    ]
+    for dataset in datasets:
+        copy = pickle.loads(cloudpickle.dumps(dataset))
+        assert listed(copy) == listed(dataset)
 
 
 def test_elements_never_share_memory_with_the_source() -> None:

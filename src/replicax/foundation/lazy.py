@@ -15,6 +15,9 @@ class LazyModule:
         self._name = name
         self._requirement = requirement
 
+    def __reduce__(self) -> tuple[type[LazyModule], tuple[str, str]]:
+        return LazyModule, (self._name, self._requirement)
+
     def __getattr__(self, attribute: str) -> Any:
         try:
             module = importlib.import_module(self._name)
