@@ -61,7 +61,7 @@ ALLOWED = {
     ): "ended by a byte; after a signal it has a bound",
     (
         "ps/client/variable_client.py",
-        "ParameterClient._ask_all",
+        "ParameterClient.*",
         "job.result",
     ): "the jobs have ended; their requests have deadlines",
     (
