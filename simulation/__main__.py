@@ -1,4 +1,4 @@
-"""`python -m simulation`: plays histories, and shows the one of a seed."""
+"""`python -m simulation`: simulates histories, and shows the trace of a seed."""
 
 from __future__ import annotations
 
@@ -20,37 +20,39 @@ else:
     rich_console = lazy.module("rich.console")
     rich_progress = lazy.module("rich.progress")
 
-_MOST_STORIES = 3
+_MAX_REPORTS = 3
 _LINE_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 1 if a rule was broken."""
+    """Runs the command; returns 1 if an invariant was violated."""
     options = _parser().parse_args(arguments)
     if options.seed is not None:
         return _show_one(options.seed, options.trace, options.saboteur)
     seeds = range(*options.seeds)
     begun_s = time.monotonic()
-    tally = _play(seeds, options.processes, options.saboteur)
-    _say(_summary(tally, time.monotonic() - begun_s))
-    for story in list(tally.broken.values())[:_MOST_STORIES]:
-        _say("", story)
+    tally = _simulate(seeds, options.processes, options.saboteur)
+    _print(_summary(tally, time.monotonic() - begun_s))
+    for report in list(tally.broken.values())[:_MAX_REPORTS]:
+        _print("", report)
     return 1 if tally.broken else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m simulation",
-        description="Plays jobs on simulated clusters in which much goes wrong.",
+        description="Simulates jobs on clusters with faults.",
     )
-    parser.add_argument("--seed", type=int, help="play one history")
-    parser.add_argument("--trace", action="store_true", help="with --seed: show all of it")
+    parser.add_argument("--seed", type=int, help="simulate one history")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print the whole trace")
     parser.add_argument(
         "--seeds", type=_seeds, default=(0, 1000), help="first:end, 0:1000 by default"
     )
-    parser.add_argument("--processes", type=int, default=1, help="how many share the work")
+    parser.add_argument("--processes", type=int, default=1, help="the number of processes")
     parser.add_argument(
-        "--saboteur", choices=safeguards.NAMES, help="take a safeguard away: a rule must break"
+        "--saboteur",
+        choices=safeguards.NAMES,
+        help="disable a safeguard",
     )
     return parser
 
@@ -63,15 +65,15 @@ def _seeds(text: str) -> tuple[int, int]:
 def _show_one(seed: int, is_traced: bool, saboteur: str | None) -> int:
     tally = run_batch(range(seed, seed + 1), saboteur)
     if tally.broken:
-        _say(tally.broken[seed])
+        _print(tally.broken[seed])
         return 1
     if is_traced:
-        _say(*simulate(seed).trace)
-    _say(_summary(tally, None))
+        _print(*simulate(seed).trace)
+    _print(_summary(tally, None))
     return 0
 
 
-def _play(seeds: range, num_processes: int, saboteur: str | None) -> Tally:
+def _simulate(seeds: range, num_processes: int, saboteur: str | None) -> Tally:
     tally = Tally()
     bar = _bar(len(seeds)) if sys.stdout.isatty() else None
     shown_s = time.monotonic()
@@ -83,7 +85,9 @@ def _play(seeds: range, num_processes: int, saboteur: str | None) -> Tally:
                 bar.update(bar.task_ids[0], completed=tally.num_histories)
             elif time.monotonic() - shown_s >= _LINE_S:
                 shown_s = time.monotonic()
-                _say(f"{tally.num_histories} of {len(seeds)} histories, {len(tally.broken)} broken")
+                _print(
+                    f"{tally.num_histories} of {len(seeds)} histories, {len(tally.broken)} broken"
+                )
             if saboteur is not None and tally.broken:
                 break
     finally:
@@ -113,8 +117,8 @@ def _summary(tally: Tally, seconds: float | None) -> str:
             f"{tally.num_histories} histories{took}: {tally.num_events} events, at least "
             f"{tally.fewest_events} each, {tally.seconds:.0f} virtual seconds",
             f"ended: {_counts(tally.outcomes)}",
-            f"faults in the midst of work: {_counts(tally.landed)}",
-            f"rules broken: {len(tally.broken)}"
+            f"faults that hit running work: {_counts(tally.landed)}",
+            f"violations: {len(tally.broken)}"
             + (f", first by seed {min(tally.broken)}" if tally.broken else ""),
         )
     )
@@ -124,7 +128,7 @@ def _counts(counter: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counter.items())) or "none"
 
 
-def _say(*lines: str) -> None:
+def _print(*lines: str) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
 

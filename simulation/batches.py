@@ -1,4 +1,4 @@
-"""Many histories, in several processes if wanted, and what they have in common."""
+"""Simulates many histories, optionally in several processes, and sums them up."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _BATCH = 25
 
 @dataclasses.dataclass
 class Tally:
-    """What some histories come to.
+    """The totals of some histories.
 
     Attributes:
-      num_histories: How many there were.
-      num_events: How many events they had.
-      fewest_events: How many the shortest of them had.
-      seconds: How long they took, in virtual time.
-      outcomes: How often they ended in which way.
-      landed: How many faults of each kind have hit work that was under way.
-      broken: The seeds of those in which a rule was broken, and the story of each.
+      num_histories: The number of histories.
+      num_events: The number of their events.
+      fewest_events: The number of events of the shortest one.
+      seconds: Their duration in virtual time.
+      outcomes: The number of each outcome.
+      landed: The number of faults of each kind that have hit running work.
+      broken: The text of each violation, by seed.
     """
 
     num_histories: int = 0
@@ -38,7 +38,7 @@ class Tally:
     broken: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def add(self, history: History) -> None:
-        """Counts a history that went well."""
+        """Adds a history without a violation."""
         self.num_histories += 1
         self.num_events += history.num_events
         self.fewest_events = _fewest(self.fewest_events, history.num_events)
@@ -47,13 +47,13 @@ class Tally:
         self.landed.update(history.landed)
 
     def add_broken(self, error: SimulationError) -> None:
-        """Counts a history in which a rule was broken."""
+        """Adds a history with a violation."""
         self.num_histories += 1
         self.outcomes["rule broken"] += 1
         self.broken[error.seed] = str(error)
 
     def merge(self, other: Tally) -> None:
-        """Counts all that another one has counted."""
+        """Adds the totals of other histories."""
         self.num_histories += other.num_histories
         self.num_events += other.num_events
         self.fewest_events = _fewest(self.fewest_events, other.fewest_events)
@@ -68,7 +68,7 @@ def _fewest(one: int | None, other: int | None) -> int | None:
 
 
 def run_batch(seeds: range, saboteur: str | None = None) -> Tally:
-    """Plays histories one after the other.
+    """Simulates histories one after the other.
 
     >>> tally = run_batch(range(2))
     >>> tally.num_histories, tally.broken
@@ -89,12 +89,12 @@ def run_batch(seeds: range, saboteur: str | None = None) -> Tally:
 def run_batches(
     seeds: range, num_processes: int = 1, saboteur: str | None = None
 ) -> Generator[Tally, None, None]:
-    """Plays histories, some at a time, and tells what came out of each such batch.
+    """Simulates histories, and yields the totals of each batch.
 
     Args:
-      seeds: Which histories.
-      num_processes: How many processes share the work.
-      saboteur: A safeguard to do without; see `torture.safeguards`.
+      seeds: The seeds.
+      num_processes: The number of processes.
+      saboteur: A safeguard to disable; see `torture.safeguards`.
     """
     batches = [seeds[start : start + _BATCH] for start in range(0, len(seeds), _BATCH)]
     if num_processes < 2:

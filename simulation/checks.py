@@ -1,4 +1,4 @@
-"""What must hold in every history, whatever goes wrong."""
+"""The invariants of every history."""
 
 from __future__ import annotations
 
@@ -16,88 +16,87 @@ Values = Mapping[int, np.ndarray]
 
 
 class BrokenRuleError(Exception):
-    """Something happened that must never happen."""
+    """An invariant was violated."""
 
 
 class Checks:
-    """Looks at every change of a part, every result and every beat.
+    """Checks every change of a part, every result and every heartbeat.
 
     Args:
-      world: Where and when it happens.
-      plan: What closures do.
-      return_s: For how long a server may come back again and again while no closure ends.
+      world: The simulated world.
+      plan: The work of the closures.
+      return_s: The time for which a server may recover repeatedly while no closure ends.
 
     Attributes:
-      may_lose_servers: Whether something has happened that may cost the job a server.
+      may_lose_servers: Whether a fault has happened after which a server may be lost.
 
-    Note [What a snapshot may lose]
-        A server that comes back has its state of some moment before. What changed after that
-        moment is lost there, for closures that count as finished by the time at which the
-        coordinator knows. All others are run again, and complete in the end. A change of the
-        coordinator's own is not run again where it was acknowledged before.
+    Note [Lost updates]
+        A server recovers with the state of its last snapshot. Later updates are lost there, for
+        closures that are finished when the coordinator notices. All others run again, and
+        complete. An acknowledged update of the coordinator itself is not repeated.
     """
 
     def __init__(self, world: World, plan: Plan, return_s: float) -> None:
         self._world, self._plan = world, plan
         self._return_s = return_s
-        # When a closure ended well last.
+        # When a closure last finished.
         self._progress_s = world.now
         self.may_lose_servers = False
         self._is_broken = False
-        # All closures, and those of them whose end was not looked at yet.
+        # All closures, and those whose outcome is not checked yet.
         self._closures: dict[int, Closure] = {}
         self._open: dict[int, Closure] = {}
-        # Changes of the coordinator's own, from the moment when they are sent.
+        # Updates of the coordinator itself, from the time when they are sent.
         self._writes: set[int] = set()
-        # Closures and writes that a server may have lost. See Note [What a snapshot may lose].
+        # Closures and writes whose updates a server may have lost. See Note [Lost updates].
         self._excused: set[tuple[int, int]] = set()
         self._values: dict[int, Values] = {}
         self._fenced: set[tuple[int, int]] = set()
-        # By server: the newest coordinator that it has promised to obey.
+        # By server: the newest epoch that it has acknowledged.
         self._epochs: dict[int, int] = {}
 
-    # What happens.
+    # Events.
 
     def scheduled(self, element: int, closure: Closure) -> None:
-        """The user has scheduled a closure."""
+        """Records a scheduled closure."""
         self._closures[element] = self._open[element] = closure
 
     def writes(self, element: int) -> None:
-        """The coordinator begins to make a change of its own."""
+        """Records that the coordinator begins an update itself."""
         self._writes.add(element)
 
     def wrote(self, element: int, *, is_acknowledged: bool) -> None:
-        """A change of the coordinator's own was made, or it does not know."""
+        """Records the end of such an update."""
         if is_acknowledged:
             self._require_complete(element)
 
     def replaced(self) -> None:
-        """Another coordinator begins to take the job over: nobody waits for what is open."""
+        """Records that another coordinator resumes the job: open closures do not count any more."""
         for element in self._open:
             del self._closures[element]
         self._open.clear()
         self._progress_s = self._world.now
 
     def attached(self, server: int, epoch: int) -> None:
-        """A server has said that it is in the hands of a coordinator."""
+        """Records that a server is attached to a coordinator."""
         self._epochs[server] = max(epoch, self._epochs.get(server, 0))
 
     def pinged(self, settled: int) -> None:
-        """The coordinator says that all closures below a number are settled."""
+        """Checks the watermark of a heartbeat."""
         for closure in self._open.values():
             if closure.id < settled and not closure.is_settled:
                 raise BrokenRuleError(f"the watermark is {settled}, but {closure} is not settled")
 
     def fenced(self, server: int, incarnation: int) -> None:
-        """A server has confirmed that it takes nothing more from a life."""
+        """Records that a server has confirmed a fence."""
         self._fenced.add((server, incarnation))
 
     def emptied(self, server: int) -> None:
-        """A server has lost its parts; what it has promised still holds when it is back."""
+        """Records that a server has lost its parts; its fences and epoch still hold."""
         self._values.pop(server, None)
 
     def restored(self, server: int, saved: Values, found: Values) -> None:
-        """A server has come back with what it had saved."""
+        """Checks the values that a server has restored."""
         for part, value in saved.items():
             if not np.array_equal(value, found[part]):
                 raise BrokenRuleError(f"part {part} of ps {server} was not restored as saved")
@@ -106,11 +105,11 @@ class Checks:
         self._excused.update((server, element) for element in (*ended, *self._writes))
 
     def lost_servers(self) -> None:
-        """The job has ended: closures that run are given up, and may still change something."""
+        """Records that the job has ended: abandoned closures may still update parts."""
         self._is_broken = True
 
     def changed(self, server: int, incarnation: int, epoch: int, values: Values) -> None:
-        """A server has answered a request of some life that may have changed its parts."""
+        """Checks the values of a server after a request of an incarnation."""
         before = self._values.get(server)
         self._values[server] = values
         for part, value in values.items():
@@ -119,42 +118,42 @@ class Checks:
                 self._check_epoch(server, epoch, element)
                 self._check_change(server, incarnation, part, element, float(value[element]))
 
-    def results_came(self, strangers: Iterable[int] = ()) -> None:
-        """The coordinator has heard of tasks: looks at what was settled by that.
+    def check_results(self, unnoticed: Iterable[int] = ()) -> None:
+        """Checks the closures that were settled since the last call.
 
         Args:
-          strangers: Servers that have gone and may be back, while the coordinator does not know.
+          unnoticed: Servers that went away, before the coordinator uses them again.
         """
         for element, closure in [(e, c) for e, c in self._open.items() if c.is_settled]:
             del self._open[element]
-            self._excused.update((server, element) for server in strangers)
+            self._excused.update((server, element) for server in unnoticed)
             if closure.state is State.FINISHED:
                 self._progress_s = self._world.now
                 self._require_complete(element)
             self._require_typed(element, closure)
 
     def ended(self, applied_entries: Mapping[int, int]) -> None:
-        """Everything is over, and all messages have arrived."""
+        """Checks the final state, after all messages have arrived."""
         left = [c for c in self._closures.values() if not c.is_settled]
         if left:
             raise BrokenRuleError(f"{left} were never settled")
         for server, count in applied_entries.items():
             if count and not self._is_broken:
                 raise BrokenRuleError(
-                    f"ps {server} still keeps {count} entries of closures that are settled"
+                    f"ps {server} still keeps {count} entries of settled closures"
                 )
         for element, closure in self._closures.items():
             if closure.state is State.FINISHED:
                 self._require_complete(element)
 
-    # What must hold.
+    # Invariants.
 
     def _check_epoch(self, server: int, epoch: int, element: int) -> None:
-        promised = self._epochs.get(server, 0)
-        if epoch < promised:
+        acknowledged = self._epochs.get(server, 0)
+        if epoch < acknowledged:
             raise BrokenRuleError(
                 f"ps {server} was changed by {self._plan.name_of(element)} in epoch {epoch}, "
-                f"though it had promised to obey epoch {promised}"
+                f"though it had acknowledged epoch {acknowledged}"
             )
 
     def _check_change(
@@ -165,11 +164,11 @@ class Checks:
         if found > expected:
             raise BrokenRuleError(f"{what} {found:g} times instead of {expected}")
         if (server, incarnation) in self._fenced:
-            raise BrokenRuleError(f"{what}, from life {incarnation:x}, which was fenced there")
+            raise BrokenRuleError(f"{what} from incarnation {incarnation:x}, which is fenced there")
         closure = self._closures.get(element)
         if closure is None or not closure.is_settled or self._is_broken:
             return
-        # One that was given up while a server was away may have left something in its inbox.
+        # A request of a closure that was abandoned while a server was away may still be queued.
         if closure.state is State.FINISHED or (server, element) not in self._excused:
             raise BrokenRuleError(f"{what} after it was settled: {closure}")
 
@@ -182,7 +181,7 @@ class Checks:
             found = float(values[part][element])
             if found != expected:
                 raise BrokenRuleError(
-                    f"{self._plan.name_of(element)} ended well, but part {part} was changed by it "
+                    f"{self._plan.name_of(element)} finished, but part {part} was changed by it "
                     f"{found:g} times instead of {expected}"
                 )
 
@@ -195,44 +194,44 @@ class Checks:
             raise BrokenRuleError(f"{closure} ended with {error!r}")
 
     def require_reason(self, error: BaseException, *, is_final: bool) -> None:
-        """The user got an error: it has a type, and servers are not given up for nothing."""
+        """Checks the type of an error of the user, and that no server is lost without a reason."""
         may_lose = self.may_lose_servers or (not is_final and self._world.faults.can_lose_servers)
         may_lose |= self._world.now - self._progress_s > self._return_s
         if isinstance(error, errors.PSUnavailableError) and not may_lose:
-            raise BrokenRuleError(f"a server was given up without a reason: {error}")
+            raise BrokenRuleError(f"a server was lost without a reason: {error}")
         if not isinstance(error, errors.DistributeError | ValueError):
             raise BrokenRuleError(f"the user got {error!r}")
 
 
 class Bystander(Checks):
-    """Looks at a coordinator that was replaced: what it says of its closures counts no more."""
+    """Accepts the results of a coordinator that was replaced."""
 
     def __init__(self) -> None:
-        """It needs to know nothing."""
+        """Needs no state."""
 
     @override
     def scheduled(self, element: int, closure: Closure) -> None:
-        """It will never run."""
+        """Not checked: it never runs."""
 
     @override
     def writes(self, element: int) -> None:
-        """It will be refused."""
+        """Not checked: it is rejected."""
 
     @override
     def wrote(self, element: int, *, is_acknowledged: bool) -> None:
-        """It was refused, or made before."""
+        """Not checked: it was rejected, or made before."""
 
     @override
     def pinged(self, settled: int) -> None:
-        """Nobody listens."""
+        """Not checked: it is rejected."""
 
     @override
-    def results_came(self, strangers: Iterable[int] = ()) -> None:
-        """Nobody waits for them."""
+    def check_results(self, unnoticed: Iterable[int] = ()) -> None:
+        """Not checked."""
 
     @override
     def lost_servers(self) -> None:
-        """They are those of another one."""
+        """Not recorded: another coordinator uses them."""
 
     @override
     def require_reason(self, error: BaseException, *, is_final: bool) -> None:

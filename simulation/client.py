@@ -1,4 +1,4 @@
-"""A model of `ps/client/variable_client.py`: changes of closures on their way to servers."""
+"""A model of `ps/client/variable_client.py`: sends the updates of closures to servers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Change = tuple[messages.Update, np.ndarray]
 Ended = list[tuple[int, Exception | None]]
 
 
-class Post:
-    """A question to one server, and the closures whose changes it carries."""
+class Request:
+    """A request to one server, with the updates of closures."""
 
     def __init__(self, closures: list[int]) -> None:
         self.closures = closures
@@ -26,13 +26,13 @@ class Post:
 
 
 class Client:
-    """What one life of a worker asks the servers."""
+    """The connections of one incarnation of a worker to the servers."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = list(channels)
         self._outgoing: list[dict[int, list[Change]]] = [{} for _ in channels]
-        self._under_way: list[collections.deque[Post]] = [collections.deque() for _ in channels]
-        # Per closure: how many questions with its changes have no answer yet.
+        self._in_flight: list[collections.deque[Request]] = [collections.deque() for _ in channels]
+        # Per closure: the number of unanswered requests with its updates.
         self._waits: collections.Counter[int] = collections.Counter()
         self._ended: dict[int, None] = {}
         self._failed: dict[int, Exception] = {}
@@ -40,11 +40,11 @@ class Client:
             self._listen(server, channel)
 
     def begin(self, closure: int) -> None:
-        """A closure starts, perhaps not for the first time."""
+        """Begins a closure, perhaps not for the first time."""
         self._failed.pop(closure, None)
 
     def collect(self, closure: int, server: int, change: Change) -> None:
-        """Takes a change that travels with the next question to its server."""
+        """Adds an update to the next request to its server."""
         changes = self._outgoing[server].get(closure)
         if changes is None:
             changes = self._outgoing[server][closure] = []
@@ -52,84 +52,84 @@ class Client:
         changes.append(change)
 
     def end(self, closure: int) -> None:
-        """A closure makes no more changes."""
+        """Ends a closure: it makes no further updates."""
         self._ended[closure] = None
 
-    def post(self, server: int, reads: Sequence[messages.Read] = ()) -> Post:
-        """Asks a server: it makes the changes that wait, then reads."""
+    def send(self, server: int, reads: Sequence[messages.Read] = ()) -> Request:
+        """Sends a request: the server applies the collected updates, then reads."""
         taken, self._outgoing[server] = self._outgoing[server], {}
         pushes = [messages.Push(c, [u for u, _ in changes]) for c, changes in taken.items()]
         buffers = [payload for changes in taken.values() for _, payload in changes]
-        post = Post(list(taken))
-        self._under_way[server].append(post)
+        request = Request(list(taken))
+        self._in_flight[server].append(request)
         try:
-            post.number = self._channels[server].send(
+            request.number = self._channels[server].send(
                 messages.Exchange(pushes, list(reads)), buffers
             )
         except errors.UnavailableError as error:
             self._lose(server, error)
-        return post
+        return request
 
-    def post_changes(self) -> None:
-        """Sends all changes that wait."""
+    def flush(self) -> None:
+        """Sends all collected updates."""
         for server, waiting in enumerate(self._outgoing):
             if waiting:
-                self.post(server)
+                self.send(server)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a question has no answer yet."""
-        return any(self._under_way)
+        """Whether a request is unanswered."""
+        return any(self._in_flight)
 
     def give_up(self, error: Exception) -> None:
-        """Loses all servers that have not answered."""
-        for server, under_way in enumerate(self._under_way):
-            if under_way:
+        """Closes the connections to all servers with unanswered requests."""
+        for server, in_flight in enumerate(self._in_flight):
+            if in_flight:
                 self._channels[server].close()
                 self._lose(server, error)
 
     def settled(self) -> Ended:
-        """Returns the closures whose changes were all acknowledged, or refused, by now."""
+        """Returns the closures whose updates are all acknowledged or rejected."""
         done = [c for c in self._ended if not self._waits[c]]
         for closure in done:
             del self._ended[closure], self._waits[closure]
         return [(closure, self._failed.pop(closure, None)) for closure in done]
 
     def close(self) -> None:
-        """Ends the connections; what was not sent is lost."""
+        """Closes the connections; unsent updates are lost."""
         for channel in self._channels:
             channel.close()
 
     def _listen(self, server: int, channel: Channel) -> None:
-        def answered(number: int, body: messages.Body, _: list[memoryview]) -> None:
+        def replied(number: int, body: messages.Body, _: list[memoryview]) -> None:
             self._take(server, number, body)
 
         def lost(error: Exception) -> None:
             self._lose(server, error)
 
-        channel.on_answer, channel.on_lost = answered, lost
+        channel.on_reply, channel.on_lost = replied, lost
 
     def _take(self, server: int, number: int, body: messages.Body) -> None:
-        post = self._under_way[server].popleft()
-        assert post.number == number, "answers come in order"
-        self._waits.subtract(post.closures)
-        post.is_over = True
+        request = self._in_flight[server].popleft()
+        assert request.number == number, "replies are in order"
+        self._waits.subtract(request.closures)
+        request.is_over = True
         if isinstance(body, messages.Exchanged):
             for failure in body.failures:
                 self._failed.setdefault(failure.closure, error_replies.to_error(failure.error))
             return
         assert isinstance(body, messages.ErrorReply), body
-        post.error = error_replies.to_error(body)
-        post.error.task_index = server  # type: ignore[attr-defined]
-        for closure in post.closures:
-            self._failed.setdefault(closure, post.error)
+        request.error = error_replies.to_error(body)
+        request.error.task_index = server  # type: ignore[attr-defined]
+        for closure in request.closures:
+            self._failed.setdefault(closure, request.error)
 
     def _lose(self, server: int, error: Exception) -> None:
         error.task_index = server  # type: ignore[attr-defined]
-        for post in self._under_way[server]:
-            self._waits.subtract(post.closures)
-            post.is_over = True
-            post.error = error
-            for closure in post.closures:
+        for request in self._in_flight[server]:
+            self._waits.subtract(request.closures)
+            request.is_over = True
+            request.error = error
+            for closure in request.closures:
                 self._failed[closure] = error
-        self._under_way[server].clear()
+        self._in_flight[server].clear()

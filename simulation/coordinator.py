@@ -1,4 +1,4 @@
-"""The simulated coordinator: the real core before a model of `transport/client_pool.py`."""
+"""The simulated coordinator: the real core with a model of `transport/client_pool.py`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
 from simulation.channel import location_of
 from simulation.checks import Checks
+from simulation.connection import Connection
 from simulation.labels import label_of
-from simulation.line import Line
 from simulation.network import Network
 from simulation.plan import Plan
 from simulation.process import Process
@@ -32,18 +32,18 @@ Setting = int | float | str | bool | None
 
 _IDLE_S = 0.05
 _QUEUE_LIMIT = 1_000
-# Servers keep a job so long without a coordinator.
+# The lease of the job at the servers.
 _LEASE_S = 60.0
 
 
 class SimulatedCluster:
-    """What the core knows of the cluster."""
+    """The core's view of the cluster."""
 
     def __init__(
         self,
         servers: Sequence[ListeningProcess],
         workers: Sequence[ListeningProcess],
-        life: int,
+        incarnation: int,
         plan: Plan,
         *,
         is_saved: bool,
@@ -51,7 +51,7 @@ class SimulatedCluster:
         self.job, self.epoch = "simulated", 1
         self.me = Task("coordinator", 0)
         self.keys: Keys | None = None
-        self.incarnation = life
+        self.incarnation = incarnation
         self.workers: Sequence[Location] = [location_of(worker) for worker in workers]
         self.servers: Sequence[Location] = [location_of(server) for server in servers]
         self.settings: Mapping[str, Setting] = {"lease": _LEASE_S}
@@ -60,71 +60,71 @@ class SimulatedCluster:
         self._numbers = itertools.count(1)
         self._writes: set[int] = set()
 
-    def resume(self, resumed: ResumedJob) -> None:
-        """Goes on where another coordinator has ended."""
-        self.epoch = resumed.epoch
-        self._numbers = itertools.count(resumed.first_closure)
+    def resume(self, job: ResumedJob) -> None:
+        """Resumes the job of another coordinator."""
+        self.epoch = job.epoch
+        self._numbers = itertools.count(job.first_closure)
 
     def attach(self) -> None:
-        """Servers are attached before the core begins."""
+        """No effect: the servers are attached before."""
 
     def is_saved(self, server: int) -> bool:
-        """Tells whether a server keeps snapshots."""
+        """Returns whether a server keeps snapshots."""
         return self._is_saved
 
     def attach_again(self, server: int) -> messages.Attach:
-        """Returns what to say to a server that was attached before."""
-        parts = [part for part, place in self._plan.servers.items() if place == server]
+        """Returns the request that attaches a server again."""
+        parts = [part for part, owner in self._plan.servers.items() if owner == server]
         return messages.Attach([], dict(self.settings), parts, sorted(self.fenced))
 
     def next_closure(self) -> int:
-        """Returns the number of a new closure."""
+        """Returns a new closure id."""
         return next(self._numbers)
 
     def begin_write(self) -> int:
-        """Returns the number of a change that the coordinator makes itself."""
+        """Returns the id of an update that the coordinator makes itself."""
         number = next(self._numbers)
         self._writes.add(number)
         return number
 
     def end_write(self, number: int) -> None:
-        """Notes that such a change is made, or given up."""
+        """Ends an update that the coordinator makes itself."""
         self._writes.discard(number)
 
     def oldest_write(self) -> int | None:
-        """Returns the smallest number of such a change."""
+        """Returns the smallest id of such an update."""
         return min(self._writes, default=None)
 
 
 class _Peer:
-    """One task, as the hub sees it."""
+    """The client pool's record of one task."""
 
     def __init__(self, coordinator: SimulatedCoordinator, process: ListeningProcess) -> None:
         self._coordinator, self._task = coordinator, process.task
-        self.line = Line(
+        self.connection = Connection(
             coordinator.network, coordinator, process, lambda: coordinator.cluster.incarnation, self
         )
-        self._life: int | None = None
+        self._incarnation: int | None = None
         self._is_lost = False
         self._waiting: collections.deque[tuple[list[Any], str]] = collections.deque()
 
     def send(self, frames: list[Any], label: str) -> None:
         if self._is_lost:
             return
-        if self.line.is_ready:
-            self.line.send(frames, label)
+        if self.connection.is_ready:
+            self.connection.send(frames, label)
         else:
             self._waiting.append((frames, label))
 
-    # What the line says.
+    # Events of the connection.
 
     def welcomed(self, welcome: messages.Welcome) -> None:
-        if self._life is not None and self._life != welcome.incarnation:
+        if self._incarnation is not None and self._incarnation != welcome.incarnation:
             self._lose("it was restarted")
-        self._life = welcome.incarnation
+        self._incarnation = welcome.incarnation
         self._is_lost = False
         while self._waiting:
-            self.line.send(*self._waiting.popleft())
+            self.connection.send(*self._waiting.popleft())
         coordinator = self._coordinator
         now = coordinator.world.now
         coordinator.core.connected(self._task, welcome, now)
@@ -136,11 +136,11 @@ class _Peer:
         coordinator.observe()
 
     def lost(self, reason: str) -> None:
-        if self._life is not None:
+        if self._incarnation is not None:
             self._lose(reason)
 
     def _lose(self, reason: str) -> None:
-        self._life = None
+        self._incarnation = None
         self._is_lost = True
         self._waiting.clear()
         coordinator = self._coordinator
@@ -150,12 +150,12 @@ class _Peer:
 
 
 class SimulatedCoordinator(Process):
-    """The process of the coordinator. It does nothing until it begins.
+    """The process of the coordinator. It does nothing until `begin`.
 
     Attributes:
-      core: The real one.
-      cluster: What it knows of the cluster.
-      checks: What looks at it.
+      core: The real core.
+      cluster: Its view of the cluster.
+      checks: Checks its results.
     """
 
     def __init__(
@@ -171,7 +171,9 @@ class SimulatedCoordinator(Process):
         super().__init__(world, Task("coordinator", 0))
         self.network, self.checks = network, checks
         is_saved = bool(world.faults.saved_share)
-        self.cluster = SimulatedCluster(servers, workers, world.life(), plan, is_saved=is_saved)
+        self.cluster = SimulatedCluster(
+            servers, workers, world.new_incarnation(), plan, is_saved=is_saved
+        )
         self.core: Core
         self._plan = plan
         self._servers, self._workers = list(servers), list(workers)
@@ -179,7 +181,7 @@ class SimulatedCoordinator(Process):
         self._peers: dict[Task, _Peer] = {}
 
     def begin(self) -> None:
-        """Calls all tasks; its servers are attached."""
+        """Connects to all tasks; the servers are attached."""
         world = self.world
         self.core = Core(self.cluster, self, self._timing, _QUEUE_LIMIT, world.now)
         self.core.speculates = world.random.random() < 0.5
@@ -188,7 +190,7 @@ class SimulatedCoordinator(Process):
         tasks = (*self._servers, *self._workers)
         self._peers = {process.task: _Peer(self, process) for process in tasks}
         for peer in self._peers.values():
-            peer.line.open()
+            peer.connection.open()
         self.later(_IDLE_S, self._tick)
 
     @override
@@ -204,17 +206,17 @@ class SimulatedCoordinator(Process):
 
     @property
     def is_working(self) -> bool:
-        """Whether closures are on their way or run."""
+        """Whether closures are in flight."""
         return bool(self.core.queue.in_flight)
 
     def observe(self) -> None:
-        """Looks at what the core has decided."""
+        """Checks the state of the core."""
         if self.core.policy.server_policy.lost_server is not None:
             self.checks.lost_servers()
-        self.checks.results_came(self._strangers())
+        self.checks.check_results(self._unnoticed_losses())
 
-    def _strangers(self) -> set[int]:
-        """Returns the servers of which the coordinator does not know that they went away."""
+    def _unnoticed_losses(self) -> set[int]:
+        """Returns the servers that went away, before the coordinator uses them again."""
         known = self.core.policy.servers
         return {
             server.task.index
@@ -224,12 +226,12 @@ class SimulatedCoordinator(Process):
             or known[server.task.index].incarnation not in (0, server.incarnation)
         }
 
-    # What the core asks of a hub.
+    # The sender of the core.
 
     def send(
         self, task: Task, body: messages.Body, buffers: Sequence[Any] = (), request: int = 0
     ) -> None:
-        """Says something to a task."""
+        """Sends a message to a task."""
         if isinstance(body, messages.Ping):
             self.checks.pinged(body.settled)
         cluster = self.cluster

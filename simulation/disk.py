@@ -1,4 +1,4 @@
-"""The disk of a simulated machine: real files, of which a power cut leaves what was synced."""
+"""The disk of a simulated machine: real files; only synced data survives a power cut."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import tempfile
 import threading
 from pathlib import Path
 
-# In memory, where there is such a place: nothing here has to last.
+# In memory if possible: nothing here is persistent.
 _PLACE = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
-# Protects `_disks`, and who `os.fsync` is.
+# Protects `_disks`, and the replacement of `os.fsync`.
 _lock = threading.Lock()
 # All disks, by their directory.
 _disks: dict[str, Disk] = {}
 
 
 class Disk:
-    """A directory of real files. It knows which names and contents were synced.
+    """A directory of real files, with a record of the synced names and contents.
 
-    As careless as a disk may be: a file that was not synced is empty after a power cut, and one
-    whose directory was not synced is not there, or still has its old name.
+    The worst case of a real disk: after a power cut a file that was not synced is empty, and one
+    whose directory was not synced is missing, or still has its old name.
 
     Attributes:
       path: The directory.
@@ -52,7 +52,7 @@ class Disk:
         self._contents: dict[int, bytes] = {}
         with _lock:
             _disks[os.path.realpath(self.path)] = self
-            # Whoever has taken syncing away, as a saboteur does, is not interfered with.
+            # A saboteur may have replaced it already.
             if os.fsync is posix.fsync:
                 os.fsync = _sync
 
@@ -65,7 +65,7 @@ class Disk:
         self._directory.cleanup()
 
     def cut_power(self) -> None:
-        """Leaves of all files what was synced."""
+        """Restores all files to their synced state."""
         names, contents = self._names, self._contents
         root = self.path.stat().st_ino
         for entry in self.path.iterdir():
@@ -113,7 +113,7 @@ class Disk:
 
 
 def _sync(descriptor: int) -> None:
-    """Syncs as `os.fsync` does, and tells the disk that the file is on."""
+    """Syncs like `os.fsync`, and records it at the disk of the file."""
     posix.fsync(descriptor)
     path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
     for place in (path, *path.parents):

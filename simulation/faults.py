@@ -1,11 +1,11 @@
-"""What may go wrong in a simulation, and how often."""
+"""The faults of a simulation, and their rates."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
 
-# Faults that single messages meet, and those that befall tasks and connections.
+# Faults of single messages, and of tasks and connections.
 MESSAGE_FAULTS = ("loss", "drop", "duplicate", "delay")
 INCIDENTS = (
     "cut",
@@ -21,30 +21,30 @@ INCIDENTS = (
 )
 # These end a job unless servers are saved: most histories go without them.
 FATAL = ("server_crash",)
-# After these another coordinator takes the job over, for which all servers must be there.
-TAKEOVERS = ("coordinator_crash", "coordinator_rival")
+# After these another coordinator resumes the job, for which all servers must be available.
+REPLACEMENTS = ("coordinator_crash", "coordinator_rival")
 
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """How much goes wrong. Each history draws at random which kinds it meets at all.
+    """The rates of faults. Each history draws at random which kinds it contains.
 
     Attributes:
-      loss: The share of messages that are lost, and their connection with them.
-      drop: The share of questions about variables, and of answers, that vanish without a word.
+      loss: The share of messages that are lost together with their connection.
+      drop: The share of requests about variables, and of replies, that are lost silently.
       duplicate: The share that arrives twice, the second time perhaps much later.
-      delay: The share that is held up, with all that follows on the same connection.
+      delay: The share that is delayed, with all that follows on the same connection.
       interval_s: The mean time between two incidents.
       kinds: The incidents that may happen. "cut" breaks a connection; "partition" keeps two
         tasks apart for a while; "pause" stops a worker for a while, "stop" for good; "crash"
-        ends a worker's process, which may come back; "coordinator_pause" and "server_pause"
-        stop those for a while; "coordinator_crash" ends the process of the coordinator, and
-        another one takes its job over; "coordinator_rival" stops it for a while, and another
-        one has the job when it wakes; "server_crash" ends the process of a parameter server.
+        kills a worker's process, which may be restarted; "coordinator_pause" and "server_pause"
+        stop those for a while; "coordinator_crash" kills the process of the coordinator, and
+        another one resumes its job; "coordinator_rival" stops it for a while, and another one has
+        the job when it continues; "server_crash" kills the process of a parameter server.
       fatal_share: The share of histories in which servers without snapshots may crash, or stop
         for too long.
       saved_share: The share of histories in which servers keep snapshots.
-      error_share: The share of histories in which some closures raise errors of their own.
+      error_share: The share of histories in which some closures raise errors.
 
     >>> Faults.none().kinds
     ()
@@ -62,17 +62,17 @@ class Faults:
 
     @classmethod
     def none(cls) -> Faults:
-        """Returns that all goes well."""
+        """Returns rates of zero."""
         rates = dict.fromkeys(MESSAGE_FAULTS, 0.0)
         return cls(**rates, kinds=(), fatal_share=0.0, saved_share=0.0, error_share=0.0)
 
     def drawn(self, chance: random.Random) -> Faults:
-        """Returns the faults of one history: some kinds alone find what a mixture hides."""
+        """Returns the faults of one history: a few kinds can reveal what a mixture hides."""
         rates = {name: getattr(self, name) * (chance.random() < 0.7) for name in MESSAGE_FAULTS}
         is_saved = chance.random() < self.saved_share
         drawn = [kind for kind in self.kinds if chance.random() < 0.5]
         is_fatal = not is_saved and chance.random() < self.fatal_share
-        is_fatal &= not set(drawn).intersection(TAKEOVERS)
+        is_fatal &= not set(drawn).intersection(REPLACEMENTS)
         kinds = tuple(kind for kind in drawn if is_fatal or is_saved or kind not in FATAL)
         return dataclasses.replace(
             self,
@@ -85,11 +85,11 @@ class Faults:
         )
 
     @property
-    def has_resumes(self) -> bool:
+    def has_replacements(self) -> bool:
         """Whether coordinators may be replaced."""
-        return bool(set(self.kinds).intersection(TAKEOVERS))
+        return bool(set(self.kinds).intersection(REPLACEMENTS))
 
     @property
     def can_lose_servers(self) -> bool:
-        """Whether servers may be away for longer than a job without snapshots survives."""
+        """Whether servers may be away for longer than a job without snapshots tolerates."""
         return bool(self.fatal_share or self.saved_share)

@@ -1,4 +1,4 @@
-"""Faults that befall tasks and connections: when, whom, and for how long."""
+"""Faults of tasks and connections: their times, targets and durations."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from simulation.network import Network
 from simulation.process import Process
 from simulation.programs import Programs
 from simulation.server import SimulatedServer
-from simulation.service import STRANGER
+from simulation.service import UNKNOWN_KEY
 from simulation.worker import SimulatedWorker
 from simulation.world import World
 
-# So many in one history: it has to end.
+# The maximum number of faults in one history.
 _MOST = 16
-# A server may be silent, or unreachable for a worker, for so long without being given up.
-_HARMLESS_PAUSE_S = 0.9
-_HARMLESS_SEPARATION_S = 0.2
-# The mean time between two strangers.
-_STRANGER_S = 3.0
+# A server may be silent, or unreachable for the coordinator, for so long without being lost.
+_SAFE_PAUSE_S = 0.9
+_SAFE_PARTITION_S = 0.2
+# The mean time between two unauthenticated peers.
+_UNKNOWN_KEY_S = 3.0
 
 
 class Incidents:
-    """Lets things happen as long as the user waits."""
+    """Injects faults as long as the user waits."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Incidents:
         self._servers, self._workers = servers, workers
         self._num_left = _MOST
         self._is_over = False
-        # Those that never come back; one worker stays.
+        # Workers that are never resumed or restarted; one worker always remains.
         self._gone: set[Process] = set()
         self._kinds: dict[str, Callable[[], None]] = {
             "cut": self._cut,
@@ -56,29 +56,29 @@ class Incidents:
         }
         if world.faults.kinds:
             self._plan_next()
-            self._expect_stranger()
+            self._plan_unknown_key()
 
     def end(self) -> None:
-        """No more of them: what was stopped goes on, what was apart meets."""
+        """Ends all faults: resumes stopped processes, and ends partitions."""
         self._is_over = True
         self._network.reunite()
         coordinators = [p.coordinator for p in (*self._programs.replaced, self._programs.current)]
         for process in (*coordinators, *self._servers, *self._workers):
             if process.is_paused:
-                self._world.note(f"{process} goes on")
+                self._world.note(f"{process} is resumed")
                 process.resume()
 
     def _plan_next(self) -> None:
         chance = self._world.random
         when = self._world.now + chance.expovariate(1 / self._world.faults.interval_s)
-        self._world.at(when, self._happen)
+        self._world.at(when, self._inject)
 
-    def _happen(self) -> None:
+    def _inject(self) -> None:
         if self._is_over:
             return
         if not self._programs.current.is_working:
-            # Nothing to disturb: it comes when there is.
-            self._world.at(self._world.now + 0.05, self._happen)
+            # No work to disturb: later.
+            self._world.at(self._world.now + 0.05, self._inject)
             return
         self._kinds[self._world.random.choice(self._world.faults.kinds)]()
         self._num_left -= 1
@@ -116,7 +116,7 @@ class Incidents:
         longest_s = 3.0
         if other in self._servers:
             if one is self._coordinator and not faults.can_lose_servers:
-                longest_s = _HARMLESS_SEPARATION_S
+                longest_s = _SAFE_PARTITION_S
             self._checks.may_lose_servers |= not faults.saved_share
         seconds = chance.uniform(0.05, longest_s)
         self._note("partition", f"{one} and {other} are apart for {seconds:.2f} s")
@@ -131,7 +131,7 @@ class Incidents:
         self._stop_for(self._world.random.choice(self._workers), seconds, "pause")
 
     def _stop(self) -> None:
-        worker = self._dispensable()
+        worker = self._removable()
         if worker is not None:
             self._gone.add(worker)
             self._note("stop", f"{worker} is stopped for good")
@@ -142,9 +142,9 @@ class Incidents:
         worker = chance.choice(self._workers)
         if not worker.is_up or worker in self._gone:
             return
-        self._note("crash", f"{worker} ends")
+        self._note("crash", f"{worker} crashes")
         worker.crash()
-        if chance.random() < 0.1 and self._dispensable() is not None:
+        if chance.random() < 0.1 and self._removable() is not None:
             self._gone.add(worker)
         else:
             self._restart(worker, chance.uniform(0.05, 2.0))
@@ -155,14 +155,14 @@ class Incidents:
 
     def _crash_coordinator(self) -> None:
         if self._programs.can_be_replaced:
-            self._note("coordinator_crash", f"{self._coordinator} ends")
+            self._note("coordinator_crash", f"{self._coordinator} crashes")
             self._coordinator.crash()
             self._programs.replace(self._world.random.uniform(0.05, 2.0))
 
     def _replace_coordinator(self) -> None:
-        """The one that is replaced sleeps, and wakes up before or after it has lost the job."""
+        """Stops the coordinator; it is resumed before or after another one has its job."""
         chance, coordinator = self._world.random, self._coordinator
-        # One that has yet to look for the job would be the newest when it wakes up.
+        # One that does not have the job yet would be the newest when it is resumed.
         has_job = self._programs.current.user is not None
         if self._programs.can_be_replaced and has_job and not coordinator.is_paused:
             self._stop_for(coordinator, chance.uniform(0.1, 5.0), "coordinator_rival")
@@ -170,9 +170,9 @@ class Incidents:
 
     def _pause_server(self) -> None:
         faults = self._world.faults
-        longest_s = 5.0 if faults.can_lose_servers else _HARMLESS_PAUSE_S
+        longest_s = 5.0 if faults.can_lose_servers else _SAFE_PAUSE_S
         seconds = self._world.random.uniform(0.05, longest_s)
-        self._checks.may_lose_servers |= seconds > _HARMLESS_PAUSE_S and not faults.saved_share
+        self._checks.may_lose_servers |= seconds > _SAFE_PAUSE_S and not faults.saved_share
         self._stop_for(self._world.random.choice(self._servers), seconds, "server_pause")
 
     def _crash_server(self) -> None:
@@ -180,32 +180,32 @@ class Incidents:
         server = chance.choice(self._servers)
         if not server.is_up:
             return
-        self._note("server_crash", f"{server} ends")
+        self._note("server_crash", f"{server} crashes")
         server.crash()
-        if server.disk is not None and self._world.mischief.random() < 0.5:
-            self._note("power_cut", f"the machine of {server} has lost its power")
+        if server.disk is not None and self._world.fault_random.random() < 0.5:
+            self._note("power_cut", f"power cut at the machine of {server}")
             server.disk.cut_power()
-        is_back = self._world.faults.has_resumes or chance.random() < 0.9
-        self._checks.may_lose_servers |= not is_back or not self._world.faults.saved_share
-        if is_back:
+        is_restarted = self._world.faults.has_replacements or chance.random() < 0.9
+        self._checks.may_lose_servers |= not is_restarted or not self._world.faults.saved_share
+        if is_restarted:
             self._restart(server, chance.uniform(0.05, 1.5))
 
-    # Strangers.
+    # Unauthenticated peers.
 
-    def _expect_stranger(self) -> None:
-        when = self._world.now + self._world.mischief.expovariate(1 / _STRANGER_S)
-        self._world.at(when, self._call_as_stranger)
+    def _plan_unknown_key(self) -> None:
+        when = self._world.now + self._world.fault_random.expovariate(1 / _UNKNOWN_KEY_S)
+        self._world.at(when, self._try_unknown_key)
 
-    def _call_as_stranger(self) -> None:
-        """Somebody who has made keys of their own says to be the coordinator."""
+    def _try_unknown_key(self) -> None:
+        """Connects with an unknown key, which no task may accept."""
         if self._is_over:
             return
-        called = self._world.mischief.choice([*self._servers, *self._workers])
+        called = self._world.fault_random.choice([*self._servers, *self._workers])
         if called.is_up and not called.is_paused:
-            self._note("stranger", f"a stranger calls {called}")
-            if (role := called.role_of(STRANGER)) is not None:
-                raise BrokenRuleError(f"{called} takes a stranger for a {role}")
-        self._expect_stranger()
+            self._note("unknown_key", f"an unauthenticated peer connects to {called}")
+            if (role := called.role_of(UNKNOWN_KEY)) is not None:
+                raise BrokenRuleError(f"{called} authenticates an unknown key as {role}")
+        self._plan_unknown_key()
 
     def _stop_for(self, process: Process, seconds: float, kind: str) -> None:
         if process.is_paused or not process.is_up:
@@ -215,7 +215,7 @@ class Incidents:
 
         def resume() -> None:
             if process.is_paused and process not in self._gone:
-                self._world.note(f"{process} goes on")
+                self._world.note(f"{process} is resumed")
                 process.resume()
 
         self._world.at(self._world.now + seconds, resume)
@@ -223,11 +223,11 @@ class Incidents:
     def _restart(self, process: Process, seconds: float) -> None:
         def restart() -> None:
             if not process.is_up:
-                self._world.note(f"{process} is started again")
+                self._world.note(f"{process} is restarted")
                 process.start()
 
         self._world.at(self._world.now + seconds, restart)
 
-    def _dispensable(self) -> SimulatedWorker | None:
+    def _removable(self) -> SimulatedWorker | None:
         left = [w for w in self._workers if w not in self._gone]
         return self._world.random.choice(left) if len(left) > 1 else None

@@ -1,4 +1,4 @@
-"""Messages in the words of a trace."""
+"""Short texts for messages in a trace."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _details(body: messages.Body) -> str:
         case messages.Cancel():
             return f" {body.closures}"
         case messages.Fence():
-            return f" {[f'{life:x}' for life in body.incarnations]}"
+            return f" {[f'{i:x}' for i in body.incarnations]}"
         case messages.Ping():
             return f" settled {body.settled}"
         case messages.Welcome():

@@ -1,4 +1,4 @@
-"""The network of a simulation: connections that keep the order of what they carry, until cut."""
+"""The simulated network: connections deliver messages in order, until they are cut."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from simulation.process import Process
 from simulation.world import World
 
 _LATENCY_S = (0.0005, 0.008)
-_HELD_UP_S = (0.05, 1.2)
-# The coordinator and a server do not take each other for dead because of one delay.
-_HELD_UP_BRIEFLY_S = (0.05, 0.3)
-# A request of a connection that was cut may still lie with the peer, and be read this late.
+_DELAY_S = (0.05, 1.2)
+# Short enough that the coordinator does not declare a server dead.
+_SHORT_DELAY_S = (0.05, 0.3)
+# The delay of a request that its peer reads after the connection was cut.
 _LATE_S = (0.01, 2.5)
 _NOTICE_S = (0.0, 0.02)
 
 
 class Service(Protocol):
-    """Who is called."""
+    """The listening side of a connection."""
 
     def received(self, wire: Wire, frames: list[bytes]) -> None: ...
 
 
-class Caller(Protocol):
-    """Who calls."""
+class Client(Protocol):
+    """The connecting side of a connection."""
 
     def opened(self, wire: Wire) -> None: ...
 
@@ -49,20 +49,20 @@ class Wire:
     """One connection."""
 
     def __init__(
-        self, number: int, caller: Process, called: Process, line: Caller, service: Service
+        self, number: int, caller: Process, called: Process, client: Client, service: Service
     ) -> None:
         self.number = number
         self.ends = caller, called
-        self.line, self.service = line, service
+        self.client, self.service = client, service
         self.is_open = True
-        # What is on the way up, to the one who is called, and down.
+        # Messages in flight to the listening side (up), and from it (down).
         self.up: collections.deque[_Message] = collections.deque()
         self.down: collections.deque[_Message] = collections.deque()
         self.arrivals = {True: 0.0, False: 0.0}
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is on the way."""
+        """Whether a message is in flight."""
         return bool(self.up or self.down)
 
     def __str__(self) -> str:
@@ -84,22 +84,22 @@ class Network:
 
     # Connections.
 
-    def connect(self, caller: Process, called: Process, line: Caller, service: Service) -> None:
-        """Opens a connection, or tells that nobody answers."""
+    def connect(self, caller: Process, called: Process, client: Client, service: Service) -> None:
+        """Opens a connection, or reports that no process listens."""
 
-        def try_it() -> None:
+        def attempt() -> None:
             if not called.is_up or self._are_apart(caller, called):
-                caller.run(line.refused)
+                caller.run(client.refused)
                 return
             self._num_wires += 1
-            wire = Wire(self._num_wires, caller, called, line, service)
+            wire = Wire(self._num_wires, caller, called, client, service)
             self.wires[wire.number] = wire
-            line.opened(wire)
+            client.opened(wire)
 
-        caller.later(self._world.random.uniform(*_LATENCY_S), try_it)
+        caller.later(self._world.random.uniform(*_LATENCY_S), attempt)
 
     def separate(self, one: Process, other: Process, seconds: float) -> None:
-        """Keeps two tasks apart for a while."""
+        """Partitions two tasks for a while."""
         until = self._world.now + seconds
         for pair in ((one.task, other.task), (other.task, one.task)):
             self._apart[pair] = max(until, self._apart.get(pair, 0.0))
@@ -107,16 +107,16 @@ class Network:
             self.cut(wire)
 
     def reunite(self) -> None:
-        """Ends all separations."""
+        """Ends all partitions."""
         self._apart.clear()
 
     def cut_off(self, process: Process) -> None:
-        """Cuts all connections of a process that has ended."""
+        """Cuts all connections of a process that has crashed."""
         for wire in [w for w in self.wires.values() if process in w.ends]:
             self.cut(wire)
 
     def cut(self, wire: Wire, *, is_noticed: bool = True) -> None:
-        """Breaks a connection: of what is on the way up, the first may still be read, late."""
+        """Cuts a connection: the first requests in flight may still be read, late."""
         if not wire.is_open:
             return
         wire.is_open = False
@@ -139,12 +139,12 @@ class Network:
                 self._world.landed["reply_lost"] += 1
         if is_noticed:
             caller = wire.ends[0]
-            caller.later(chance.uniform(*_NOTICE_S), lambda: wire.line.closed(wire))
+            caller.later(chance.uniform(*_NOTICE_S), lambda: wire.client.closed(wire))
 
     # Messages.
 
     def send(self, wire: Wire, frames: Sequence[Any], label: str, *, is_up: bool) -> None:
-        """Sends a message: as bytes, which nobody shares with the sender."""
+        """Sends a copy of a message."""
         world, chance, faults = self._world, self._world.random, self._world.faults
         if not wire.is_open:
             return
@@ -165,14 +165,14 @@ class Network:
         delay = chance.uniform(*_LATENCY_S)
         if faults.delay and chance.random() < faults.delay:
             is_brief = wire.ends[0].task.role == "coordinator" and wire.ends[1].task.role == "ps"
-            delay += chance.uniform(*(_HELD_UP_BRIEFLY_S if is_brief else _HELD_UP_S))
+            delay += chance.uniform(*(_SHORT_DELAY_S if is_brief else _DELAY_S))
             world.landed["delay"] += 1
         self._put(wire, _Message(copied, label), delay, way, is_up)
         if faults.duplicate and chance.random() < faults.duplicate:
             world.landed["duplicate"] += 1
             twin = _Message(copied, f"{label} AGAIN")
             if is_up and label.startswith("Exchange"):
-                # As if sent on an earlier connection: it may come at any time.
+                # As if sent on an earlier connection: it may arrive at any time.
                 self._deliver_late(wire, twin, world.now + chance.uniform(*_LATE_S))
             else:
                 self._put(wire, twin, delay, way, is_up)
@@ -183,7 +183,7 @@ class Network:
         wire.arrivals[is_up] = when
         queue.append(message)
         receiver = wire.ends[1] if is_up else wire.ends[0]
-        receive = wire.service.received if is_up else wire.line.received
+        receive = wire.service.received if is_up else wire.client.received
 
         def arrive() -> None:
             if message.is_lost:

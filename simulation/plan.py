@@ -1,4 +1,4 @@
-"""What the closures of a simulated job do: which parts they change, and how long they take."""
+"""The closures of a simulated job: the parts that they update, and their durations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PARTS_PER_SERVER = 2
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one closure does, whoever runs it.
+    """The work of one closure, independent of the worker.
 
     Attributes:
-      parts: What it changes: its first call the first of them, and so on.
-      seconds: How long it computes.
+      parts: The parts that it updates, one per call.
+      seconds: The seconds that it computes.
       reads: Whether it reads before it computes.
-      fails: Whether it raises an error after its changes.
+      fails: Whether it raises an error after its updates.
     """
 
     parts: tuple[int, ...]
@@ -30,11 +30,11 @@ class Work:
 
 
 class Plan:
-    """The work of all closures. Each has an element of its own in every part.
+    """The work of all closures. Each has its own element in every part.
 
-    A closure adds one to its element of each part that it changes, as often as it changes it:
-    so each part shows which closures have changed it how often. Coordinators that follow each
-    other may use a number again; an element belongs to a closure of one of them.
+    A closure adds one to its element of a part with each update: so each part shows how often
+    every closure has updated it. A later coordinator may use a closure id again; an element
+    belongs to a closure of one coordinator.
 
     Attributes:
       servers: The server of each part.
@@ -48,18 +48,18 @@ class Plan:
         self._works: dict[int, Work] = {}
 
     def element_of(self, epoch: int, closure: int) -> int:
-        """Returns the element of a closure, or of a change that a coordinator makes itself."""
+        """Returns the element of a closure, or of an update that a coordinator makes itself."""
         element = self._elements.setdefault((epoch, closure), len(self._elements))
         assert element < self._num_elements, "there are too many closures"
         return element
 
     def name_of(self, element: int) -> str:
-        """Returns how people call the closure of an element."""
+        """Returns the name of the closure of an element, for messages."""
         epoch, closure = list(self._elements)[element]
         return f"closure {closure} of epoch {epoch}"
 
     def work_of(self, element: int) -> Work:
-        """Returns what a closure does; decided when it is asked for first."""
+        """Returns the work of a closure; drawn on the first call."""
         work = self._works.get(element)
         if work is None:
             chance = self._world.random
@@ -72,12 +72,12 @@ class Plan:
         return work
 
     def touched(self, element: int) -> dict[int, int]:
-        """Returns how often a closure changes which part."""
+        """Returns the number of updates of each part by a closure."""
         parts = self.work_of(element).parts
         return {part: parts.count(part) for part in parts}
 
     def changes(self, element: int) -> list[tuple[int, messages.Update, np.ndarray]]:
-        """Returns the changes of a closure: for each the server, the change and its payload."""
+        """Returns the updates of a closure: for each the server, the update and its payload."""
         found = []
         for call, part in enumerate(self.work_of(element).parts):
             payload = np.zeros(self._num_elements, np.float32)
@@ -86,14 +86,14 @@ class Plan:
         return found
 
     def reads(self, server: int) -> list[messages.Read]:
-        """Returns the question for all parts of a server."""
-        return [messages.Read(part) for part, place in self.servers.items() if place == server]
+        """Returns the reads of all parts of a server."""
+        return [messages.Read(part) for part, owner in self.servers.items() if owner == server]
 
     def creations(self, server: int) -> list[messages.CreatePart]:
-        """Returns the orders that make the parts of a server."""
+        """Returns the requests that create the parts of a server."""
         shape = (self._num_elements,)
         return [
             messages.CreatePart(part, f"part {part}", shape, "float32", messages.Fill(bytes(4)))
-            for part, place in self.servers.items()
-            if place == server
+            for part, owner in self.servers.items()
+            if owner == server
         ]

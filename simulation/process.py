@@ -1,4 +1,4 @@
-"""A process in a simulation: it runs, is stopped for a while, or ends and begins anew."""
+"""A simulated process: it runs, is stopped for a while, or crashes and is restarted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from replicax.protocol.tasks import Task
 from simulation.world import Action, World
 
 ThreadName = Literal["socket", "compute"]
-# What a thread waits for: some seconds.
+# A simulated thread; it yields the seconds to wait.
 Steps = Generator[float, None, None]
 
 
@@ -17,11 +17,11 @@ class Process:
     """One task.
 
     Attributes:
-      world: Where it runs.
-      task: Which task it is.
-      is_up: Whether there is a process.
-      is_paused: Whether it is stopped: it does nothing, and then everything.
-      num_pauses: How often it was.
+      world: The simulated world.
+      task: Its task.
+      is_up: Whether the process exists.
+      is_paused: Whether it is stopped, as by SIGSTOP.
+      num_pauses: The number of times it was stopped.
     """
 
     def __init__(self, world: World, task: Task) -> None:
@@ -30,7 +30,7 @@ class Process:
         self.is_up = True
         self.is_paused = False
         self.num_pauses = 0
-        # Which of its processes this is: what an earlier one had planned does not happen.
+        # Counts crashes: planned actions of earlier processes are dropped.
         self._generation = 0
         self._held: dict[ThreadName, list[Action]] = {"socket": [], "compute": []}
 
@@ -38,7 +38,7 @@ class Process:
         return f"{self.task.role} {self.task.index}"
 
     def run(self, action: Action, thread: ThreadName = "socket") -> None:
-        """Does something now, or as soon as the process runs again; never if it has ended."""
+        """Runs an action now, or when the process is resumed; never after a crash."""
         if not self.is_up:
             return
         if self.is_paused:
@@ -47,7 +47,7 @@ class Process:
             action()
 
     def later(self, delay: float, action: Action, thread: ThreadName = "socket") -> None:
-        """Does something after a while, if it is still the same process."""
+        """Runs an action after a delay, if it is still the same process."""
         generation = self._generation
 
         def due() -> None:
@@ -62,7 +62,7 @@ class Process:
         self.num_pauses += 1
 
     def resume(self) -> None:
-        """Lets it go on: its threads catch up, in any order between them."""
+        """Resumes it: its threads run their delayed actions, in a random order between them."""
         self.is_paused = False
         while self.is_up and any(self._held.values()):
             ready: list[ThreadName] = [name for name, held in self._held.items() if held]
@@ -70,12 +70,12 @@ class Process:
             action()
 
     def crash(self) -> None:
-        """Ends it, as SIGKILL does."""
+        """Kills it, as SIGKILL does."""
         self.is_up = self.is_paused = False
         self._generation += 1
         for held in self._held.values():
             held.clear()
 
     def start(self) -> None:
-        """Begins a new process in its place."""
+        """Starts a new process in its place."""
         self.is_up = True

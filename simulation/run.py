@@ -1,4 +1,4 @@
-"""One history, from its seed to its end."""
+"""Simulates one history from a seed."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from simulation.server import SimulatedServer
 from simulation.worker import SimulatedWorker
 from simulation.world import World
 
-# A history that takes longer, in virtual seconds, hangs. All bounds of `Timing.fast` and the
-# longest faults together are far below.
+# A history that takes more virtual seconds hangs. All timeouts of `Timing.fast` and the longest
+# faults together are far below.
 _LONGEST_S = 120.0
-# After that everything that was on the way has arrived, and beats have told what is settled.
+# After that all messages have arrived, and heartbeats have announced the watermark.
 _AFTERMATH_S = 6.0
 _LAST_LINES = 40
 
 
 class SimulationError(AssertionError):
-    """A history in which a rule was broken. Its text says which, how, and how to see it again.
+    """A history violates an invariant. The text has the invariant, the trace and the command.
 
     Attributes:
       seed: The seed of the history.
-      rule: What was broken.
+      rule: The violated invariant.
     """
 
     def __init__(self, seed: int, rule: str, trace: list[str]) -> None:
@@ -45,15 +45,15 @@ class SimulationError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """What happened.
+    """The result of a simulation.
 
     Attributes:
-      seed: Where it comes from.
+      seed: Its seed.
       outcome: "done", or the name of the error that ended the job.
-      num_events: How many messages, steps of work, faults and calls of the user there were.
-      landed: How many faults of each kind have hit work that was under way.
-      trace: Everything, line by line.
-      seconds: How long it took, in virtual time.
+      num_events: The number of messages, steps of work, faults and calls of the user.
+      landed: The number of faults of each kind that have hit running work.
+      trace: All events, line by line.
+      seconds: Its duration in virtual time.
     """
 
     seed: int
@@ -72,22 +72,22 @@ def simulate(
     num_closures: int = 30,
     faults: Faults | None = None,
 ) -> History:
-    """Plays a job on a cluster in one thread, with everything that goes wrong in it.
+    """Simulates a job with faults on a cluster, in one thread.
 
-    The coordinator's decisions, the parameter servers and their snapshots are the real ones; the
-    network, the clock and the computing of workers are simulated, and so are power cuts and
-    strangers. The same seed gives the same history.
+    The core of the coordinator, the stores of the parameter servers and their snapshots are real;
+    the network, the clock, the workers, power cuts and unauthenticated peers are simulated. The
+    same seed gives the same history.
 
     Args:
-      seed: Which history.
-      num_workers: How many workers there are.
-      num_servers: How many parameter servers there are.
-      num_closures: How many closures the user schedules.
-      faults: What may go wrong; everything, if None.
+      seed: The seed.
+      num_workers: The number of workers.
+      num_servers: The number of parameter servers.
+      num_closures: The number of closures that the user schedules.
+      faults: The faults that may happen; all kinds, if None.
 
     Raises:
-      SimulationError: An update was lost or made twice, something waits for ever, or another
-        rule was broken.
+      SimulationError: An update was lost or applied twice, the job hangs, or another invariant
+        was violated.
 
     Example:
       >>> history = simulate(7)
@@ -99,7 +99,7 @@ def simulate(
     world = World(seed, Faults() if faults is None else faults)
     with _quiet():
         try:
-            outcome = _play(world, num_workers, num_servers, num_closures)
+            outcome = _run(world, num_workers, num_servers, num_closures)
         except (BrokenRuleError, AssertionError) as error:
             raise SimulationError(seed, str(error) or repr(error), world.trace) from error
         except Exception as error:
@@ -107,7 +107,7 @@ def simulate(
     return History(seed, outcome, world.num_events, dict(world.landed), world.trace, world.now)
 
 
-def _play(world: World, num_workers: int, num_servers: int, num_closures: int) -> str:
+def _run(world: World, num_workers: int, num_servers: int, num_closures: int) -> str:
     timing = Timing.fast()
     network = Network(world)
     plan = Plan(world, num_servers, most_elements(num_closures))
@@ -117,10 +117,10 @@ def _play(world: World, num_workers: int, num_servers: int, num_closures: int) -
         servers = [stack.enter_context(contextlib.closing(server)) for server in made]
         workers = [SimulatedWorker(world, network, i, servers, plan) for i in range(num_workers)]
         stage = Stage(world, network, plan, checks, timing, servers, workers)
-        return _play_on(stage, Programs(stage, num_closures))
+        return _run_events(stage, Programs(stage, num_closures))
 
 
-def _play_on(stage: Stage, programs: Programs) -> str:
+def _run_events(stage: Stage, programs: Programs) -> str:
     world, servers = stage.world, stage.servers
     incidents = Incidents(world, stage.network, stage.checks, programs, servers, stage.workers)
     while programs.current.outcome is None:
@@ -140,7 +140,7 @@ def _play_on(stage: Stage, programs: Programs) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps warnings about simulated faults out of the logs."""
+    """Suppresses log messages about simulated faults."""
     logger = logging.getLogger("replicax")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

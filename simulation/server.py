@@ -1,4 +1,4 @@
-"""A parameter server in a simulation: the real store behind a simulated socket."""
+"""The simulated parameter server: the real store behind a simulated socket."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from simulation.checks import Checks, Values
 from simulation.disk import Disk
 from simulation.network import Network
 from simulation.plan import Plan
-from simulation.service import Answer, ListeningProcess
+from simulation.service import ListeningProcess, Reply
 from simulation.world import World
 
-# Seconds between two snapshots, and until one is on the disk.
+# The seconds between two snapshots, and to write one.
 _SAVE_S = 0.7
 _WRITING_S = (0.01, 0.3)
-# A life that only looks at parts.
+# An incarnation that only reads parts.
 _OBSERVER = 1
 
 
@@ -30,7 +30,7 @@ class SimulatedServer(ListeningProcess):
     """One parameter server.
 
     Attributes:
-      disk: Where it keeps snapshots; None if it keeps none.
+      disk: The disk of its snapshots; None if it keeps none.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class SimulatedServer(ListeningProcess):
         super().__init__(world, network, Task("ps", index))
         self._plan, self._checks = plan, checks
         self.disk = Disk() if world.faults.saved_share else None
-        # What each snapshot was taken of, by its number.
+        # The values of each snapshot, by its number.
         self._values_of: dict[int, Values] = {}
-        # What it must have restored, if nobody has looked yet: that needs a coordinator.
+        # The values that it must have restored, until they are checked: that needs a coordinator.
         self._expected: Values | None = None
         self._begin()
 
     def _begin(self) -> None:
-        """Everything that a process starts with; what is on the disk, if there is one."""
+        """Initializes the state of a new process, from the disk if there is one."""
         self._files: SnapshotDirectory | None = None
         self._num_saved_changes = -1
         self._expected = None
@@ -63,7 +63,7 @@ class SimulatedServer(ListeningProcess):
             self._expected = None if found is None else self._values_of[found.number]
 
     def close(self) -> None:
-        """Leaves nothing behind."""
+        """Removes all files."""
         if self._files is not None:
             self._files.close()
         if self.disk is not None:
@@ -100,7 +100,7 @@ class SimulatedServer(ListeningProcess):
             self.later(_SAVE_S, self._save)
 
     def _save(self) -> None:
-        """Takes a snapshot if something has changed; it is on the disk a little later."""
+        """Takes a snapshot if there were changes, and writes it a little later."""
         self.later(_SAVE_S, self._save)
         changes = self._store.change_counts().changes
         if changes == self._num_saved_changes:
@@ -132,10 +132,10 @@ class SimulatedServer(ListeningProcess):
     @override
     def handle(
         self, session: Session, envelope: messages.Envelope, buffers: list[memoryview]
-    ) -> Answer | None:
+    ) -> Reply | None:
         body, index = envelope.body, self.task.index
         try:
-            answer = self._store.handle(
+            reply = self._store.handle(
                 session.role,
                 session.incarnation,
                 body,
@@ -149,23 +149,23 @@ class SimulatedServer(ListeningProcess):
                 epoch = envelope.epoch
                 self._checks.changed(index, session.incarnation, epoch, self._values())
         if isinstance(body, messages.Fence):
-            for life in body.incarnations:
-                self._checks.fenced(index, life)
+            for incarnation in body.incarnations:
+                self._checks.fenced(index, incarnation)
         if isinstance(body, messages.Attach):
             self._job = envelope.job, envelope.epoch
             self._checks.attached(index, envelope.epoch)
             if self._expected is not None:
                 expected, self._expected = self._expected, None
                 self._checks.restored(index, expected, self._values())
-        return answer
+        return reply
 
     def _values(self) -> Values:
-        """Reads all parts, in the name of nobody."""
+        """Returns the values of all parts."""
         reads = self._plan.reads(self.task.index)
         job, epoch = self._job
-        question = messages.Exchange([], reads)
+        request = messages.Exchange([], reads)
         _, found = self._store.handle(
-            "worker", _OBSERVER, question, job=job, epoch=epoch, now=self.world.now
+            "worker", _OBSERVER, request, job=job, epoch=epoch, now=self.world.now
         )
         return {
             read.part: np.frombuffer(bytes(value), np.float32)

@@ -1,4 +1,4 @@
-"""A model of `transport/service.py`: a process that listens, and knows who calls."""
+"""A model of `transport/service.py`: a process that listens, with authenticated sessions."""
 
 from __future__ import annotations
 
@@ -16,36 +16,35 @@ from simulation.network import Network, Wire
 from simulation.process import Process
 from simulation.world import World
 
-Answer = tuple[messages.Body, Sequence[Any]]
+Reply = tuple[messages.Body, Sequence[Any]]
 
-# The public keys of this cluster, by role, and one that is not among them; in the alphabet of
-# keys. Nothing is ciphered here.
+# The public keys of this cluster, by role, and an unknown one. Nothing is encrypted here.
 KEYS: dict[Role, bytes] = {role: role[:1].encode() * 40 for role in ROLES}
-STRANGER = b"x" * 40
+UNKNOWN_KEY = b"x" * 40
 
 
 class ListeningProcess(Process):
-    """A process that answers.
+    """A process that listens.
 
     Attributes:
-      incarnation: Its life.
+      incarnation: Its incarnation.
     """
 
     def __init__(self, world: World, network: Network, task: Task) -> None:
         super().__init__(world, task)
         self._network = network
-        self.incarnation = world.life()
+        self.incarnation = world.new_incarnation()
         self._known = KnownKeys(Keys(task.role, KEYS[task.role], b"", KEYS))
         self._sessions: dict[int, tuple[Wire, Session]] = {}
 
     def role_of(self, key: bytes) -> str | None:
-        """Returns for whom it takes the owner of a public key; None if it does not know it."""
+        """Returns the role of a public key; None if the key is unknown."""
         return self._known.role_of(key)
 
     def handle(
         self, session: Session, envelope: messages.Envelope, buffers: list[memoryview]
-    ) -> Answer | None:
-        """Answers a message, or raises why not."""
+    ) -> Reply | None:
+        """Handles a message: returns the reply, or raises an error."""
         raise NotImplementedError
 
     def crash(self) -> None:
@@ -55,14 +54,14 @@ class ListeningProcess(Process):
         self._network.cut_off(self)
 
     def start(self) -> None:
-        """Begins a new process, with a new life."""
+        """Starts a new process, with a new incarnation."""
         super().start()
-        self.incarnation = self.world.life()
+        self.incarnation = self.world.new_incarnation()
 
     def send(
         self, session: Session, body: messages.Body, buffers: Sequence[Any] = (), request: int = 0
     ) -> None:
-        """Says something to a session, if it is still there."""
+        """Sends a message to a session, if it still exists."""
         found = self._sessions.get(int.from_bytes(session.identity))
         if found is not None:
             frames = codec.encode(
@@ -71,14 +70,14 @@ class ListeningProcess(Process):
             self._network.send(found[0], frames, label_of(body, request), is_up=False)
 
     def received(self, wire: Wire, frames: list[bytes]) -> None:
-        """Takes a message from the network."""
+        """Handles a message from the network."""
         envelope, buffers = codec.decode(frames)
         body = envelope.body
         if isinstance(body, messages.Hello):
             identity = wire.number.to_bytes(8)
             role = self.role_of(KEYS[wire.ends[0].task.role])
             if role != body.role:
-                raise AssertionError(f"{self} takes {wire.ends[0]} for a {role}")
+                raise AssertionError(f"{self} authenticates {wire.ends[0]} as {role}")
             session = Session(identity, body.role, body.task, body.incarnation)
             session.next_request = body.first
             self._sessions[wire.number] = wire, session
@@ -98,8 +97,8 @@ class ListeningProcess(Process):
         if type(body) not in admission.ALLOWED[session.role, self.task.role]:
             raise AssertionError(f"{session} may not send {type(body).__name__} to {self}")
         try:
-            answer = self.handle(session, envelope, buffers)
+            reply = self.handle(session, envelope, buffers)
         except errors.DistributeError as error:
-            answer = error_replies.from_error(error), ()
-        if answer is not None:
-            self.send(session, answer[0], answer[1], envelope.request)
+            reply = error_replies.from_error(error), ()
+        if reply is not None:
+            self.send(session, reply[0], reply[1], envelope.request)

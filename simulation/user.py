@@ -1,4 +1,4 @@
-"""The user of a simulated cluster: schedules closures, changes variables itself, and waits."""
+"""The user of a simulated cluster: schedules closures, updates variables itself, and joins."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from simulation.plan import Plan
 from simulation.process import Steps
 from simulation.service import ListeningProcess
 
-_LOOK_S = 0.05
-# One change of its own for so many closures.
+_POLL_S = 0.05
+# The number of closures per update of its own.
 CLOSURES_PER_WRITE = 6
 FINAL = (errors.PSUnavailableError, errors.NoWorkersError, errors.FencedError)
 
@@ -25,9 +25,9 @@ class User:
     """A program that schedules closures and joins them.
 
     Attributes:
-      outcome: How it ended: "done", or the name of the error that it could not go on after.
-      num_errors: How many errors of closures it was told.
-      num_left: How many closures it has not scheduled yet.
+      outcome: "done", or the name of the error that ended the job; None before.
+      num_errors: The number of errors of closures that were raised.
+      num_left: The number of closures that are not scheduled yet.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class User:
 
     def _new_client(self) -> Client:
         coordinator, cluster = self._coordinator, self._coordinator.cluster
-        job, life = (cluster.job, cluster.epoch), cluster.incarnation
+        job, incarnation = (cluster.job, cluster.epoch), cluster.incarnation
         return Client(
             [
-                Channel(coordinator.network, coordinator, server, life, job, limits.DEADLINE)
+                Channel(coordinator.network, coordinator, server, incarnation, job, limits.DEADLINE)
                 for server in self._servers
             ]
         )
@@ -77,7 +77,7 @@ class User:
             for _ in range(min(self.num_left, chance.randint(1, 8))):
                 self.num_left -= 1
                 number = self._coordinator.cluster.next_closure()
-                # Now and then too little time, so that workers are given up for it.
+                # Sometimes too short, so that workers are lost for it.
                 deadline_s = 1.0 if chance.random() < self._late_share else None
                 self._coordinator.add(Closure(number, self._function, deadline_s=deadline_s))
             yield chance.uniform(0.0, 0.6)
@@ -88,10 +88,10 @@ class User:
             if queue.is_idle:
                 self.outcome = "done"
                 return
-            yield _LOOK_S
+            yield _POLL_S
 
     def _settle_errors(self) -> Steps:
-        """Takes errors until there is none, as `schedule` and `join` raise them."""
+        """Handles all errors that `schedule` and `join` would raise."""
         core, world = self._coordinator.core, self._coordinator.world
         while True:
             error = core.pending_error()
@@ -105,10 +105,10 @@ class User:
                     return
             elif core.queue.error is None:
                 return
-            yield _LOOK_S
+            yield _POLL_S
 
     def _write(self) -> Steps:
-        """Changes variables outside of closures, and waits for it."""
+        """Updates variables outside of closures, and waits for the acknowledgement."""
         coordinator, client = self._coordinator, self._client
         number = coordinator.cluster.begin_write()
         element = self._plan.element_of(coordinator.cluster.epoch, number)
@@ -118,7 +118,7 @@ class User:
         for server, update, payload in self._plan.changes(element):
             client.collect(number, server, (update, payload))
         client.end(number)
-        client.post_changes()
+        client.flush()
         while client.is_waiting:
             yield 0.01
         error = dict(client.settled())[number]

@@ -1,4 +1,4 @@
-"""A model of `worker/worker.py` and `worker/runner.py`, around the real memory of a job."""
+"""A model of `worker/worker.py` and `worker/runner.py`, with the real state of a job."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from replicax.worker import error_reports
 from replicax.worker.functions import UnknownFunctionError
 from replicax.worker.job import Call, Job
 from simulation.channel import Channel
-from simulation.client import Client, Post
+from simulation.client import Client, Request
 from simulation.network import Network
 from simulation.plan import Plan
 from simulation.process import Steps
-from simulation.service import Answer, ListeningProcess
+from simulation.service import ListeningProcess, Reply
 from simulation.world import World
 
-_LOOK_S = 0.2
-# Longer than that without a look around, and the process was stopped.
+_POLL_S = 0.2
+# If it has not polled for so long, the process was stopped.
 _PAUSE_S = 1.0
 _VALUE = trees.encode(None).tree
 
 
 class SimulatedWorker(ListeningProcess):
-    """One worker: a thread for its socket, and one that computes."""
+    """One worker, with a socket thread and a compute thread."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class SimulatedWorker(ListeningProcess):
         self._begin()
 
     def _begin(self) -> None:
-        """Everything that a process starts with."""
+        """Initializes the state of a new process."""
         self._job: Job | None = None
         self._newest = ("", 0)
-        self._looked_s = self.world.now
+        self._polled_s = self.world.now
         self._num_run = 0
         self._steps: Steps = self._compute()
         self._is_parked = False
         self.later(0.0, self._step, "compute")
-        self.later(_LOOK_S, self._look)
+        self.later(_POLL_S, self._poll)
 
     @override
     def start(self) -> None:
@@ -63,7 +63,7 @@ class SimulatedWorker(ListeningProcess):
         super().crash()
         self._steps.close()
 
-    # The thread that computes. It yields the seconds that it is busy, or 0 to wait for news.
+    # The compute thread. It yields the seconds that it is busy, or 0 to wait for `wake`.
 
     def _step(self) -> None:
         self._is_parked = False
@@ -74,7 +74,7 @@ class SimulatedWorker(ListeningProcess):
             self._is_parked = True
 
     def wake(self) -> None:
-        """Something has changed for the thread that computes."""
+        """Wakes the compute thread."""
         if self._is_parked:
             self._is_parked = False
             self.later(0.0, self._step, "compute")
@@ -95,56 +95,56 @@ class SimulatedWorker(ListeningProcess):
             for server in self._servers
         ]
 
-    def has_opened(self, job: Job) -> None:
-        """A job can run closures now."""
+    def set_ready(self, job: Job) -> None:
+        """Replies to the attach request: the job can run closures."""
         job.is_ready = True
         self.send(job.session, messages.Done(), (), job.request)
 
     def report(self, job: Job, results: Sequence[messages.Result]) -> None:
-        """Tells the coordinator how closures ended."""
+        """Reports results to the coordinator."""
         job.record_sent([(result, ()) for result in results])
         if not job.is_ended:
             self.send(job.session, messages.Finished(list(results)))
 
-    # Lives.
+    # Incarnations.
 
-    def end_life(self, job: Job) -> None:
-        """Lets a job go, and begins a new life."""
+    def end_incarnation(self, job: Job) -> None:
+        """Drops a job, and begins a new incarnation."""
         job.end()
         if self._job is job:
             self._job = None
-            self.incarnation = self.world.life()
+            self.incarnation = self.world.new_incarnation()
         self.wake()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         job, now = self._job, self.world.now
-        pause_s, self._looked_s = now - self._looked_s, now
-        self.later(_LOOK_S, self._look)
+        pause_s, self._polled_s = now - self._polled_s, now
+        self.later(_POLL_S, self._poll)
         if job is None:
             return
         if pause_s > _PAUSE_S:
             job.last_seen_s += pause_s
         if job.is_orphaned(now):
-            self._end("it has not heard of its coordinator for too long")
+            self._end("its coordinator has been silent for too long")
 
     def _end(self, why: str) -> None:
-        """Ends the process; whoever looks after it starts another one."""
+        """Ends the process; it is restarted later."""
         self.world.note(f"{self} ends itself: {why}")
         self.later(0.005, self.crash)
         restart_s = self.world.now + self.world.random.uniform(0.1, 1.0)
-        self.world.at(restart_s, self._start_again)
+        self.world.at(restart_s, self._restart)
 
-    def _start_again(self) -> None:
+    def _restart(self) -> None:
         if not self.is_up:
-            self.world.note(f"{self} is started again")
+            self.world.note(f"{self} is restarted")
             self.start()
 
-    # The thread of the socket.
+    # The socket thread.
 
     @override
     def handle(
         self, session: Session, envelope: messages.Envelope, buffers: list[memoryview]
-    ) -> Answer | None:
+    ) -> Reply | None:
         body = envelope.body
         if isinstance(body, messages.Attach):
             return self._attach(session, envelope, body)
@@ -152,19 +152,19 @@ class SimulatedWorker(ListeningProcess):
         if job is not None and not self._is_of(job, session, envelope):
             job = None
         if isinstance(body, messages.Ping):
-            return self._answer_ping(job, session, body), ()
+            return self._pong(job, session, body), ()
         if isinstance(body, messages.Detach):
             if body.is_dead and self._newest == (envelope.job, envelope.epoch):
-                self._end("its coordinator has given it up")
+                self._end("its coordinator has declared it dead")
             elif job is not None:
-                self.end_life(job)
+                self.end_incarnation(job)
             return messages.Done(), ()
         if job is None:
-            raise errors.UnavailableError(f"{self} works for no job, or for another.")
+            raise errors.UnavailableError(f"{self} is attached to no job, or to another one.")
         job.session = session
-        answer = self._store(job, body, buffers)
+        reply = self._store(job, body, buffers)
         self.wake()
-        return answer
+        return reply
 
     def _is_of(self, job: Job, session: Session, envelope: messages.Envelope) -> bool:
         return (job.name, job.epoch, job.session.incarnation) == (
@@ -175,10 +175,10 @@ class SimulatedWorker(ListeningProcess):
 
     def _attach(
         self, session: Session, envelope: messages.Envelope, body: messages.Attach
-    ) -> Answer | None:
+    ) -> Reply | None:
         old = self._job
         if envelope.job == self._newest[0] and envelope.epoch < self._newest[1]:
-            raise errors.FencedError(f"{self} works for a newer coordinator.")
+            raise errors.FencedError(f"{self} is attached to a newer coordinator.")
         self._newest = envelope.job, envelope.epoch
         if old is not None and self._is_of(old, session, envelope) and not old.is_ended:
             old.session, old.request = session, envelope.request
@@ -191,22 +191,22 @@ class SimulatedWorker(ListeningProcess):
         self.wake()
         return None
 
-    def _answer_ping(self, job: Job | None, session: Session, body: messages.Ping) -> messages.Pong:
-        figures: dict[str, int | float] = {"attached": 0, "open": 0}
+    def _pong(self, job: Job | None, session: Session, body: messages.Ping) -> messages.Pong:
+        counters: dict[str, int | float] = {"attached": 0, "open": 0}
         if job is not None:
             job.session = session
             job.last_seen_s = self.world.now
             job.forget_settled(body.settled)
-            figures = {"attached": 1, "open": job.num_open}
-        return messages.Pong(self._num_run, figures)
+            counters = {"attached": 1, "open": job.num_open}
+        return messages.Pong(self._num_run, counters)
 
-    def _store(self, job: Job, body: messages.Body, buffers: list[memoryview]) -> Answer | None:
+    def _store(self, job: Job, body: messages.Body, buffers: list[memoryview]) -> Reply | None:
         if isinstance(body, messages.ShipFunction):
             job.functions.store(body.function, buffers)
         elif isinstance(body, messages.Run):
-            again = job.add_calls(Call(call, ()) for call in body.closures)
-            if again:
-                return messages.Finished([result for result, _ in again]), ()
+            known = job.add_calls(Call(call, ()) for call in body.closures)
+            if known:
+                return messages.Finished([result for result, _ in known]), ()
         elif isinstance(body, messages.Cancel):
             ended = error_reports.recalled(job.cancel(body.closures), str(self.task))
             job.record_cancelled(ended)
@@ -216,7 +216,7 @@ class SimulatedWorker(ListeningProcess):
 
 
 class Run:
-    """The work of one job, as `Runner` does it."""
+    """Runs the closures of one job, like `Runner`."""
 
     def __init__(
         self, worker: SimulatedWorker, job: Job, plan: Plan, channels: list[Channel]
@@ -226,45 +226,45 @@ class Run:
         self._client = Client(channels)
         for channel in channels:
             self._wake_with(channel)
-        self._arriving: dict[int, messages.RemoteError | None] = {}
+        self._unacknowledged: dict[int, messages.RemoteError | None] = {}
         self._results: list[messages.Result] = []
         self._is_fenced = False
 
     def _wake_with(self, channel: Channel) -> None:
-        answered, lost = channel.on_answer, channel.on_lost
+        replied, lost = channel.on_reply, channel.on_lost
 
-        def on_answer(number: int, body: messages.Body, buffers: list[memoryview]) -> None:
-            answered(number, body, buffers)
+        def on_reply(number: int, body: messages.Body, buffers: list[memoryview]) -> None:
+            replied(number, body, buffers)
             self._worker.wake()
 
         def on_lost(error: Exception) -> None:
             lost(error)
             self._worker.wake()
 
-        channel.on_answer, channel.on_lost = on_answer, on_lost
+        channel.on_reply, channel.on_lost = on_reply, on_lost
 
     def steps(self) -> Steps:
-        """Works until the job ends."""
+        """Runs closures until the job ends."""
         job = self._job
         try:
-            self._worker.has_opened(job)
+            self._worker.set_ready(job)
             while not job.is_ended and not self._is_fenced:
                 work = job.take()
                 if isinstance(work, Call):
                     yield from self._run(work.call)
-                elif self._arriving or self._results:
+                elif self._unacknowledged or self._results:
                     yield from self._report_all()
                 else:
                     yield 0.0
             if self._is_fenced:
                 yield from self._report_all()
-                self._worker.end_life(job)
+                self._worker.end_incarnation(job)
         finally:
             self._client.close()
 
     def _run(self, call: messages.ClosureCall) -> Steps:
         chance, closure = self._world.random, call.closure
-        if (self._arriving or self._results) and chance.random() < 0.5:
+        if (self._unacknowledged or self._results) and chance.random() < 0.5:
             yield from self._report_all()
             if self._is_fenced:
                 return
@@ -281,48 +281,48 @@ class Run:
         client.begin(closure)
         error = None
         if work.reads:
-            posts = [
-                client.post(server, self._plan.reads(server))
+            requests = [
+                client.send(server, self._plan.reads(server))
                 for server in sorted({self._plan.servers[p] for p in work.parts})
             ]
-            yield from self._wait(lambda: all(post.is_over for post in posts))
-            error = _first_error(posts)
+            yield from self._wait(lambda: all(request.is_over for request in requests))
+            error = _first_error(requests)
         if error is None:
             yield work.seconds
             for server, update, payload in self._plan.changes(element):
                 client.collect(closure, server, (update, payload))
-            error = ValueError(f"closure {closure} fails on purpose") if work.fails else None
+            error = ValueError(f"closure {closure} fails as planned") if work.fails else None
         client.end(closure)
         self._world.note(f"{self._worker} has computed {closure}")
-        self._arriving[closure] = None if error is None else error_reports.describe(error)
+        self._unacknowledged[closure] = None if error is None else error_reports.describe(error)
         if chance.random() < 0.5:
-            client.post_changes()
+            client.flush()
         self._settle()
         if chance.random() < 0.7:
             self._send()
 
     def _report_all(self) -> Steps:
-        self._client.post_changes()
+        self._client.flush()
         yield from self._wait(lambda: not self._client.is_waiting)
         self._settle()
-        assert not self._arriving, "all changes have arrived, or were refused"
+        assert not self._unacknowledged, "all updates are acknowledged or rejected"
         self._send()
 
     def _wait(self, is_over: Callable[[], bool]) -> Steps:
-        """Waits for servers, within bounds."""
+        """Waits for servers until the deadline."""
         seconds = deadline_of(self._job)
         deadline = self._world.now + seconds
         if not is_over():
             self._worker.later(seconds, self._worker.wake, "compute")
         while not is_over():
             if self._world.now >= deadline:
-                self._client.give_up(errors.DeadlineExceededError("there was no answer"))
+                self._client.give_up(errors.DeadlineExceededError("there was no reply"))
                 return
             yield 0.0
 
     def _settle(self) -> None:
         for closure, error in self._client.settled():
-            found = self._arriving.pop(closure)
+            found = self._unacknowledged.pop(closure)
             if error is not None:
                 described = error_reports.describe(error)
                 if found is None or described.cause == "fenced":
@@ -342,10 +342,10 @@ class Run:
 
 
 def deadline_of(job: Job) -> float:
-    """Returns how long servers may take for an answer."""
+    """Returns the timeout of a request to a server."""
     seconds = job.attach.settings.get("deadline")
     return float(seconds) if isinstance(seconds, int | float) else limits.DEADLINE
 
 
-def _first_error(posts: Sequence[Post]) -> Exception | None:
-    return next((post.error for post in posts if post.error is not None), None)
+def _first_error(requests: Sequence[Request]) -> Exception | None:
+    return next((r.error for r in requests if r.error is not None), None)

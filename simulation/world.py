@@ -1,4 +1,4 @@
-"""Virtual time and chance: what everything in a simulation shares."""
+"""The virtual clock and the random numbers of a simulation."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ Action = Callable[[], None]
 
 
 class World:
-    """One thread in which everything happens, one event after the other, in an order of its own.
+    """A discrete-event loop with a virtual clock.
 
     Attributes:
       now: The virtual time, in seconds.
-      random: The source of chance.
-      mischief: Another one, for what changes nothing where safeguards work: histories are the
-        same with it and without.
-      faults: What may go wrong.
-      trace: What has happened, line by line.
-      landed: How many faults of each kind have hit work that was under way.
-      num_events: How many messages, steps of work, faults and calls of the user there were.
+      random: The random numbers.
+      fault_random: Separate random numbers for faults that have no effect where the safeguards
+        work: histories do not depend on them.
+      faults: The faults that may happen.
+      trace: All events, line by line.
+      landed: The number of faults of each kind that have hit running work.
+      num_events: The number of messages, steps of work, faults and calls of the user.
     """
 
     def __init__(self, seed: int, faults: Faults) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
-        self.mischief = random.Random(f"mischief {seed}")
+        self.fault_random = random.Random(f"mischief {seed}")
         self.faults = faults.drawn(self.random)
         self.trace: list[str] = []
         self.landed: collections.Counter[str] = collections.Counter()
         self.num_events = 0
-        # Events of one moment happen in the order in which they were planned.
+        # Events of the same time happen in the order in which they were planned.
         self._plan: list[tuple[float, int, Action]] = []
         self._num_planned = 0
 
@@ -44,7 +44,7 @@ class World:
         heapq.heappush(self._plan, (max(when, self.now), self._num_planned, action))
 
     def step(self) -> bool:
-        """Lets the next event happen; tells whether there was one."""
+        """Runs the next event; returns whether there was one."""
         if not self._plan:
             return False
         self.now, _, action = heapq.heappop(self._plan)
@@ -52,10 +52,10 @@ class World:
         return True
 
     def note(self, text: str) -> None:
-        """Counts an event, and writes down what it was."""
+        """Counts an event, and adds it to the trace."""
         self.num_events += 1
         self.trace.append(f"{self.now:9.4f}  {text}")
 
-    def life(self) -> int:
-        """Returns an incarnation that nobody has had."""
+    def new_incarnation(self) -> int:
+        """Returns a new incarnation."""
         return self.random.getrandbits(62) + 1

@@ -1,4 +1,4 @@
-"""A model of `transport/zmq/connection.py`: one side connects, and reconnects after a break."""
+"""A model of `transport/zmq/connection.py`: a client connection that reconnects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RETRY_S = (0.01, 0.2)
 
 
 class Listener(Protocol):
-    """Who uses a line."""
+    """Receives the events of a connection."""
 
     def welcomed(self, welcome: messages.Welcome) -> None: ...
 
@@ -26,11 +26,11 @@ class Listener(Protocol):
     def lost(self, reason: str) -> None: ...
 
 
-class Line:
+class Connection:
     """A connection to one task that is opened again when it breaks.
 
     Attributes:
-      is_ready: Whether the peer has answered the greeting.
+      is_ready: Whether the handshake is complete.
     """
 
     def __init__(
@@ -46,51 +46,51 @@ class Line:
         self._incarnation, self._listener, self._first = incarnation, listener, first
         self.is_ready = False
         self._wire: Wire | None = None
-        self._life: int | None = None
+        self._peer_incarnation: int | None = None
         self._down_since: float | None = None
         self._is_closed = False
 
     def open(self) -> None:
-        """Starts to call."""
+        """Starts to connect."""
         if not self._is_closed:
             self._network.connect(self._owner, self._peer, self, self._peer)
 
     def send(self, frames: Sequence[Any], label: str) -> None:
-        """Sends a message; one that cannot leave is lost."""
+        """Sends a message; it is lost while there is no connection."""
         if self._wire is not None:
             self._network.send(self._wire, frames, label, is_up=True)
 
-    def distrust(self) -> None:
-        """Takes the connection as broken."""
+    def mark_broken(self) -> None:
+        """Treats the connection as broken."""
         if self._wire is not None:
             self._network.cut(self._wire)
 
     def close(self) -> None:
-        """Hangs up for good."""
+        """Closes the connection for good."""
         self._is_closed = True
         self.is_ready = False
         if self._wire is not None:
             self._network.cut(self._wire, is_noticed=False)
             self._wire = None
 
-    # What the network says.
+    # Events of the network.
 
     def opened(self, wire: Wire) -> None:
-        """The peer's machine has accepted the connection; its process may be stopped."""
+        """Handles an accepted connection; the process of the peer may be stopped."""
         if self._is_closed:
             self._network.cut(wire, is_noticed=False)
             return
         self._wire = wire
         self._down_since = None
-        self._greet()
+        self._start_handshake()
 
     def refused(self) -> None:
-        """Nobody listens there."""
+        """Handles that no process listens there."""
         self._note_down()
         self._owner.later(self._owner.world.random.uniform(*_RETRY_S), self.open)
 
     def closed(self, wire: Wire) -> None:
-        """The connection broke."""
+        """Handles a broken connection."""
         if wire is self._wire:
             self._wire = None
             self.is_ready = False
@@ -98,32 +98,32 @@ class Line:
             self._owner.later(_REOPEN_S, self.open)
 
     def received(self, wire: Wire, frames: list[bytes]) -> None:
-        """A message came."""
+        """Handles a message."""
         if wire is not self._wire:
             return
         envelope, buffers = codec.decode(frames)
         body = envelope.body
         if isinstance(body, messages.Welcome):
-            self._life = body.incarnation
+            self._peer_incarnation = body.incarnation
             self.is_ready = True
             self._listener.welcomed(body)
         elif error_replies.is_hello_first(body) or (
-            self.is_ready and envelope.incarnation != self._life
+            self.is_ready and envelope.incarnation != self._peer_incarnation
         ):
-            # The peer has begun a new life behind the connection.
+            # The peer has dropped the session, or has a new incarnation.
             if self.is_ready:
-                self._greet()
+                self._start_handshake()
         elif self.is_ready:
             self._listener.answered(envelope, buffers)
 
-    def _greet(self) -> None:
+    def _start_handshake(self) -> None:
         self.is_ready = False
-        me, life = self._owner.task, self._incarnation()
+        me, incarnation = self._owner.task, self._incarnation()
         version, python = library_version(), python_version()
         hello = messages.Hello(
-            messages.VERSION, version, python, me.role, me.index, life, first=self._first()
+            messages.VERSION, version, python, me.role, me.index, incarnation, first=self._first()
         )
-        self.send(codec.encode("", 0, life, 0, hello), label_of(hello))
+        self.send(codec.encode("", 0, incarnation, 0, hello), label_of(hello))
 
     def _note_down(self) -> None:
         if self._down_since is not None:
@@ -135,7 +135,7 @@ class Line:
             if self._down_since != since or self._is_closed:
                 return
             if self._owner.num_pauses != num_pauses:
-                # While it was stopped itself, it could not reach anybody.
+                # It was stopped itself, and could not reach any task.
                 self._down_since = None
                 self._note_down()
             else:
