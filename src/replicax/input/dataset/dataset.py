@@ -255,9 +255,6 @@ class Dataset(GroupingSteps, StoringSteps):
     def _of(self, plan: Plan) -> Dataset:
         return Dataset(plan)
 
-    def _then(self, step: Callable[[Plan], Plan]) -> Dataset:
-        return Dataset(follow(step, self._plan))
-
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
         """Returns the result of a function of this dataset.
 

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 class GroupingSteps(ReadableDataset):
     """The steps of `Dataset` that group elements."""
 
-    if TYPE_CHECKING:
-
-        def _then(self, step: Callable[[Plan], Plan]) -> Dataset: ...
-        def _of(self, plan: Plan) -> Dataset: ...
-
     def rebatch(
         self,
         batch_size: int | Sequence[int],

@@ -13,7 +13,7 @@ from replicax.foundation import errors
 from replicax.foundation.types import Tree
 from replicax.input.dataset import elements
 from replicax.input.dataset.options import AutoShardPolicy
-from replicax.input.dataset.plan import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Plan
+from replicax.input.dataset.plan import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Plan, follow
 from replicax.input.iterators import DataIterator
 from replicax.tracing.control_flow import reduce_elements
 from replicax.tracing.iterators import open_loop
@@ -31,6 +31,13 @@ class ReadableDataset:
         self._plan = plan
         # The number of the next iteration; shuffles depend on it.
         self._next_epoch = 0
+
+    def _of(self, plan: Plan) -> Dataset:
+        """Returns the dataset of a plan."""
+        raise NotImplementedError
+
+    def _then(self, step: Callable[[Plan], Plan]) -> Dataset:
+        return self._of(follow(step, self._plan))
 
     def __iter__(self) -> DatasetIterator:
         feed = open_loop(self)

@@ -33,11 +33,6 @@ PathLike = str | os.PathLike[str]
 class StoringSteps(ReadableDataset):
     """The steps of `Dataset` that write elements to disk."""
 
-    if TYPE_CHECKING:
-
-        def _then(self, step: Callable[[Plan], Plan]) -> Dataset: ...
-        def _of(self, plan: Plan) -> Dataset: ...
-
     def save(
         self,
         path: PathLike,
