@@ -20,7 +20,7 @@ def install(path: str, exit_code: int | None = None) -> None:
       path: The file of the record, which is removed when it has been read for the last time.
       exit_code: The exit code of this process if an exception is ignored after that.
     """
-    process = f"process {os.getpid()}: {' '.join(sys.orig_argv)[:200]}"
+    process = f"process {os.getpid()}: {' '.join(sys.orig_argv)[:200]!r}"
     # Module globals are None while the interpreter exits: the function refers to locals only.
     open_, write, close, exit_ = os.open, os.write, os.close, os._exit
     flags, print_ = os.O_WRONLY | os.O_APPEND, sys.__unraisablehook__
