@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax.collectives import in_replica
 from replicax.collectives.arguments import Component, require_array
@@ -87,7 +88,7 @@ def reduce_packed(
     """
     for column in columns:
         require_same_shape(column)
-    kinds = tuple((column[0].shape, str(column[0].dtype)) for column in columns)
+    kinds = tuple((column[0].shape, column[0].dtype) for column in columns)
     pack, combine, unpack = _packed_programs(op, kinds, len(columns[0]))
     rows = list(zip(*columns, strict=True))
     packs = [_on_own_device(pack, row) for row in rows]
@@ -112,7 +113,7 @@ def _on_own_device(pack: Callable[..., Any], row: Sequence[jax.Array]) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _packed_programs(
-    op: ReduceOp, kinds: tuple[tuple[tuple[int, ...], str], ...], count: int
+    op: ReduceOp, kinds: tuple[tuple[tuple[int, ...], np.dtype], ...], count: int
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Returns the programs that join arrays, add joined arrays, and take the sum apart."""
 

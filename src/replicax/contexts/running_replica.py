@@ -9,8 +9,12 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.types import Tree
-from replicax.values import own_component
-from replicax.values.distributed_values import PerReplica, TracedPerReplica
+from replicax.values.distributed_values import (
+    NOT_HERE,
+    PerReplica,
+    TracedPerReplica,
+    set_finder,
+)
 from replicax.values.layout import AXIS, ReplicaLayout
 
 
@@ -18,7 +22,7 @@ def own_component_of(value: PerReplica) -> Tree:
     """Returns the running replica's component, or NOT_HERE outside of replica code."""
     frame = frames.current()
     if frame.mode is not Mode.REPLICA or frame.is_default or frame.layout is None:
-        return own_component.NOT_HERE
+        return NOT_HERE
     if isinstance(value, TracedPerReplica):
         return value.local
     value.require_components(frame.layout.num_replicas)
@@ -58,4 +62,4 @@ def _in_trace(value: PerReplica, layout: ReplicaLayout) -> Tree:
     return jax.tree.unflatten(value.treedef, parts)
 
 
-own_component.set_finder(own_component_of)
+set_finder(own_component_of)

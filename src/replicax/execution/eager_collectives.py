@@ -16,7 +16,7 @@ from replicax.contexts.rendezvous import acting_for_all, different_calls, requir
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import CommunicationOptions, ReduceOp
 from replicax.foundation.types import Tree
-from replicax.values.distributed_values import PerReplica
+from replicax.values.distributed_values import Mirrored, PerReplica
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.regroup import leaves_of, map_structure, select
 
@@ -144,7 +144,10 @@ def _reduce_all(frame: Frame, calls: list[_Reduction]) -> list[_Leaves]:
     reduced = frame.reducer.reduce_values(
         first.op, values, targets, layout.num_replicas, first.options
     )
-    return [select(i, reduced) for i in range(layout.num_replicas)]
+    return [
+        [r.values[i] if isinstance(r, Mirrored) else select(i, r) for r in reduced]
+        for i in range(layout.num_replicas)
+    ]
 
 
 def _gather_all(frame: Frame, calls: list[_Gathering]) -> list[jax.Array]:

@@ -18,13 +18,13 @@ from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import CommunicationOptions, ReduceOp, resolve_reduce_op
 from replicax.foundation.types import Tree
 from replicax.input.input_context import InputContext, InputOptions
-from replicax.strategies import components, updating
+from replicax.strategies import updating
 from replicax.strategies.inputs import Inputs
 from replicax.strategies.placement import Placement
 from replicax.strategies.reductions import Reductions
 from replicax.values.distributed_values import PerReplica, container_of
 from replicax.values.layout import ReplicaLayout
-from replicax.values.regroup import leaves_of
+from replicax.values.regroup import leaves_of, local_results, wrap_all
 from replicax.variables import creators
 from replicax.variables.replicated import VariableComponent
 from replicax.variables.variable import Variable
@@ -170,13 +170,13 @@ class StrategyExtended:
 
     def local_results(self, value: Tree) -> tuple[Tree, ...]:
         """Returns the components of this process."""
-        return components.local_results(value)
+        return local_results(value)
 
     def values_from_function(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
         """Calls `value_fn` for each replica and wraps the results, leaf by leaf."""
         count = self.num_replicas_in_sync
         values = [value_fn(ValueContext(i, count)) for i in range(count)]
-        return components.wrapped(values, self.layout)
+        return wrap_all(values, self.layout)
 
     def value_container(self, value: object) -> Any:
         """Returns the distributed value or variable that a component belongs to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,23 @@ from jax.typing import DTypeLike
 
 from replicax.foundation import devices, errors, jax_compat
 from replicax.foundation.types import Tree
-from replicax.values import own_component, printing
+from replicax.values import printing
 from replicax.values.array_surface import ArrayOperators, ArraySurface, elementwise_equal
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import AXIS, ReplicaLayout
+
+# Returned by the finder where code acts for all replicas, or for none.
+NOT_HERE = object()
+
+
+class _Finder:
+    # Set once by contexts/running_replica.py: values import no contexts.
+    find: Callable[[PerReplica], Any] = staticmethod(lambda value: NOT_HERE)
+
+
+def set_finder(find: Callable[[PerReplica], Any]) -> None:
+    """Sets the function that returns the running replica's component of a value, or NOT_HERE."""
+    _Finder.find = staticmethod(find)
 
 
 class DistributedValues:
@@ -155,8 +168,8 @@ class PerReplica(DistributedValues, ArrayOperators):
         return self._stored
 
     def _as_array(self) -> Any:
-        own = own_component.find(self)
-        if own is own_component.NOT_HERE:
+        own = _Finder.find(self)
+        if own is NOT_HERE:
             raise errors.ArgumentTypeError(
                 "Arithmetic on a PerReplica value needs a replica context",
                 "this is the value of all replicas at once",
@@ -167,8 +180,8 @@ class PerReplica(DistributedValues, ArrayOperators):
 
     def own_value(self) -> Any:
         """Returns the running replica's component; raises outside of replica code."""
-        own = own_component.find(self)
-        if own is own_component.NOT_HERE:
+        own = _Finder.find(self)
+        if own is NOT_HERE:
             raise errors.InvalidArgumentError(
                 "Only a single value can become an array",
                 "this is a PerReplica value outside of a replica context",
@@ -178,8 +191,8 @@ class PerReplica(DistributedValues, ArrayOperators):
         return own
 
     def __bool__(self) -> bool:
-        own = own_component.find(self)
-        if own is not own_component.NOT_HERE:
+        own = _Finder.find(self)
+        if own is not NOT_HERE:
             return bool(own)
         raise errors.ArgumentTypeError(
             "`if`, `and`, `or`, `not` and `bool()` need one truth value",
@@ -308,8 +321,8 @@ def dtype_of(value: Tree) -> np.dtype:
 
 
 def _flatten(value: PerReplica) -> tuple[Sequence[Any], bool]:
-    own = own_component.find(value)
-    return (value.values, False) if own is own_component.NOT_HERE else ((own,), True)
+    own = _Finder.find(value)
+    return (value.values, False) if own is NOT_HERE else ((own,), True)
 
 
 # To JAX a per-replica value that replica code captured is the replica's own component.
