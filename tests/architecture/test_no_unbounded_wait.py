@@ -268,12 +268,12 @@ def test_every_bound_has_an_action_or_a_reason(sources: dict[str, Waits]) -> Non
 def test_a_checkpoint_that_takes_long_is_waited_for_and_told_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(background, "_REPORT_S", 0.01)
     gate, work = threading.Event(), background.BackgroundWork()
     work.start(lambda: (gate.wait(60), None)[1])
     with futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(work.wait)
-        becomes(lambda: "for a checkpoint to be on the disk" in caplog.text, "it is told")
+        becomes(lambda: "for a checkpoint to be written" in caplog.text, "it is told")
         assert not waiting.done()
         gate.set()
         waiting.result(60)

@@ -1,4 +1,4 @@
-"""`Checkpoint`: named objects whose state is saved and restored together."""
+"""`Checkpoint`: saves and restores the state of named objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from replicax.bundle.names import child_name
 from replicax.checkpointing import snapshot
 from replicax.checkpointing.graph import Graph
-from replicax.checkpointing.slots import ValueSlot
+from replicax.checkpointing.slots import Setter, ValueSlot
 from replicax.checkpointing.snapshot import Snapshot
 from replicax.checkpointing.status import RestoreStatus
 from replicax.contexts import guards
@@ -21,12 +21,12 @@ _COUNTER = "save_counter"
 
 
 class Checkpoint:
-    """Objects with state under names, to be saved to disk and restored as one.
+    """Saves named objects to disk and restores them, all together.
 
     Takes variables of any strategy, modules, optimizers, metrics, dataset iterators,
     `jax.random` keys, arrays, plain values, lists and dicts of these, and pytrees of other
-    libraries. Objects can be added later as attributes; values restored before that wait
-    for them.
+    libraries. Objects can be added later as attributes; they get the values that were restored
+    before.
 
     >>> import replicax as rx, tempfile
     >>> directory = tempfile.mkdtemp()
@@ -40,7 +40,7 @@ class Checkpoint:
     (3, 'first try')
     """
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, **objects: object) -> None:
         self.__dict__["_objects"] = {}
         self.__dict__["_counter"] = 0
         # The last restore, as long as it may keep values for objects to come.
@@ -48,7 +48,7 @@ class Checkpoint:
         for name, value in objects.items():
             setattr(self, name, value)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if hasattr(type(self), name) or name.startswith("_"):
             raise errors.InvalidArgumentError(
                 "An object in a Checkpoint needs a name of its own",
@@ -71,23 +71,23 @@ class Checkpoint:
             raise AttributeError(name)
         del self._objects[name]
 
-    def _put(self, name: str) -> Any:
+    def _put(self, name: str) -> Setter:
         return lambda new: self._objects.__setitem__(name, new)
 
     @property
     def save_counter(self) -> int:
-        """How often `save` was called; saved and restored with the objects."""
+        """The number of the last save; saved and restored with the objects."""
         return self._counter
 
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
-        """Saves to `file_prefix-<number>`, counting up; returns that path."""
+        """Saves to `file_prefix-<number>`, with the next number; returns that path."""
         number = self._counter + 1
         path = Path(f"{os.fspath(file_prefix)}-{number}")
         self.take_snapshot("Checkpoint.save", number, path, is_copied=False).write(path, number)
         return str(path)
 
     def write(self, path: str | os.PathLike[str]) -> str:
-        """Saves to exactly `path`, a new directory, or in place of the checkpoint there."""
+        """Saves to exactly `path`; a checkpoint that is there is replaced."""
         target, number = Path(path), self._counter
         self.take_snapshot("Checkpoint.write", number, target, is_copied=False).write(
             target, number
@@ -95,10 +95,10 @@ class Checkpoint:
         return os.fspath(path)
 
     def restore(self, path: str | os.PathLike[str] | None) -> RestoreStatus:
-        """Gives every object the value that the checkpoint at `path` has for it.
+        """Restores every object that the checkpoint at `path` has a value for.
 
         Everything is read and checked first: if a name, shape, type or checksum is wrong,
-        nothing is changed. Values for objects that do not exist yet wait for them. With
+        nothing changes. Objects that are created later are restored when they are created. With
         None (no checkpoint yet) nothing happens.
         """
         _require_plain_code("Checkpoint.restore")
@@ -115,7 +115,7 @@ class Checkpoint:
         """Reads all values, as save `number`; see `snapshot.take`."""
         _require_plain_code(api)
         if self._last_restore is not None:
-            # Values that still wait for an object may find it in a list or dict by now.
+            # Restores objects that were put into a list or dict meanwhile.
             _ = self._last_restore.pending
         before, self.__dict__["_counter"] = self._counter, number
         try:
@@ -132,14 +132,14 @@ class Checkpoint:
             graph.add(child_name("", name), value, self._put(name))
         return graph
 
-    def _put_counter(self, value: Any) -> None:
+    def _put_counter(self, value: object) -> None:
         self.__dict__["_counter"] = value if type(value) is int else 0
 
     def __repr__(self) -> str:
         return f"Checkpoint({', '.join(self._objects)})"
 
 
-def _require_savable(name: str, value: Any, put: Any) -> None:
+def _require_savable(name: str, value: object, put: Setter) -> None:
     if not Graph().add(child_name("", name), value, put):
         raise errors.ArgumentTypeError(
             f"The object {name!r} needs state that can be saved",

@@ -1,4 +1,4 @@
-"""A directory of numbered checkpoints: what is in it, and who may write to it."""
+"""A directory of numbered checkpoints: its contents, and the lock of its writer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def steps_in(directory: Path, name: str | None = None) -> dict[int, Path]:
 
 
 class WriterLock:
-    """The right to write to a directory: one process has it, until it closes it or ends.
+    """The write lock of a directory: held by one process, until it is released or the process ends.
 
     Readers need no lock. Several managers of one process share it.
     """
@@ -53,7 +53,11 @@ class WriterLock:
         self._closer: weakref.finalize | None = None
 
     def acquire(self) -> bool:
-        """Takes the lock; False if the directory can only be read, an error if it is taken."""
+        """Acquires the lock; returns False if the directory is read-only.
+
+        Raises:
+          CheckpointError: Another process holds it.
+        """
         if self._closer is not None and self._closer.alive:
             return True
         try:
@@ -64,7 +68,7 @@ class WriterLock:
                 return True
             raise errors.CheckpointError(
                 f"Only one process may manage the checkpoints in {self._directory}",
-                f"process {error.holder or 'unknown'} does so",
+                f"process {error.holder or 'unknown'} does",
                 "Wait for it, or use another directory. To read only, use "
                 "`rx.train.latest_checkpoint` and `Checkpoint.restore`.",
             ) from error
@@ -76,6 +80,6 @@ class WriterLock:
         return True
 
     def release(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         if self._closer is not None:
             self._closer()

@@ -1,9 +1,9 @@
-"""The object graph: finds what a checkpoint saves below named objects, and under which name."""
+"""The object graph: the values below named objects that a checkpoint saves, and their names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from replicax.bundle.names import child_name, child_path, joined
 from replicax.checkpointing import plain
 from replicax.checkpointing.slots import (
     ArraySlot,
+    HasState,
     KeySlot,
     Setter,
     Slot,
@@ -21,38 +22,51 @@ from replicax.checkpointing.slots import (
     VariableSlot,
 )
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
 from replicax.variables.module import Module
 from replicax.variables.variable import Variable
 
-# Attributes of `Module` that say how it is held, not what it holds.
+# Attributes of `Module` that are not its state.
 _NOT_STATE = ("_name", "on_new_child")
 
 
+class _Growing(Protocol):
+    """An object that reports new children."""
+
+    on_new_child: Callable[[str, object], None] | None
+
+
+class _HasChildren(Protocol):
+    """An object that lists its parts for checkpoints."""
+
+    def checkpoint_children(self) -> Mapping[str, object]: ...
+
+
 class Graph:
-    """What was found below some named objects.
+    """The values below named objects.
 
     Attributes:
       slots: Everything that can be saved, by name; each variable once.
-      aliases: Further paths of objects that are under another name already.
-      growing: Objects that tell when they get a new child (`on_new_child`), by path.
+      aliases: Further paths of objects that are saved under another name.
+      growing: Objects that report new children (`on_new_child`), by path.
     """
 
     def __init__(self) -> None:
         self.slots: dict[str, Slot] = {}
         self.aliases: dict[str, str] = {}
-        self.growing: dict[str, Any] = {}
+        self.growing: dict[str, _Growing] = {}
         # Rebuild immutable structures around restored leaves; inner ones come first.
         self._rebuilders: list[Callable[[], None]] = []
         self._first_paths: dict[int, str] = {}
-        # Keeps what `_first_paths` knows by id from being replaced by another object.
-        self._seen: list[Any] = []
+        # Keeps the objects alive whose ids are in `_first_paths`.
+        self._seen: list[object] = []
 
-    def add(self, name: str, value: Any, put: Setter) -> bool:
-        """Adds an object and all below it; tells whether it was of use."""
+    def add(self, name: str, value: object, put: Setter) -> bool:
+        """Adds an object and all below it; returns False if it cannot be saved."""
         if isinstance(value, Variable):
             value = getattr(value, "container", value)
             self._add_once(VariableSlot(name, value, put))
-        elif callable(getattr(value, "checkpoint_children", None)) and not _is_class(value):
+        elif _has_children(value):
             self._add_own_children(name, value)
         elif isinstance(value, Module):
             self._add_children(name, value, list(vars(value).items()), value.__dict__.__setitem__)
@@ -74,7 +88,7 @@ class Graph:
         return True
 
     def paths_of(self, name: str) -> list[str]:
-        """Returns all paths of the object that is known as `name`, that one first."""
+        """Returns all paths of an object, beginning with `name`."""
         found = [name]
         for alias, first in self.aliases.items():
             if name == first or name.startswith(f"{first}/"):
@@ -82,7 +96,7 @@ class Graph:
         return found
 
     def rebuild(self) -> None:
-        """Puts restored leaves into the immutable structures that they came from."""
+        """Rebuilds the immutable structures whose leaves were restored."""
         for rebuilder in reversed(self._rebuilders):
             rebuilder()
 
@@ -95,7 +109,7 @@ class Graph:
             )
         self.slots[slot.name] = slot
 
-    def _is_known(self, name: str, value: Any) -> bool:
+    def _is_known(self, name: str, value: object) -> bool:
         first = self._first_paths.setdefault(id(value), name)
         if first == name:
             self._seen.append(value)
@@ -107,19 +121,19 @@ class Graph:
         if not self._is_known(slot.name, slot.target):
             self._add_slot(slot)
 
-    def _enter(self, name: str, value: Any) -> bool:
-        """Tells whether an object with children is met for the first time."""
+    def _enter(self, name: str, value: object) -> bool:
+        """Returns whether an object with children is found for the first time."""
         if self._is_known(name, value):
             return False
-        if hasattr(value, "on_new_child"):
+        if _is_growing(value):
             self.growing[name] = value
         return True
 
     def _add_children(
         self,
         name: str,
-        value: Any,
-        children: Iterable[tuple[Any, Any]],
+        value: object,
+        children: Iterable[tuple[Any, object]],
         put: Callable[[Any, Any], None],
     ) -> None:
         if not self._enter(name, value):
@@ -128,20 +142,20 @@ class Graph:
             if not (isinstance(value, Module) and key in _NOT_STATE):
                 self.add(child_name(name, key), child, lambda new, key=key: put(key, new))
 
-    def _add_own_children(self, name: str, value: Any) -> None:
-        """Adds what an object says it consists of; its names may be paths."""
+    def _add_own_children(self, name: str, value: _HasChildren) -> None:
+        """Adds the parts that an object lists; their names may be paths."""
         if not self._enter(name, value):
             return
         for path, child in value.checkpoint_children().items():
             full = child_path(name, path)
             self.add(full, child, lambda new, path=path: setattr(value, path, new))
 
-    def _add_pytree(self, name: str, value: Any, put: Setter) -> None:
+    def _add_pytree(self, name: str, value: Tree, put: Setter) -> None:
         found, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_object)
         leaves = [leaf for _, leaf in found]
         changed: list[int] = []
 
-        def put_leaf(index: int, new: Any) -> None:
+        def put_leaf(index: int, new: object) -> None:
             leaves[index] = new
             changed.append(index)
 
@@ -155,25 +169,26 @@ class Graph:
             self.add(joined(name, parts), leaf, lambda new, index=index: put_leaf(index, new))
 
 
-def _is_object(value: Any) -> bool:
-    """Tells whether the walk handles a part of a pytree as an object of its own."""
+def _is_object(value: object) -> bool:
+    """Returns whether a part of a pytree is added as an object of its own."""
     is_own = isinstance(value, Variable | Module) or _has_state(value)
     return is_own or hasattr(type(value), "checkpoint_children")
 
 
-def _has_state(value: Any) -> bool:
-    if _is_class(value):
-        return False
-    return callable(getattr(value, "get_state", None)) and callable(
-        getattr(value, "set_state", None)
-    )
+def _has_children(value: object) -> TypeGuard[_HasChildren]:
+    return not isinstance(value, type) and callable(getattr(value, "checkpoint_children", None))
 
 
-def _is_class(value: Any) -> bool:
-    return isinstance(value, type)
+def _is_growing(value: object) -> TypeGuard[_Growing]:
+    return hasattr(value, "on_new_child")
 
 
-def _is_without_state(value: Any) -> bool:
-    """Tells whether there is nothing to save: functions, classes, strategies, empty trees."""
+def _has_state(value: object) -> TypeGuard[HasState]:
+    methods = (getattr(value, name, None) for name in ("get_state", "set_state"))
+    return not isinstance(value, type) and all(map(callable, methods))
+
+
+def _is_without_state(value: object) -> bool:
+    """Returns whether there is nothing to save: functions, classes, strategies, empty trees."""
     is_strategy = hasattr(value, "extended") and hasattr(value, "scope")
     return callable(value) or is_strategy or not jax.tree_util.tree_leaves(value)

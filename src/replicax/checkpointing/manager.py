@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, SupportsFloat, SupportsInt
 
 import numpy as np
 
@@ -28,21 +28,21 @@ _logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves a `Checkpoint` under rising numbers, keeps the newest, finds the last good one.
+    """Saves a `Checkpoint` under increasing numbers, keeps the newest, restores the last good one.
 
-    Only one process may manage a directory; the lock ends with `close()` or the process.
+    Only one process may manage a directory, until `close()` or its end.
 
     Args:
       checkpoint: What to save.
-      directory: Where; made if it does not exist.
+      directory: The directory of the checkpoints; created if it does not exist.
       max_to_keep: How many checkpoints to keep; None keeps all.
-      keep_checkpoint_every_n_hours: Keeps one for each such stretch of time besides.
-      checkpoint_name: First part of the name of each checkpoint.
-      step_counter: A variable or number that counts steps; goes with `checkpoint_interval`.
+      keep_checkpoint_every_n_hours: Also keeps one checkpoint for each such period.
+      checkpoint_name: The prefix of the name of each checkpoint.
+      step_counter: A variable or number that counts steps; needed for `checkpoint_interval`.
       checkpoint_interval: `save` does nothing until so many steps after the last save.
       init_fn: Called by `restore_or_initialize` if there is no checkpoint.
-      keep_every_n_steps: Keeps those whose number is a multiple of this besides.
-      keep_best: Keeps so many with the best value of `best_metric` besides.
+      keep_every_n_steps: Also keeps those whose number is a multiple of this.
+      keep_best: Also keeps so many with the best value of `best_metric`.
       best_metric: A name from the `metrics` given to `save`; "-loss" if less is better.
       save_async: Whether `save` returns after copying the values and writes in the background.
 
@@ -62,9 +62,9 @@ class CheckpointManager:
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float | None = None,
         checkpoint_name: str = "ckpt",
-        step_counter: Any = None,
+        step_counter: SupportsInt | None = None,
         checkpoint_interval: int | None = None,
-        init_fn: Callable[[], Any] | None = None,
+        init_fn: Callable[[], object] | None = None,
         *,
         keep_every_n_steps: int | None = None,
         keep_best: int = 0,
@@ -90,9 +90,9 @@ class CheckpointManager:
         self._init_fn = init_fn
         self._is_async = save_async
         self._work = BackgroundWork()
-        # Host memory of the last save, for the next one.
+        # Host memory of the last save, reused by the next one.
         self._spare: np.ndarray | None = None
-        # What the policy needs of each checkpoint that this manager has saved or read.
+        # The records of the checkpoints that this manager has saved or read.
         self._known: dict[int, Record] = {}
         self._lock = WriterLock(self._directory)
         if self._lock.acquire():
@@ -101,21 +101,19 @@ class CheckpointManager:
     def __repr__(self) -> str:
         return f"<rx.train.CheckpointManager of {self._checkpoint!r} in {self.directory!r}>"
 
-    # Facts.
-
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is saved."""
+        """The checkpoint that is saved."""
         return self._checkpoint
 
     @property
     def directory(self) -> str:
-        """Where the checkpoints are."""
+        """The directory of the checkpoints."""
         return str(self._directory)
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """How many steps lie between two saves at least."""
+        """The least number of steps between two saves."""
         return self._interval
 
     @property
@@ -143,19 +141,19 @@ class CheckpointManager:
 
     def save(
         self,
-        checkpoint_number: Any = None,
+        checkpoint_number: SupportsInt | None = None,
         check_interval: bool = True,
         *,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         asynchronous: bool | None = None,
     ) -> str | None:
-        """Saves a checkpoint and removes those that are not to be kept.
+        """Saves a checkpoint and removes those that have expired.
 
         Args:
           checkpoint_number: Its number, such as the step; by default one more than the last.
           check_interval: Whether to do nothing if `checkpoint_interval` is not over yet.
           metrics: Numbers to save with it.
-          asynchronous: Whether to write in the background; by default as `save_async` says.
+          asynchronous: Whether to write in the background; `save_async` is the default.
             The values are copied before this returns. An error in the background is
             raised by the next call.
 
@@ -184,7 +182,7 @@ class CheckpointManager:
         else:
             expired = self._write(taken, path, number, measured)
             if expired:
-                # They are out of the list already; freeing their space takes a while.
+                # They are hidden already; freeing their space takes a while.
                 self._work.start(lambda: _delete(expired))
         self._last_saved_at = now
         return str(path)
@@ -194,9 +192,9 @@ class CheckpointManager:
             return True
         return now - self._last_saved_at >= self._interval
 
-    def _number(self, given: Any) -> int:
+    def _number(self, given: SupportsInt | None) -> int:
         if given is None:
-            # A program that did not restore must not write over what is there.
+            # A program that did not restore must not replace earlier checkpoints.
             return max(self._checkpoint.save_counter, *self._steps(), 0) + 1
         number = int(given)
         if number < 0:
@@ -208,7 +206,7 @@ class CheckpointManager:
     def _write(
         self, taken: Snapshot, path: Path, number: int, metrics: Mapping[str, float]
     ) -> list[Path]:
-        """Writes a checkpoint; returns what is left of those that are not kept."""
+        """Writes a checkpoint; returns what is left of those that have expired."""
         taken.write(path, number, metrics)
         self._known[number] = Record(number, time.time(), metrics)
         steps = steps_in(self._directory, self._name)
@@ -216,7 +214,7 @@ class CheckpointManager:
         return [publishing.put_aside(steps[step]) for step in expired if step != number]
 
     def _records(self, steps: Mapping[int, Path]) -> list[Record]:
-        """Returns what the policy needs; a damaged checkpoint counts with its number alone.
+        """Returns the records of checkpoints; that of a damaged one has its number only.
 
         Manifests are read once, and only if the policy needs more than numbers.
         """
@@ -237,7 +235,7 @@ class CheckpointManager:
     sync = wait
 
     def close(self) -> None:
-        """Waits for a save in the background and lets other processes manage the directory."""
+        """Waits for a save in the background and releases the directory."""
         self._spare = None
         try:
             self._work.wait()
@@ -253,10 +251,10 @@ class CheckpointManager:
     # Restoring.
 
     def restore_latest(self) -> RestoreStatus:
-        """Restores the newest checkpoint that is whole.
+        """Restores the newest checkpoint that is not damaged.
 
-        A damaged one is passed over with a warning; `status.fallbacks` names it. Without
-        any checkpoint nothing happens, and the path of the status is None.
+        A damaged one is skipped with a warning, and listed in `status.fallbacks`. Without any
+        checkpoint nothing happens, and the path of the status is None.
         """
         self._work.wait()
         steps = self._steps()
@@ -283,12 +281,12 @@ class CheckpointManager:
             raise errors.DataLossError(
                 f"One of the {len(failed)} checkpoints in {self._directory} must be whole",
                 f"none is: {reasons}",
-                "Copy them again from where they came, or start anew elsewhere.",
+                "Copy them again from their source, or start in another directory.",
             ) from failed[0][1]
         return self._checkpoint.restore(None)
 
     def restore_or_initialize(self) -> str | None:
-        """Restores the newest whole checkpoint; without any, calls `init_fn`.
+        """Restores the newest checkpoint that is not damaged; without any, calls `init_fn`.
 
         Returns:
           The path that was restored, or None.
@@ -300,7 +298,7 @@ class CheckpointManager:
 
 
 def _delete(paths: list[Path]) -> None:
-    """Frees the space of what was put aside."""
+    """Deletes hidden checkpoints."""
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Looking into checkpoints without the program that wrote them."""
+"""Reads checkpoints without the program that wrote them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from replicax.checkpointing.manifest import ArrayEntry, SavedCheckpoint
 from replicax.foundation import errors
 
 _log = logging.getLogger(__name__)
-# How often a directory is looked at, and how often a long wait is reported.
+# The seconds between two looks at a directory, and between two log messages of a long wait.
 _POLL_S = 0.5
 _REPORT_S = 60.0
 
@@ -39,17 +39,17 @@ def checkpoints_iterator(
     timeout: float | None = None,
     timeout_fn: Callable[[], bool] | None = None,
 ) -> Iterator[str]:
-    """Yields the newest checkpoint of a directory, whenever there is a new one.
+    """Yields each new checkpoint of a directory.
 
-    For a program that evaluates what another one trains. Checkpoints that appear while the
-    caller is busy are passed over, except for the newest. Needs no lock.
+    For a program that evaluates what another one trains. Of the checkpoints that appear while the
+    caller is busy, only the newest is yielded. Needs no lock.
 
     Args:
       checkpoint_dir: The directory of a CheckpointManager; it need not exist yet.
       min_interval_secs: The least time between two checkpoints.
-      timeout: How many seconds to wait for a new checkpoint; without end if None.
-      timeout_fn: Called when that time is over: ends the iteration if it returns True, else
-        it waits on. Without it, the iteration ends.
+      timeout: The seconds to wait for a new checkpoint; None for no limit.
+      timeout_fn: Called after a timeout: ends the iteration if it returns True, else waits again.
+        Without it, the iteration ends.
 
     >>> import tempfile
     >>> import replicax as rx

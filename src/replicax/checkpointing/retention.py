@@ -1,4 +1,4 @@
-"""Which checkpoints stay and which go: pure decisions, without files or clocks."""
+"""The retention policy of checkpoints. Pure: no files, no clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from replicax.foundation import errors
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What is known about a checkpoint: its number, when it was saved, its metrics."""
+    """The number of a checkpoint, the time of its save, and its metrics."""
 
     step: int
     saved_at: float = 0.0
@@ -19,12 +19,12 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What to keep.
+    """The checkpoints to keep.
 
     Attributes:
-      max_to_keep: How many of the newest; None for all.
+      max_to_keep: The number of newest ones; None for all.
       every_n_steps: Also those whose number is a multiple of this.
-      every_n_hours: Also one for each such stretch of time.
+      every_n_hours: Also one for each such period.
       keep_best: Also this many with the best metric.
       best_metric: The metric; "-loss" if a smaller "loss" is better.
     """
@@ -49,7 +49,7 @@ class Policy:
         return self.every_n_hours is None and not self.best_metric
 
     def expired(self, records: Sequence[Record]) -> list[int]:
-        """Returns the numbers of the checkpoints that are not to be kept.
+        """Returns the numbers of the checkpoints to remove.
 
         >>> Policy(max_to_keep=2).expired([Record(1), Record(2), Record(3)])
         [1]

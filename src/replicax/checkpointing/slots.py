@@ -1,11 +1,11 @@
-"""Slots: the places of a program whose values a checkpoint saves and restores."""
+"""Slots: the values of a program that a checkpoint saves and restores."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,25 @@ from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import VariableAggregation
 from replicax.variables.variable import Variable
 
-# Puts a new object where an old one was found.
+# Replaces an object in its parent.
 Setter = Callable[[Any], None]
+
+
+class HasState(Protocol):
+    """An object such as a dataset iterator, whose state is plain data."""
+
+    def get_state(self) -> object: ...
+    def set_state(self, state: Any, /) -> None: ...
 
 
 @dataclasses.dataclass
 class Slot(abc.ABC):
-    """One value of the program: how it is read, compared with a checkpoint, and written.
+    """One value of the program: reads it, compares it with a checkpoint, and writes it.
 
     Attributes:
-      name: Its path from the checkpoint.
-      target: The object found there.
-      put: Replaces that object by another one.
+      name: Its path in the checkpoint.
+      target: The object.
+      put: Replaces the object in its parent.
     """
 
     name: str
@@ -42,7 +49,7 @@ class Slot(abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> Any:
-        """Returns what is to be saved: an array, or the JSON form of a plain value."""
+        """Returns the value to save: an array, or the JSON form of a plain value."""
 
     @abc.abstractmethod
     def check(self, entry: Entry, file: str) -> None:
@@ -50,7 +57,7 @@ class Slot(abc.ABC):
 
     @abc.abstractmethod
     def write(self, value: Any) -> None:
-        """Takes over a value: an array, or a decoded plain value."""
+        """Stores a value: an array, or a decoded plain value."""
 
     def refuse(self, entry: Entry, mine: str, file: str) -> errors.InvalidArgumentError:
         """Returns the error for a value that does not fit."""
@@ -70,7 +77,7 @@ def describe(entry: Entry) -> str:
 
 
 class ArraySlot(Slot):
-    """An array: of JAX, which keeps its sharding, or of NumPy."""
+    """An array of JAX, which keeps its sharding, or of NumPy."""
 
     kind = "array"
 
@@ -120,7 +127,7 @@ class VariableSlot(ArraySlot):
                 )
             return variable.read(frames.current())
         if variable.stored is None:
-            # Explains that the function which creates it has not run.
+            # Raises an error that explains that the function which creates it has not run.
             return variable.read(frames.current())
         return variable.read_copy(0)
 
@@ -154,7 +161,7 @@ class KeySlot(Slot):
 
     @property
     def key_impl(self) -> str:
-        """The name of the generator that the key belongs to."""
+        """The name of the PRNG implementation of the key."""
         return str(jax.random.key_impl(self.target))
 
     @override
@@ -191,7 +198,7 @@ class ValueSlot(Slot):
             raise self.refuse(entry, f"a plain value like {self.target!r}", file)
 
     @override
-    def write(self, value: Any) -> None:
+    def write(self, value: object) -> None:
         self.put(value)
 
 
@@ -210,12 +217,12 @@ class StateSlot(Slot):
             raise self.refuse(entry, f"the state of a {type(self.target).__name__}", file)
 
     @override
-    def write(self, value: Any) -> None:
+    def write(self, value: object) -> None:
         self.target.set_state(value)
 
 
 def _copied(value: np.ndarray) -> jax.Array:
-    """Returns a JAX array in memory of its own: the stream it comes from is let go."""
+    """Returns a JAX array in memory of its own."""
     with jax_compat.any_dtype(value.dtype):
         return jnp.array(value, copy=True)
 

@@ -1,4 +1,4 @@
-"""What a restore did, and the values that it still keeps for objects yet to come."""
+"""The outcome of a restore, and the values that it keeps for objects created later."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from replicax.bundle.names import child_path
 from replicax.checkpointing import plain, tables
 from replicax.checkpointing.graph import Graph
 from replicax.checkpointing.manifest import ArrayEntry, Entry, SavedCheckpoint
-from replicax.checkpointing.slots import Slot, StateSlot, describe
+from replicax.checkpointing.slots import Setter, Slot, StateSlot, describe
 from replicax.foundation import errors
 
-# Walks all objects of the Checkpoint.
+# Returns the graph of all objects of the Checkpoint.
 Walk = Callable[[], Graph]
 
 
 class RestoreStatus:
-    """The outcome of `Checkpoint.restore`, and the keeper of values without an object yet.
+    """The outcome of `Checkpoint.restore`; restores objects that are created later.
 
     >>> import replicax as rx, tempfile
     >>> v = rx.Variable(1.0)
@@ -32,7 +32,7 @@ class RestoreStatus:
 
     Attributes:
       path: The checkpoint that was restored, or None.
-      fallbacks: Newer checkpoints that were passed over, with the error of each.
+      fallbacks: Newer checkpoints that could not be restored, with the error of each.
     """
 
     def __init__(self, path: Path | None, walk: Walk) -> None:
@@ -53,7 +53,7 @@ class RestoreStatus:
 
     @property
     def restored(self) -> tuple[str, ...]:
-        """Names of the objects that got a value."""
+        """Names of the restored objects."""
         return tuple(sorted(self._restored))
 
     @property
@@ -63,17 +63,17 @@ class RestoreStatus:
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """Names in the checkpoint that wait for an object of that name."""
+        """Names in the checkpoint without an object, which are restored when it is created."""
         self._settled()
         return () if self._is_partial else tuple(sorted(self._pending))
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Names in the checkpoint that are not waited for, after `expect_partial()`."""
+        """Names in the checkpoint without an object, after `expect_partial()`."""
         return tuple(sorted(self._pending)) if self._is_partial else ()
 
     def assert_consumed(self) -> Self:
-        """Raises unless every object got a value and every value an object."""
+        """Raises unless every object was restored and every value was used."""
         self.assert_existing_objects_matched()
         left = self.pending or self.unused
         if left or self.path is None:
@@ -85,7 +85,7 @@ class RestoreStatus:
         return self
 
     def assert_existing_objects_matched(self) -> Self:
-        """Raises unless every object of the Checkpoint got a value."""
+        """Raises unless every object of the Checkpoint was restored."""
         missing = self.missing
         if missing:
             left = self.pending or self.unused
@@ -97,21 +97,21 @@ class RestoreStatus:
         return self
 
     def expect_partial(self) -> Self:
-        """Accepts that parts of the checkpoint stay unused, and lets go of them."""
+        """Accepts that parts of the checkpoint stay unused, and releases them."""
         self._settled()
         self._is_partial = True
         self._kept.clear()
         return self
 
     def report(self) -> str:
-        """Returns what was restored and what was not, as text for people."""
+        """Returns a readable list of what was restored and what was not."""
         groups = {
             "missing in the checkpoint": self.missing,
             "pending, until an object of this name appears": self.pending,
             "unused": self.unused,
         }
         lines = [f"checkpoint {self.path}"]
-        lines += [f"passed over {path}: {error}" for path, error in self.fallbacks]
+        lines += [f"skipped {path}: {error}" for path, error in self.fallbacks]
         lines.append(f"restored: {len(self._restored)}")
         lines += [f"  {name}" for name in self.restored]
         for title, names in groups.items():
@@ -133,7 +133,7 @@ class RestoreStatus:
     # Restoring.
 
     def load(self, path: Path) -> Self:
-        """Gives every object its value, or raises and changes nothing."""
+        """Restores every object, or raises and changes nothing."""
         with SavedCheckpoint(path) as saved:
             self._saved = saved
             graph = self._walk()
@@ -162,15 +162,15 @@ class RestoreStatus:
         self._listen(graph)
         return self
 
-    def give(self, name: str, value: Any, put: Callable[[Any], None]) -> None:
-        """Gives pending values to an object that has just appeared under `name`."""
+    def give(self, name: str, value: object, put: Setter) -> None:
+        """Restores pending values of an object that was just created under `name`."""
         if self._pending and not self._is_partial:
             graph = Graph()
             graph.add(name, value, put)
             self._give_to(graph)
 
     def _settled(self) -> Graph:
-        """Gives pending values to objects that appeared unseen, such as items of a list."""
+        """Restores pending values of objects that were created unnoticed, such as list items."""
         graph = self._walk()
         if self._pending and not self._is_partial:
             self._give_to(graph)
@@ -209,25 +209,25 @@ class RestoreStatus:
 
 
 class _NewChild:
-    """Tells a pending restore about new attributes of one object."""
+    """Reports new attributes of one object to a pending restore."""
 
-    def __init__(self, status: RestoreStatus, path: str, parent: Any) -> None:
+    def __init__(self, status: RestoreStatus, path: str, parent: object) -> None:
         self._status = status
         self._path = path
         self._parent = parent
 
-    def __call__(self, name: str, value: Any) -> None:
+    def __call__(self, name: str, value: object) -> None:
         # Not through the object's own `__setattr__`, which would call here again.
         put = functools.partial(object.__setattr__, self._parent, name)
         self._status.give(child_path(self._path, name), value, put)
 
     def __reduce__(self) -> Any:
-        # A copy of the object is another object: nothing is pending for it.
+        # Nothing is pending for a copy of the object.
         return type(None), ()
 
 
 def _write(graph: Graph, matched: Mapping[str, Entry], arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes values that were all checked; code of others, which may fail, comes first."""
+    """Writes checked values; states come first, since `set_state` of users may fail."""
     undo: list[tuple[StateSlot, Any]] = []
     for name, entry in matched.items():
         slot = graph.slots[name]

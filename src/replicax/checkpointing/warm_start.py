@@ -1,4 +1,4 @@
-"""Starting a program with some values of another program's checkpoint."""
+"""Initializes variables from the checkpoint of another program."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from replicax.bundle import manifest as bundles
 from replicax.bundle.names import child_name
@@ -24,17 +23,17 @@ def warm_start(
     vars_to_warm_start: str | Sequence[str] | Sequence[Variable] | None = ".*",
     var_name_to_prev_var_name: Mapping[str, str] | None = None,
     *,
-    objects: Mapping[str, Any] | None = None,
+    objects: Mapping[str, object] | None = None,
 ) -> None:
-    """Gives variables the values that a checkpoint of another program has for them.
+    """Initializes variables with the values of another program's checkpoint.
 
-    Unlike `Checkpoint.restore` it takes a part of a checkpoint under other names, and insists
-    on it: every chosen variable must have a value of its shape and type there. Everything is
-    checked before anything changes.
+    Unlike `Checkpoint.restore`, it restores a part of a checkpoint, possibly under other names, and
+    every chosen variable must have a value of its shape and type there. Everything is checked
+    before anything changes.
 
     Args:
-      ckpt_to_initialize_from: A checkpoint, or a directory of them, of which the newest is taken.
-      vars_to_warm_start: A list of variables, which go by their `name`; or regular
+      ckpt_to_initialize_from: A checkpoint, or a directory of them, whose newest is used.
+      vars_to_warm_start: A list of variables, identified by their `name`; or regular
         expressions, one or a list, that match from the start of the names of variables in
         `objects`. None for no variable.
       var_name_to_prev_var_name: The name in the checkpoint, by the name here, where they differ.
@@ -73,17 +72,20 @@ def warm_start(
         slot.write(arrays[entries[name].name])
 
 
-def _chosen(chosen: Any, objects: Mapping[str, Any] | None) -> dict[str, VariableSlot]:
+def _chosen(
+    chosen: str | Sequence[str] | Sequence[Variable] | None, objects: Mapping[str, object] | None
+) -> dict[str, VariableSlot]:
     if chosen is None:
         return {}
-    patterns: list[Any] = [chosen] if isinstance(chosen, str) else list(chosen)
-    variables = [item for item in patterns if isinstance(item, Variable)]
-    if variables and len(variables) == len(patterns):
+    items: list[str | Variable] = [chosen] if isinstance(chosen, str) else list(chosen)
+    patterns = [item for item in items if isinstance(item, str)]
+    variables = [item for item in items if isinstance(item, Variable)]
+    if variables and len(variables) == len(items):
         return {v.name: VariableSlot(v.name, v, lambda new: None) for v in variables}
-    if not all(isinstance(item, str) for item in patterns):
+    if len(patterns) < len(items):
         raise errors.ArgumentTypeError(
             "`vars_to_warm_start` must be variables, or regular expressions",
-            f"there are {sorted({type(item).__name__ for item in patterns})}",
+            f"there are {sorted({type(item).__name__ for item in items})}",
             "Pass one kind.",
         )
     if objects is None:
@@ -126,7 +128,7 @@ def _entry(saved: SavedCheckpoint, path: Path, name: str, slot: VariableSlot) ->
         raise errors.NotFoundError(
             f"{name!r} must be an array in the checkpoint {path}",
             f"it holds {', '.join(names[:10]) or 'no array'}",
-            "Say with `var_name_to_prev_var_name` what it is called there; "
+            "Pass its name there in `var_name_to_prev_var_name`; "
             "`rx.train.list_variables` lists all.",
         )
     slot.check(entry, str(path))
