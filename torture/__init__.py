@@ -1,1 +1,1 @@
-"""Promises put to the test by real faults: `python -m torture.run`."""
+"""Reliability checks with real faults: `python -m torture.run`."""

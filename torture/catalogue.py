@@ -1,4 +1,4 @@
-"""All bars, by theme; importing this module registers them."""
+"""All checks, by theme; importing this module registers them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torture import (
     launchers,
     partitions,
     recovery,
-    saboteurs,
+    safeguard_checks,
     stragglers,
 )
-from torture.bars import chosen as chosen
+from torture.checks import chosen as chosen
 
 THEMES = (
     closures,
@@ -30,5 +30,5 @@ THEMES = (
     keys,
     endurance,
     launchers,
-    saboteurs,
+    safeguard_checks,
 )

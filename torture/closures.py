@@ -1,4 +1,4 @@
-"""Bars about closures and the workers that run them: kills, stops, poison, stragglers."""
+"""Checks about closures and the workers that run them: kills, stops, poison, stragglers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import threading
 import time
 
 from replicax.foundation import errors
-from torture.bars import Outcome, Plan, bar
+from torture.checks import Outcome, Plan, check
 from torture.jobs import Job, is_there, job, quantile, until
 
 # What the fast profile of timing says.
 DEAD_SECONDS = 2.0
 
 
-@bar(
+@check(
     1,
-    promise="a worker is killed every 2 s: each closure counts once",
+    claim="a worker is killed every 2 s: each closure counts once",
     limit="3 exact counters, gap ≤ 5 s, ≥ 20 kills in closures",
     minutes=6,
 )
@@ -31,7 +31,7 @@ def killed_workers(plan: Plan) -> Outcome:
         begin = time.monotonic()
         work.schedule(count, 0.035)
         every = plan.size(2.0, 1.0)
-        landed = _kill_on_and_on(work, plan.chance(), seconds, every)
+        landed = _kill_on_and_on(work, plan.rng(), seconds, every)
         work.coordinator.join(timeout=180)
         values, gap = work.values(), work.marks.longest_gap(begin)
     outcome = Outcome(
@@ -45,13 +45,13 @@ def killed_workers(plan: Plan) -> Outcome:
     return outcome
 
 
-@bar(
+@check(
     2,
-    promise="what closures do elsewhere happens at least once",
+    claim="what closures do outside of variables happens at least once",
     limit="every line ≥ 1",
     minutes=5,
 )
-def effects_elsewhere(plan: Plan) -> Outcome:
+def external_effects(plan: Plan) -> Outcome:
     """Kills workers whose closures append to a file."""
     count = plan.size(5000, 200)
     path = plan.directory / "lines"
@@ -65,7 +65,7 @@ def effects_elsewhere(plan: Plan) -> Outcome:
 
         for number in range(count):
             work.coordinator.schedule(write_and_step, args=(number,))
-        landed = _kill_on_and_on(work, plan.chance(), plan.size(40.0, 4.0), plan.size(2.0, 1.0))
+        landed = _kill_on_and_on(work, plan.rng(), plan.size(40.0, 4.0), plan.size(2.0, 1.0))
         work.coordinator.join(timeout=180)
         values = work.values()
     lines = collections.Counter(int(line) for line in path.read_text().splitlines())
@@ -80,15 +80,15 @@ def effects_elsewhere(plan: Plan) -> Outcome:
     return outcome
 
 
-@bar(
+@check(
     3,
-    promise="a closure of a killed worker soon runs elsewhere",
+    claim="a closure of a killed worker soon runs on another worker",
     limit="p50 ≤ 0.2 s, p99 ≤ 1 s over 200 kills",
     minutes=25,
 )
 def dispatched_again(plan: Plan) -> Outcome:
     """Kills workers in the midst of closures, and looks when these begin again."""
-    kills, chance = plan.size(200, 5), plan.chance()
+    kills, rng = plan.size(200, 5), plan.rng()
     times: list[float] = []
     with job(plan, workers=plan.size(4, 3)) as work:
         numbers = itertools.count()
@@ -105,7 +105,7 @@ def dispatched_again(plan: Plan) -> Outcome:
 
             until(lambda: work.coordinator.status().num_queued == 0, "dispatch")
             status = work.coordinator.status().workers
-            index = chance.choice([i for i, worker in enumerate(status) if worker.num_closures])
+            index = rng.choice([i for i, worker in enumerate(status) if worker.num_closures])
             hit = work.hit(index, kill)
             work.cluster.restart("worker", index)
             if hit is None:
@@ -116,7 +116,7 @@ def dispatched_again(plan: Plan) -> Outcome:
             while begun is None and time.monotonic() < deadline:
                 begun = work.marks.next_begin(hit, instants[0])
             times.append(float("inf") if begun is None else begun - instants[0])
-            plan.say(f"{len(times)} of {kills} kills, p50 {quantile(times, 0.5):.3f} s")
+            plan.report(f"{len(times)} of {kills} kills, p50 {quantile(times, 0.5):.3f} s")
             work.coordinator.join(timeout=60)
             work.until_idle()
         values = work.values()
@@ -131,10 +131,10 @@ def dispatched_again(plan: Plan) -> Outcome:
     return outcome
 
 
-@bar(
+@check(
     4,
     5,
-    promise="a stopped worker is replaced; awake again, it changes nothing and ends",
+    claim="a stopped worker is replaced; awake again, it changes nothing and ends",
     limit="≤ T_dead + 2 s = 4 s beside the work; ends ≤ 2 s; exact",
     minutes=8,
 )
@@ -170,7 +170,7 @@ def stopped_worker(plan: Plan) -> Outcome:
             work.cluster.restart("worker", index)
             work.until_idle()
             values = work.values()
-            plan.say(f"{turn + 1} of {rounds} stops")
+            plan.report(f"{turn + 1} of {rounds} stops")
             if values != [total] * 3:
                 break
     outcome = Outcome(
@@ -211,9 +211,9 @@ def _wake(work: Job, index: int, pid: int) -> float:
     return time.monotonic() - start
 
 
-@bar(
+@check(
     7,
-    promise="one worker is killed 10 times in a row, two are killed together",
+    claim="one worker is killed 10 times in a row, two are killed together",
     limit="3 exact counters",
 )
 def killed_again_and_together(plan: Plan) -> Outcome:
@@ -248,9 +248,9 @@ def killed_again_and_together(plan: Plan) -> Outcome:
     return outcome
 
 
-@bar(
+@check(
     8,
-    promise="a closure that kills its workers is named, the others complete",
+    claim="a closure that kills its workers is named, the others complete",
     limit="named after 3 deaths, 100 of 100 complete",
 )
 def poison(plan: Plan) -> Outcome:
@@ -276,9 +276,9 @@ def poison(plan: Plan) -> Outcome:
             deaths.append(work.num_lost() - lost)
             done = sum(value.fetch(10) == turn * good + i for i, value in enumerate(values))
             outcome.require(done == good, f"{done} of {good} good closures completed")
-            plan.say(f"{turn + 1} of {rounds} rounds, deaths {deaths}")
+            plan.report(f"{turn + 1} of {rounds} rounds, deaths {deaths}")
         counters = work.values()
-    outcome.figure = f"{max(deaths)} deaths, counters {_numbers(counters)} of {rounds * good}"
+    outcome.measured = f"{max(deaths)} deaths, counters {_numbers(counters)} of {rounds * good}"
     outcome.numbers = {"deaths": max(deaths)}
     outcome.require(max(deaths) <= 3, f"{max(deaths)} workers died of one closure")
     outcome.require(counters == [rounds * good] * 3, f"the counters are {counters}")
@@ -317,13 +317,13 @@ class _Reviver:
                     cluster.restart("worker", index)
 
 
-def _kill_on_and_on(work: Job, chance: random.Random, seconds: float, every: float) -> int:
+def _kill_on_and_on(work: Job, rng: random.Random, seconds: float, every: float) -> int:
     """Kills some busy worker so often while there is work; returns how many kills hit."""
     landed, begin = 0, time.monotonic()
     while (spent := time.monotonic() - begin) < seconds and not work.coordinator.done():
-        landed += work.kill_someone(chance) is not None
+        landed += work.kill_someone(rng) is not None
         finished = work.coordinator.status().num_finished
-        work.plan.say(f"{spent:.0f} s, {finished} closures ended, {landed} kills hit one")
+        work.plan.report(f"{spent:.0f} s, {finished} closures ended, {landed} kills hit one")
         time.sleep(max(0.0, every - (time.monotonic() - begin - spent)))
     return landed
 

@@ -1,4 +1,4 @@
-"""The bar about what readers and writers of one variable may see of each other."""
+"""The check about what readers and writers of one variable may see of each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torture.bars import Outcome, Plan, bar
+from torture.checks import Outcome, Plan, check
 from torture.histories import Operation, is_linearizable
 from torture.jobs import Job, job
 
@@ -32,7 +32,7 @@ class Client(threading.Thread):
         self._work = work
         self._operate = operate
         self._first = first
-        self._chance = random.Random(seed)
+        self._rng = random.Random(seed)
         self.history: list[Operation] = []
         self.error: BaseException | None = None
 
@@ -44,7 +44,7 @@ class Client(threading.Thread):
             self.error = error
 
     def _do(self, number: int) -> None:
-        kind = self._chance.choice(["read", "read", "assign", "add"])
+        kind = self._rng.choice(["read", "read", "assign", "add"])
         value = float(number)
         begin = time.monotonic()
         result = self._work.coordinator.schedule(self._operate, args=(kind, value, number))
@@ -55,15 +55,15 @@ class Client(threading.Thread):
         self.history.append(Operation(kind, value, begin, end))
 
 
-@bar(
+@check(
     28,
-    promise="reads and writes of a variable fit one order, under kills and stops",
+    claim="reads and writes of a variable fit one order, under kills and stops",
     limit="200 of 200 histories, ≥ 50 operations/s before the fault",
     minutes=30,
 )
 def linearizable(plan: Plan) -> Outcome:
     """Lets four clients work on a variable, harms a task meanwhile, and checks the history."""
-    histories, chance = plan.size(200, 6), plan.chance()
+    histories, rng = plan.size(200, 6), plan.rng()
     good = landed = 0
     rates: list[float] = []
     with job(plan, workers=3) as work:
@@ -84,7 +84,7 @@ def linearizable(plan: Plan) -> Outcome:
             begin = time.monotonic()
             for client in clients:
                 client.start()
-            hit, when = _harm_in_the_midst(work, clients, turn, chance)
+            hit, when = _harm_in_the_midst(work, clients, turn, rng)
             for client in clients:
                 client.join(90)
                 if client.error is not None:
@@ -96,7 +96,7 @@ def linearizable(plan: Plan) -> Outcome:
             landed += hit and is_within
             good += is_linearizable(history)
             _mend(work)
-            plan.say(f"{good} of {turn + 1} histories fit, {landed} faults landed")
+            plan.report(f"{good} of {turn + 1} histories fit, {landed} faults landed")
     rate = statistics.median(rates)
     outcome = Outcome(
         f"{good} of {histories} fit, {landed} faults landed, {rate:.0f} operations/s",
@@ -113,29 +113,29 @@ def _operation(work: Job, register: Any) -> Callable[..., float]:
     marks = work.marks
 
     def operate(kind: str, value: float, number: int) -> float:
-        chance = random.Random(number)
+        rng = random.Random(number)
         with marks.around(number):
-            time.sleep(0.004 * chance.random())
+            time.sleep(0.004 * rng.random())
             if kind == "read":
                 found = float(register.numpy())
             else:
                 (register.assign if kind == "assign" else register.assign_add)(value)
                 found = 0.0
-            time.sleep(0.004 * chance.random())
+            time.sleep(0.004 * rng.random())
         return found
 
     return operate
 
 
 def _harm_in_the_midst(
-    work: Job, clients: list[Client], turn: int, chance: random.Random
+    work: Job, clients: list[Client], turn: int, rng: random.Random
 ) -> tuple[bool, float]:
     """Harms some task when a third is done; returns whether it had work, and when it was."""
     total = _CLIENTS * _OPERATIONS
     deadline = time.monotonic() + 30
     while sum(len(c.history) for c in clients) < total // 3 and time.monotonic() < deadline:
         time.sleep(0.001)
-    index = chance.randrange(3)
+    index = rng.randrange(3)
     if turn % 6 == 5:
         when = time.monotonic()
         _stop(work, "ps", turn // 6 % 2, _SHORT_STOP)

@@ -1,4 +1,4 @@
-"""Bars about the coordinator: what it ships, how much it queues, what it leaves behind."""
+"""Checks about the coordinator: what it ships, how much it queues, what it leaves behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import replicax as rx
 from replicax.coordinator.scheduling.closures import LIMIT
 from replicax.coordinator.scheduling.timing import Timing
 from replicax.foundation import errors
-from torture.bars import Outcome, Plan, bar
+from torture.checks import Outcome, Plan, check
 from torture.jobs import Job, cluster, job, slope, until
 from torture.marks import Marks
 
@@ -38,9 +38,9 @@ def arrive(marks: Marks, number: int) -> int:
     return number
 
 
-@bar(
+@check(
     12,
-    promise="a worker killed while datasets are made or functions arrive, or in between",
+    claim="a worker killed while datasets are made or functions arrive, or in between",
     limit="0 errors seen in 30 kills each",
     minutes=15,
 )
@@ -58,9 +58,9 @@ def killed_while_shipping(plan: Plan) -> Outcome:
                     landed[moment] += _kill_at(work, moment, number)
                 except errors.DistributeError as error:
                     problems.append(f"{moment}: {type(error).__name__}: {error}")
-            plan.say(f"{turn + 1} of {times} rounds")
-    figure = ", ".join(f"{moment} {count}" for moment, count in landed.items())
-    outcome = Outcome(f"{len(problems)} errors; {figure}", {"errors": len(problems), **landed})
+            plan.report(f"{turn + 1} of {times} rounds")
+    counts = ", ".join(f"{moment} {count}" for moment, count in landed.items())
+    outcome = Outcome(f"{len(problems)} errors; {counts}", {"errors": len(problems), **landed})
     outcome.failures += problems
     fewest = min(landed.values())
     outcome.require_landed(fewest == times, f"{fewest} of {times} kills landed")
@@ -106,9 +106,9 @@ def _kill_at(work: Job, moment: str, number: int) -> bool:
     return has_landed
 
 
-@bar(
+@check(
     13,
-    promise="a full queue makes `schedule` wait, in bounded memory; `join` is on time",
+    claim="a full queue makes `schedule` wait, in bounded memory; `join` is on time",
     limit="waits at 262,144; < +300 MiB; join(timeout) +≤ 0.5 s",
     minutes=10,
 )
@@ -173,7 +173,7 @@ class _Filler(threading.Thread):
         now = time.monotonic()
         if self.num_scheduled != self._seen or not self._seen:
             self._seen, self._since_s = self.num_scheduled, now
-            self._work.plan.say(f"{self._seen:,} scheduled")
+            self._work.plan.report(f"{self._seen:,} scheduled")
             time.sleep(0.2)
         return now - self._since_s > 2.0
 
@@ -187,9 +187,9 @@ def _join_late(work: Job, timeout: float) -> float:
     return 0.0
 
 
-@bar(
+@check(
     14,
-    promise="results outlive the workers that made them, fetched or not",
+    claim="results outlive the workers that made them, fetched or not",
     limit="100 of 100",
 )
 def results_outlive_workers(plan: Plan) -> Outcome:
@@ -217,9 +217,9 @@ def make_array(number: int) -> Any:
     return np.arange(number, number + 100, dtype=np.float32)
 
 
-@bar(
+@check(
     15,
-    promise="1,000 coordinators come and go without a trace",
+    claim="1,000 coordinators come and go without a trace",
     limit="threads back ≤ 1 s, < 20 KiB each",
     minutes=15,
 )
@@ -237,7 +237,7 @@ def dropped_coordinators(plan: Plan) -> Outcome:
             slowest = max(slowest, time.monotonic() - start)
             memory.append(psutil.Process().memory_info().rss / 1024)
             if turn % 10 == 0:
-                plan.say(f"{turn} of {count}, {memory[-1] / 1024:.0f} MiB")
+                plan.report(f"{turn} of {count}, {memory[-1] / 1024:.0f} MiB")
     # What the first ones allocate for good is no growth.
     half = memory[len(memory) // 4 :]
     grown = slope([float(i) for i in range(len(half))], half)

@@ -1,4 +1,4 @@
-"""Bars about updates on their way: lost, doubled and broken messages, and what that costs."""
+"""Checks about updates on their way: lost, doubled and broken messages, and what that costs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import replicax as rx
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver import SimpleClusterResolver
 from replicax.testing.proxy import Proxy
-from torture.bars import Outcome, Plan, bar
+from torture.checks import Outcome, Plan, check
 from torture.jobs import PATIENT, Job, cluster, job, until
 from torture.programs import run_program
-from torture.sabotage import sabotaged
+from torture.safeguards import disabled_in_tasks
 
 # What one entry of the table of updates takes at most, with all that Python adds.
 _ENTRY_BYTES = 512
@@ -48,9 +48,9 @@ def behind_proxies(plan: Plan, *, workers: int, ps: int) -> Iterator[tuple[Job, 
         yield work, proxies
 
 
-@bar(
+@check(
     16,
-    promise="messages are lost, doubled and broken off: each update counts once",
+    claim="messages are lost, doubled and broken off: each update counts once",
     limit="exact; ≥ 1,000 of each fault; table < 1 MiB",
     minutes=30,
 )
@@ -79,14 +79,14 @@ def lossy_network(plan: Plan) -> Outcome:
             for proxy in proxies:
                 landed.update(proxy.landed)
             worst = min(landed[name] for name in _FAULTS)
-            plan.say(f"{3 * done:,} updates, {worst:,} or more of each fault")
+            plan.report(f"{3 * done:,} updates, {worst:,} or more of each fault")
             if done > 50 * updates:
                 break
         for proxy in proxies:
             proxy.heal()
         values = work.values()
         time.sleep(1.0)
-        entries = max(work.figure("applied_entries"))
+        entries = max(work.server_counters("applied_entries"))
     faults = ", ".join(f"{landed[name]:,}" for name in _FAULTS)
     outcome = Outcome(
         f"counters off by {sum(abs(v - done) for v in values):g} of {3 * done:,}; faults {faults}; "
@@ -100,25 +100,25 @@ def lossy_network(plan: Plan) -> Outcome:
     return outcome
 
 
-@bar(
+@check(
     18,
-    promise="counting every update once, and beats, cost little",
+    claim="deduplication and heartbeats cost little",
     limit="≤ 5 % of closures/s, or ≤ 20 µs per update",
     minutes=10,
 )
 def cost_of_once(plan: Plan) -> Outcome:
-    """Times closures on a cluster as it is and on one without table and beats, turn by turn."""
+    """Times closures alternately with and without deduplication and heartbeats."""
     pairs, turns, count = plan.size(4, 1), plan.size(30, 2), plan.size(1500, 300)
     ratios, seconds = list[float](), {name: list[float]() for name in ("", "dedup")}
     for pair in range(pairs):
         with contextlib.ExitStack() as stack:
             bursts = {name: stack.enter_context(_bursts(plan, name, count)) for name in seconds}
             for turn in range(turns):
-                # Whoever is second finds another machine than the first: they change places.
+                # The second run finds another state of the machine: alternate the order.
                 for name in sorted(bursts, reverse=bool(turn % 2)):
                     seconds[name].append(bursts[name]())
                 ratios.append(seconds[""][-1] / seconds["dedup"][-1])
-        plan.say(f"{pair + 1} of {pairs} pairs: {100 * statistics.median(ratios) - 100:+.1f} %")
+        plan.report(f"{pair + 1} of {pairs} pairs: {100 * statistics.median(ratios) - 100:+.1f} %")
     cost = statistics.median(ratios) - 1
     with_it, without = (statistics.median(taken) / count for taken in seconds.values())
     micros = 1e6 * cost * without
@@ -137,7 +137,7 @@ def _bursts(plan: Plan, saboteur: str, count: int) -> Iterator[Callable[[], floa
     """A cluster of its own; yields what runs closures on it and returns how long they took."""
     silent = dataclasses.replace(PATIENT, beat_s=600.0, dead_s=6000.0, worker_orphan_s=6000.0)
     timing = silent if saboteur else PATIENT
-    with sabotaged(saboteur), job(plan, workers=1, ps=1, timing=timing) as work:
+    with disabled_in_tasks(saboteur), job(plan, workers=1, ps=1, timing=timing) as work:
         counter = work.counters[0]
 
         @rx.function
@@ -155,9 +155,9 @@ def _bursts(plan: Plan, saboteur: str, count: int) -> Iterator[Callable[[], floa
         yield burst
 
 
-@bar(
+@check(
     27,
-    promise="no read is torn: 8 MiB written by two, read by two more",
+    claim="no read is torn: 8 MiB written by two, read by two more",
     limit="0 mixed in 100,000",
     minutes=60,
 )
@@ -209,13 +209,13 @@ def look(tensor: Any, reads: int, plan: Plan | None = None) -> tuple[int, int]:
         changes += bool(first != last)
         last = first
         if plan is not None and turn % 50 == 0:
-            plan.say(f"{turn:,} of {reads:,} reads here, {mixed} mixed")
+            plan.report(f"{turn:,} of {reads:,} reads here, {mixed} mixed")
     return mixed, changes
 
 
-@bar(
+@check(
     29,
-    promise="simulated histories: no update is lost or doubled, nothing hangs",
+    claim="simulated histories: no update is lost or doubled, nothing hangs",
     limit="0 violations in 10,000 seeds, ≤ 10 min",
     minutes=30,
 )

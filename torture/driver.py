@@ -1,7 +1,7 @@
 """A program that counts on parameter servers until it is killed: `python -m torture.driver`.
 
 It says when it is ready, and begins when it is told to by a line: how long Python takes to start
-is no matter of the bar. It takes its job over if the servers hold it already. The exit status is
+is no matter of the check. It takes its job over if the servers hold it already. The exit status is
 3 if another program has taken it over from this one.
 """
 
@@ -18,20 +18,20 @@ from replicax.coordinator.scheduling.timing import Timing
 from replicax.foundation import errors
 
 _REFUSED = 3
-# Servers end so long after their coordinator.
+# The lease of the servers.
 LEASE_S = 10.0
 
 
 def main(spec: str, batch: int) -> int:
     """Counts in batches; says after each how far it is."""
-    _say(ready=1.0)
+    _report(ready=1.0)
     sys.stdin.readline()
     start = time.monotonic()
     resolver = rx.cluster_resolver.SimpleClusterResolver(
         ClusterSpec(json.loads(spec)), task_type="chief", task_id=0
     )
     strategy = rx.ParameterServerStrategy(resolver, job="counting", lease=LEASE_S)
-    # Workers that had no coordinator for a while have ended, and need time to start again.
+    # Workers that were without a coordinator have exited, and need time to restart.
     timing = dataclasses.replace(Timing.fast(), no_workers_s=60.0)
     coordinator = rx.coordinator.ClusterCoordinator(strategy, timing=timing)
     with strategy.scope():
@@ -42,18 +42,18 @@ def main(spec: str, batch: int) -> int:
         counter.assign_add(1.0)
 
     try:
-        _say(found=float(counter.numpy()), seconds=time.monotonic() - start)
+        _report(found=float(counter.numpy()), seconds=time.monotonic() - start)
         while True:
             for _ in range(batch):
                 coordinator.schedule(count)
             coordinator.join(timeout=60)
-            _say(found=float(counter.numpy()))
+            _report(found=float(counter.numpy()))
     except errors.FencedError:
-        _say(refused_s=time.monotonic())
+        _report(refused_s=time.monotonic())
         return _REFUSED
 
 
-def _say(**content: float) -> None:
+def _report(**content: float) -> None:
     sys.stdout.write(json.dumps(content) + "\n")
     sys.stdout.flush()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import replicax as rx
-from torture.bars import OUT, Outcome, Plan, bar
+from torture.checks import OUT, Outcome, Plan, check
 from torture.jobs import PATIENT, Job, cluster
 from torture.picture import draw
 from torture.samples import Sampler
@@ -64,11 +64,11 @@ class Feeder(threading.Thread):
 class Tormentor:
     """The faults of the soak, by name; each says whether it met a task at work."""
 
-    def __init__(self, work: Job, disk: Path | None, chance: random.Random) -> None:
+    def __init__(self, work: Job, disk: Path | None, rng: random.Random) -> None:
         self._work = work
         self._cluster = work.cluster
         self._disk = disk
-        self._chance = chance
+        self._rng = rng
         self.faults: dict[str, Callable[[], bool]] = {
             "kill worker": self._kill,
             "stop worker": self._stop_short,
@@ -84,10 +84,10 @@ class Tormentor:
             self.faults["full disk"] = self._fill
 
     def _worker(self) -> int:
-        return self._chance.randrange(self._work.num_workers)
+        return self._rng.randrange(self._work.num_workers)
 
     def _server(self) -> int:
-        return self._chance.randrange(2)
+        return self._rng.randrange(2)
 
     def _kill(self) -> bool:
         index = self._worker()
@@ -116,7 +116,7 @@ class Tormentor:
         return self._is_busy()
 
     def _kill_server(self) -> bool:
-        """Always the same one: whether a server grows shows in one that lives."""
+        """Returns always the same server, so that the growth of the other is visible."""
         is_busy = self._is_busy()
         self._cluster.kill("ps", _MORTAL)
         self._cluster.restart("ps", _MORTAL, wait=False)
@@ -126,7 +126,7 @@ class Tormentor:
         """Cuts a server off from a worker, or from the server that it mirrors."""
         index, is_busy = self._server(), self._is_busy()
         caller, seconds = ("worker", self._worker()), 3.0
-        if self._chance.random() < 0.5:
+        if self._rng.random() < 0.5:
             caller, seconds = ("ps", 1 - index), 1.5
         self._cluster.cut("ps", index, caller=caller)
         time.sleep(seconds)
@@ -148,10 +148,10 @@ class Tormentor:
         is_busy = self._is_busy()
         directory = self._cluster.directory
         for name in (f"w{self._worker()}", f"p{self._server()}"):
-            with socket.socket(socket.AF_UNIX) as stranger, contextlib.suppress(OSError):
-                stranger.settimeout(2.0)
-                stranger.connect(str(directory / name))
-                stranger.sendall(self._chance.randbytes(4096))
+            with socket.socket(socket.AF_UNIX) as peer, contextlib.suppress(OSError):
+                peer.settimeout(2.0)
+                peer.connect(str(directory / name))
+                peer.sendall(self._rng.randbytes(4096))
         return is_busy
 
     def _fill(self) -> bool:
@@ -164,21 +164,21 @@ class Tormentor:
         return self._work.coordinator.status().num_running > 0
 
 
-@bar(
+@check(
     51,
-    promise="a random fault every 5 s for half an hour: nothing is lost, nothing grows",
+    claim="a random fault every 5 s for half an hour: nothing is lost, nothing grows",
     limit="exact; gap ≤ 10 s; < 1 MiB/min; threads, files flat",
     minutes=10,
 )
 def soak(plan: Plan) -> Outcome:
     """Works on 2 servers, mirrors of each other, and 4 workers; harms one every few seconds."""
     seconds = plan.size(60.0 * plan.minutes, 25.0)
-    chance = plan.chance()
+    rng = plan.rng()
     with _cluster_on_a_small_disk(plan) as (made, disk):
         work = Job(plan, made, timing=PATIENT, of_strategy={"mirror": True})
         try:
             work.until_idle(120)
-            landed, sampler, count = _torment(work, disk, chance, seconds)
+            landed, sampler, count = _torment(work, disk, rng, seconds)
             work.coordinator.join(timeout=120)
             values = work.values()
         finally:
@@ -201,10 +201,10 @@ def _cluster_on_a_small_disk(plan: Plan) -> Iterator[tuple[Any, Path | None]]:
 
 
 def _torment(
-    work: Job, disk: Path | None, chance: random.Random, seconds: float
+    work: Job, disk: Path | None, rng: random.Random, seconds: float
 ) -> tuple[dict[str, int], Sampler, int]:
     """Feeds and harms the cluster; returns which faults landed how often, and the samples."""
-    tormentor = Tormentor(work, disk, chance)
+    tormentor = Tormentor(work, disk, rng)
     landed = dict.fromkeys(tormentor.faults, 0)
     feeder, sampler = Feeder(work), Sampler(work)
     feeder.start()
@@ -215,11 +215,11 @@ def _torment(
         while (spent := time.monotonic() - begin) < seconds:
             if not names:
                 # Each once, in another order every time.
-                names = chance.sample(list(tormentor.faults), len(tormentor.faults))
+                names = rng.sample(list(tormentor.faults), len(tormentor.faults))
             name = names.pop()
             sampler.note(name)
             landed[name] += tormentor.faults[name]()
-            work.plan.say(f"{spent:.0f} of {seconds:.0f} s, {sampler.latest}")
+            work.plan.report(f"{spent:.0f} of {seconds:.0f} s, {sampler.latest}")
             if feeder.error is not None:
                 break
             time.sleep(max(0.0, _FAULT_SECONDS - (time.monotonic() - begin - spent)))

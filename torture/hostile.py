@@ -1,4 +1,4 @@
-"""Bars about disks that forget and strangers that knock, which the saboteurs' bars rest on."""
+"""Checks of power loss and of unauthenticated peers, which the safeguard checks depend on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import zmq
 
 import replicax as rx
 from replicax.foundation import errors
-from torture.bars import Outcome, Plan, bar
+from torture.checks import Outcome, Plan, check
 from torture.jobs import cluster
 from torture.programs import run_program
 
@@ -24,16 +24,16 @@ import replicax as rx
 from torture import safeguards as saboteurs
 directory, saboteur = sys.argv[1:]
 variable = rx.Variable(np.ones(1 << 18, np.float32))
-off = saboteurs.at_work(saboteur) if saboteur else contextlib.nullcontext()
+off = saboteurs.disabled(saboteur) if saboteur else contextlib.nullcontext()
 with off, rx.train.CheckpointManager(rx.train.Checkpoint(v=variable), directory) as manager:
     manager.save()
 """
 _CALL = re.compile(r"(fsync|fdatasync|rename|renameat|renameat2)\((.*)\)\s+= (\S+)")
 
 
-@bar(
+@check(
     36,
-    promise="a save reaches the disk in order: data, manifest, rename, directory",
+    claim="a save reaches the disk in order: data, manifest, rename, directory",
     limit="the order, as the kernel saw it",
 )
 def order_of_a_save(plan: Plan) -> Outcome:
@@ -85,13 +85,13 @@ def _short(events: list[tuple[str, str]]) -> str:
     return f"{counts[0]} syncs, rename, {counts[1]} syncs"
 
 
-@bar(
+@check(
     42,
-    promise="a stranger with keys of its own is turned away",
+    claim="an unauthenticated peer with its own keys is rejected",
     limit="refused each time, no effect",
 )
-def strangers(plan: Plan) -> Outcome:
-    """Calls servers with a key pair that nobody knows, and the public keys that all know."""
+def unauthenticated_peers(plan: Plan) -> Outcome:
+    """Connects to servers with an unknown key pair and the public keys of the cluster."""
     times = plan.size(10, 1)
     refused, served = 0, 0
     with cluster(plan, workers=1, ps=1, protocol="tcp") as made:
@@ -114,12 +114,12 @@ def strangers(plan: Plan) -> Outcome:
                     strategy.close()
             except errors.DistributeError:
                 refused += 1
-            plan.say(f"{turn + 1} of {times}, {time.monotonic() - start:.1f} s")
+            plan.report(f"{turn + 1} of {times}, {time.monotonic() - start:.1f} s")
         strategy = rx.ParameterServerStrategy(made.resolver, keys=made.keys_directory)
         with strategy.scope():
             served = float(rx.Variable(7.0).numpy()) == 7.0
         strategy.close()
     outcome = Outcome(f"{refused} of {times} refused", {"refused": refused})
-    outcome.require(refused == times, f"{times - refused} strangers were let in")
-    outcome.require_landed(served, "the servers serve nobody")
+    outcome.require(refused == times, f"{times - refused} unauthenticated peers were let in")
+    outcome.require_landed(served, "the servers serve no peer")
     return outcome

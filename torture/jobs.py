@@ -1,4 +1,4 @@
-"""The work that is tormented: a cluster, counters on its servers, closures that leave marks."""
+"""The workload of the checks: a cluster, counters on its servers, and closures that leave marks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import psutil
 
 import replicax as rx
 from replicax.coordinator.scheduling.timing import Timing
-from torture.bars import Plan
+from torture.checks import Plan
 from torture.marks import Marks
 
-# How long it may take until a closure is seen to run on some worker.
+# The timeout until a closure runs on some worker.
 _BUSY_SECONDS = 10.0
-# A machine on which much goes on takes its time to start processes.
+# A busy machine starts processes slowly.
 _START_SECONDS = 180.0
-# The fast profile; workers that were killed all at once have time to start again.
+# The fast profile, with time to restart all workers at once.
 PATIENT = dataclasses.replace(Timing.fast(), no_workers_s=60.0)
 
 
 class Job:
-    """Training whose every step counts once on each of three counters."""
+    """Training in which every step increments each of three counters once."""
 
     def __init__(
         self,
@@ -61,20 +61,20 @@ class Job:
         def step(number: int, seconds: float) -> int:
             with marks.around(number):
                 first.assign_add(1.0)
-                # Reading it back makes sure that the server has the change by now: a kill
-                # from here on leaves half of the closure done.
+                # A read ensures that the server has applied the change: a kill from here on leaves
+                # half of the closure done.
                 first.numpy()
                 time.sleep(seconds)
                 marks.middle(number)
                 count()
-                # Whoever may not change anything any more learns it here.
+                # A fenced worker gets its error here.
                 first.numpy()
             return number
 
         return step
 
     def schedule(self, count: int, seconds: float, first: int = 0) -> list[Any]:
-        """Schedules steps that sleep in their midst; they are numbered from `first` on."""
+        """Schedules steps that sleep halfway; they are numbered from `first` on."""
         step = self.step
         numbers = range(first, first + count)
         return [self.coordinator.schedule(step, args=(i, seconds)) for i in numbers]
@@ -89,20 +89,20 @@ class Job:
         return self.cluster.cluster_spec.num_tasks("worker")
 
     def num_lost(self) -> int:
-        """Returns how many workers were lost so far, each as often as it was."""
+        """Returns how many times workers were lost so far."""
         return sum(w.num_restarts for w in self.coordinator.status().workers)
 
-    def figure(self, name: str) -> list[float]:
-        """Returns what each server counted under a name, as of its last beat."""
+    def server_counters(self, name: str) -> list[float]:
+        """Returns a counter of each server, as of its last heartbeat."""
         return [float(s.figures.get(name, 0)) for s in self.coordinator.status().servers]
 
     def until_idle(self, seconds: float = 60.0) -> None:
-        """Waits until all workers can be used and have nothing to do."""
+        """Waits until all workers are ready and idle."""
         status = self.coordinator.status
         until(lambda: all(w.state == "idle" for w in status().workers), "idle workers", seconds)
 
     def hit(self, index: int, harm: Callable[[str, int], None]) -> int | None:
-        """Harms a worker in the midst of a closure; returns which one, or None if it missed."""
+        """Injects a fault into a worker that runs a closure; returns the worker, or None."""
         pid = self.cluster.pid("worker", index)
         deadline = time.monotonic() + _BUSY_SECONDS
         while self.marks.running(pid) is None:
@@ -112,21 +112,21 @@ class Job:
         harm("worker", index)
         return self.marks.running(pid)
 
-    def kill_someone(self, chance: random.Random) -> int | None:
-        """Kills a worker that has work, and starts it again; returns the closure it was in."""
+    def kill_someone(self, rng: random.Random) -> int | None:
+        """Kills a busy worker, and restarts it; returns the closure it was running."""
         status = self.coordinator.status().workers
         busy = [i for i, worker in enumerate(status) if worker.state == "busy"]
-        # Where processes start more slowly than they are killed, the last one would meet the same
-        # closure each time, which then counts as poison.
+        # If processes start more slowly than they are killed, the last one would get the same
+        # closure each time, which then counts as poisonous.
         if sum(worker.state in ("busy", "idle") for worker in status) < 2 or not busy:
             return None
-        index = chance.choice(busy)
+        index = rng.choice(busy)
         number = self.hit(index, self.cluster.kill)
         self.cluster.restart("worker", index, wait=False)
         return number
 
     def close(self) -> None:
-        """Leaves the cluster."""
+        """Closes the strategy and the coordinator."""
         self.coordinator.close()
         self.strategy.close()
 
@@ -141,7 +141,7 @@ def job(
     of_cluster: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[Job]:
-    """A job on a cluster of its own, whose workers are idle; in the fast profile of timing."""
+    """A job on its own cluster with idle workers, in the fast timing profile."""
     with cluster(plan, workers=workers, ps=ps, **(of_cluster or {})) as made:
         work = Job(plan, made, timing=timing or PATIENT, **options)
         try:
@@ -153,7 +153,7 @@ def job(
 
 @contextlib.contextmanager
 def cluster(plan: Plan, **options: Any) -> Iterator[rx.testing.LocalCluster]:
-    """A local cluster, in the fast profile of timing, whose logs stay with the bar."""
+    """A local cluster in the fast timing profile, with logs in the directory of the check."""
     options.setdefault("timing", "fast")
     made = rx.testing.LocalCluster(log_directory=plan.directory / "logs", **options)
     try:
@@ -164,7 +164,7 @@ def cluster(plan: Plan, **options: Any) -> Iterator[rx.testing.LocalCluster]:
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
-    """Waits for something that other processes do."""
+    """Waits until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -173,7 +173,7 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Non
 
 
 def is_there(pid: int) -> bool:
-    """Tells whether a process runs, or is stopped; one that has ended does not count."""
+    """Returns whether a process runs or is stopped, and has not exited."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -181,13 +181,13 @@ def is_there(pid: int) -> bool:
 
 
 def quantile(values: list[float], part: float) -> float:
-    """Returns the value below which this part of them lies."""
+    """Returns a quantile."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else float("inf")
 
 
 def slope(xs: list[float], ys: list[float]) -> float:
-    """Returns by how much ys grow with xs: the line of least squares."""
+    """Returns the slope of the least-squares line."""
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread

@@ -1,4 +1,4 @@
-"""The bar about keys: what encryption costs, and that they are renewed without harm."""
+"""The check about keys: what encryption costs, and that they are renewed without harm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replicax.protocol import messages
 from replicax.protocol.tasks import Role, Task
 from replicax.transport import addresses, keys
 from replicax.transport.channel import Channel
-from torture.bars import Outcome, Plan, bar
+from torture.checks import Outcome, Plan, check
 from torture.endurance import Feeder
 from torture.jobs import PATIENT, Job, cluster, until
 
@@ -21,17 +21,17 @@ _TASKS: tuple[tuple[Role, int], ...] = (("worker", 2), ("ps", 2))
 _JOB = "renewed"
 
 
-@bar(
+@check(
     50,
-    promise="encryption is quick, and keys are renewed while a job runs",
+    claim="encryption is quick, and keys are renewed while a job runs",
     limit="≥ 0.45 GiB/s, ≤ +80 µs, handshake ≤ 15 ms; 0 closures lost",
     minutes=15,
 )
 def encrypted(plan: Plan) -> Outcome:
     """Times the transport over TCP, then gives every role new keys in the midst of work."""
     settings = Settings(plan.size(4, 1), plan.size(2.0, 0.2), timeout=120.0, peers={})
-    measured, rows = speed.run(settings, plan.say)
-    outcome = Outcome(numbers={" ".join(key): found["ms"] for key, found in measured.items()})
+    speeds_by_name, rows = speed.run(settings, plan.report)
+    outcome = Outcome(numbers={" ".join(key): found["ms"] for key, found in speeds_by_name.items()})
     for row in rows:
         # A smoke run may share the machine with others.
         missed = f"{row.case}: {row.ours} (bare {row.peer}), not {row.target}"
@@ -39,7 +39,7 @@ def encrypted(plan: Plan) -> Outcome:
     values, count = _renewed(plan, outcome)
     speeds = ", ".join(f"{row.case} {row.ours} (bare {row.peer})" for row in rows)
     lost = sum(abs(value - count) for value in values)
-    outcome.figure = f"{speeds}; off by {lost:g} of {3 * count:,}"
+    outcome.measured = f"{speeds}; off by {lost:g} of {3 * count:,}"
     outcome.require(values == [count] * 3, f"the counters are {values}, not {count}")
     return outcome
 
@@ -60,7 +60,7 @@ def _renewed(plan: Plan, outcome: Outcome) -> tuple[list[float], int]:
                     keys.renew(directory, role)
                     for index in range(number):
                         _restart_at_work(first, role, index, outcome)
-                        plan.say(f"/job:{role}/task:{index} has a new key")
+                        plan.report(f"/job:{role}/task:{index} has a new key")
             finally:
                 feeder.end()
             first.coordinator.join(timeout=120)

@@ -1,4 +1,4 @@
-"""Bars about those who start clusters: what is left when they are killed, many at once."""
+"""Checks about those who start clusters: what is left when they are killed, many at once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator
 
 import replicax as rx
-from torture.bars import ROOT, Outcome, Plan, bar
+from torture.checks import ROOT, Outcome, Plan, check
 from torture.jobs import is_there
 
-# Starts a cluster, says which processes it has, and waits for its end. Whoever runs all this in
+# Starts a cluster, prints its processes, and waits for its end. The process that runs this in
 # the background of a shell has its children ignore interrupts.
 _LAUNCHER = """
 import signal, sys, time
@@ -35,9 +35,9 @@ _START_SECONDS = 120.0
 _AT_ONCE = 2
 
 
-@bar(
+@check(
     52,
-    promise="a launcher that is killed or interrupted leaves no process",
+    claim="a launcher that is killed or interrupted leaves no process",
     limit="0 orphans after 3 s; ends ≤ 15 s after Ctrl-C",
     minutes=30,
 )
@@ -53,7 +53,7 @@ def ended_launchers(plan: Plan) -> Outcome:
             orphans += left
             landed += had_tasks
             slowest = max(slowest, seconds if number == signal.SIGINT else 0.0)
-            plan.say(f"{turn + 1} of {len(jobs)} launchers, {orphans} orphans")
+            plan.report(f"{turn + 1} of {len(jobs)} launchers, {orphans} orphans")
     outcome = Outcome(
         f"{orphans} orphans, Ctrl-C takes {slowest:.1f} s", {"orphans": orphans, "end_s": slowest}
     )
@@ -94,9 +94,9 @@ def _launcher() -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
             process.stdout.close()
 
 
-@bar(
+@check(
     53,
-    promise="clusters started at the same time do not meet, and leave nothing",
+    claim="clusters started at the same time do not meet, and leave nothing",
     limit="200 clusters, 0 collisions, 0 leaks",
     minutes=40,
 )
@@ -119,7 +119,7 @@ def many_clusters(plan: Plan) -> Outcome:
             addresses = [a for c in made for a in _addresses(c)]
             collisions += len(addresses) - len(set(addresses))
             most = max(most, len(addresses))
-        plan.say(f"{first + number} of {count} clusters")
+        plan.report(f"{first + number} of {count} clusters")
     outcome = Outcome(
         f"{count} clusters, {collisions} collisions, {len(problems)} failed to start",
         {"collisions": collisions, "failed": len(problems), "most_tasks": most},

@@ -28,7 +28,7 @@ class Mark:
 
 
 class Marks:
-    """A directory in which closures leave marks. It travels with them."""
+    """A directory in which closures leave marks; it is shipped with them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = str(directory)
@@ -36,17 +36,17 @@ class Marks:
 
     @contextlib.contextmanager
     def around(self, number: int) -> Iterator[None]:
-        """Marks begin and end of what a closure does."""
+        """Marks the start and the end of a closure."""
         self._write("begin", number)
         yield
         self._write("end", number)
 
     def middle(self, number: int) -> None:
-        """Marks that a closure goes on with its second half."""
+        """Marks the start of the second half of a closure."""
         self._write("middle", number)
 
     def running(self, pid: int) -> int | None:
-        """Returns the closure that a process is in, or was in when it died."""
+        """Returns the closure that a process runs, or ran when it died."""
         try:
             with open(f"{self._directory}/{pid}", "rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -1,7 +1,7 @@
-"""Runs one bar in this process: `python -m torture.one NUMBER [--quick] [--seed N] …`.
+"""Runs one check in this process: `python -m torture.one NUMBER [--quick] [--seed N] …`.
 
-What it says, and at the end what it found, goes to the standard output as lines of JSON. A bar
-has a process of its own, so that one which hangs or dies does not take the others with it.
+Its progress and its outcome go to the standard output as lines of JSON. Each check has its own
+process, so that a check that hangs or dies does not affect the others.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ import psutil
 
 from replicax.process import shutdown
 from torture import catalogue, safeguards
-from torture.bars import Bar, Outcome, Plan
-from torture.sabotage import sabotaged
+from torture.checks import Check, Outcome, Plan
 
-# Threads and sockets that end on their own need a moment.
+# How long threads and sockets may take to close.
 _SETTLING_SECONDS = 3.0
 _FDS_MORE = 2
 
 
 def main() -> int:
-    """Runs the bar that the command line names."""
+    """Runs the check of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("number", type=int)
     parser.add_argument("--quick", action="store_true")
@@ -48,30 +47,30 @@ def main() -> int:
     if options.parent is not None:
         shutdown.die_with_parent(options.parent)
     (found,) = catalogue.chosen([options.number])
-    # Nobody else writes lines here, whatever a library prints.
+    # Keeps the output of libraries apart from the lines of JSON.
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def say(text: str) -> None:
-        _write(lines, {"say": text})
+    def report(text: str) -> None:
+        _write(lines, {"report": text})
 
     directory = Path(tempfile.mkdtemp(prefix="torture-"))
-    plan = Plan(options.quick, options.seed, options.minutes, say, directory, options.saboteur)
+    plan = Plan(options.quick, options.seed, options.minutes, report, directory, options.saboteur)
     start = time.monotonic()
-    outcome = put_to_the_test(found, plan)
+    outcome = run_check(found, plan)
     seconds = time.monotonic() - start
-    if outcome.verdict == "pass" or plan.saboteur:
+    if outcome.result == "pass" or plan.saboteur:
         shutil.rmtree(directory, ignore_errors=True)
     elif outcome.failures:
-        outcome.failures.append(f"what it left is in {directory}")
-    content = {**dataclasses.asdict(outcome), "verdict": outcome.verdict, "seconds": seconds}
+        outcome.failures.append(f"its files are in {directory}")
+    content = {**dataclasses.asdict(outcome), "result": outcome.result, "seconds": seconds}
     _write(lines, {"outcome": content})
     return 0
 
 
-def put_to_the_test(found: Bar, plan: Plan) -> Outcome:
-    """Runs a bar; an error is a failure, and so is anything that it leaves behind."""
-    # The backend keeps its threads and files for good: they are no leak of the bar.
+def run_check(found: Check, plan: Plan) -> Outcome:
+    """Runs a check; errors and leaked threads, files and processes are failures."""
+    # The threads and files of the backend are not leaks of the check.
     jnp.zeros(1).block_until_ready()
     gc.collect()
     before = _left()
@@ -81,7 +80,7 @@ def put_to_the_test(found: Bar, plan: Plan) -> Outcome:
             outcome = found.run(plan)
     except Exception as error:
         traceback.print_exc()
-        outcome.figure = outcome.figure or "-"
+        outcome.measured = outcome.measured or "-"
         text = str(error).splitlines()[0] if str(error) else ""
         outcome.failures.append(f"{type(error).__name__}: {text}")
     _require_clean(before, outcome)
@@ -90,17 +89,17 @@ def put_to_the_test(found: Bar, plan: Plan) -> Outcome:
 
 @contextlib.contextmanager
 def _without(safeguard: str) -> Iterator[None]:
-    """Takes a safeguard away, here and in the tasks that are started."""
+    """Disables a safeguard in this process and in the tasks that it starts."""
     if not safeguard:
         yield
         return
-    with safeguards.at_work(safeguard), sabotaged(safeguard):
+    with safeguards.disabled(safeguard), safeguards.disabled_in_tasks(safeguard):
         yield
 
 
 @dataclasses.dataclass(frozen=True)
 class _Left:
-    """What a process holds."""
+    """The threads, file descriptors and children of a process."""
 
     threads: frozenset[threading.Thread]
     num_fds: int
@@ -120,7 +119,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _require_clean(before: _Left, outcome: Outcome) -> None:
-    """Requires that threads, files and processes are as before, after a moment."""
+    """Requires that no threads, files and processes have leaked."""
     deadline = time.monotonic() + _SETTLING_SECONDS
     while True:
         gc.collect()
@@ -133,8 +132,8 @@ def _require_clean(before: _Left, outcome: Outcome) -> None:
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    outcome.require(not threads, f"threads were left: {threads}")
-    outcome.require(not processes, f"processes were left: {processes}")
+    outcome.require(not threads, f"leaked threads: {threads}")
+    outcome.require(not processes, f"leaked processes: {processes}")
     outcome.require(abs(more) <= _FDS_MORE, f"{more:+} file descriptors")
 
 

@@ -1,4 +1,4 @@
-"""The bar about networks that come apart: tasks in network namespaces, links that go down.
+"""The check about networks that come apart: tasks in network namespaces, links that go down.
 
 Servers and workers have a namespace each, and there is a link between any two:
 
@@ -7,7 +7,7 @@ Servers and workers have a namespace each, and there is a link between any two:
     workers     --c-- servers
 
 The servers' address is on none of the links, so that each link can be cut alone. The far end of
-a link is taken down: the near end notices nothing, as with a cable that is cut elsewhere.
+a link is taken down: the near end notices nothing, as with a cable that is cut farther away.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver import SimpleClusterResolver
 from replicax.transport import keys
-from torture.bars import ROOT, Outcome, Plan, bar
+from torture.checks import ROOT, Outcome, Plan, check
 from torture.endurance import Feeder
 from torture.jobs import PATIENT, Job
 
@@ -152,9 +152,9 @@ def _job(plan: Plan) -> Iterator[tuple[Job, Network]]:
         network.end()
 
 
-@bar(
+@check(
     26,
-    promise="links between workers or coordinator and servers are down for 5 s, and heal",
+    claim="links between workers or coordinator and servers are down for 5 s, and heal",
     limit="exact, nothing hangs for > T_dead + 5 s = 7 s",
     minutes=8,
     needs_root=True,
@@ -174,7 +174,7 @@ def partitions(plan: Plan) -> Outcome:
                 network.set_link(letter, "down")
                 time.sleep(_CUT_SECONDS)
                 network.set_link(letter, "up")
-                plan.say(f"{turn + 1} of {cuts} cuts of {name}")
+                plan.report(f"{turn + 1} of {cuts} cuts of {name}")
                 if feeder.error is not None:
                     raise feeder.error
         time.sleep(plan.size(10.0, 5.0))

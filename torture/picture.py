@@ -1,4 +1,4 @@
-"""Draws the soak: work done, memory, threads and files of every process, with all faults."""
+"""Plots the soak test: finished work, memory, threads and files of every process, and faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WORKERS = "#bbbbbb"
 
 
 def draw(sampler: Sampler, path: Path) -> None:
-    """Writes the picture."""
+    """Writes the plot."""
     with matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.25}):
         figure = Figure(figsize=(12, 10), layout="constrained")
         axes: Any = figure.subplots(
@@ -60,7 +60,7 @@ def _draw_faults(sampler: Sampler, axis: Any) -> None:
 
 
 def _draw_work(sampler: Sampler, axis: Any) -> None:
-    """The closures that ended per second, and which were the seconds without any."""
+    """Plots the finished closures per second, and the seconds without any."""
     pairs = zip(sampler.finished, sampler.finished[1:], strict=False)
     points = [(t1 / 60, (n1 - n0) / (t1 - t0)) for (t0, n0), (t1, n1) in pairs]
     axis.plot(*zip(*points, strict=True), color="#1f77b4", linewidth=0.8)
@@ -71,16 +71,16 @@ def _draw_work(sampler: Sampler, axis: Any) -> None:
 def _draw_field(sampler: Sampler, axis: Any, field: str, label: str) -> None:
     workers = sorted({s.task for s in sampler.samples if s.task not in _TASKS})
     for task in [*workers, *_TASKS]:
-        # A process that was killed ends its line: the next one begins another.
-        lives = dict.fromkeys(s.pid for s in sampler.samples if s.task == task)
-        for number, pid in enumerate(lives):
+        # Each incarnation of a process has its own line.
+        pids = dict.fromkeys(s.pid for s in sampler.samples if s.task == task)
+        for number, pid in enumerate(pids):
             mine = [s for s in sampler.samples if s.task == task and s.pid == pid]
             axis.plot(
                 [s.second / 60 for s in mine],
                 [getattr(s, field) for s in mine],
                 color=_TASKS.get(task, _WORKERS),
                 linewidth=1.8 if task in _TASKS else 0.7,
-                # The servers are much alike: both lines must show.
+                # The servers are similar: both lines must be visible.
                 linestyle="--" if task == "ps 1" else "-",
                 label=_label(task, workers) if not number else None,
             )

@@ -1,4 +1,4 @@
-"""Runs other programs in bounded time, and tells what they print."""
+"""Runs other programs with a time limit, and captures their output."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from torture.bars import ROOT, Plan
+from torture.checks import ROOT, Plan
 
 _LINES = 200
 
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """How a program ended.
+    """The result of a program.
 
     Attributes:
       status: Its exit status.
@@ -28,7 +28,7 @@ class Done:
 
     @property
     def last_line(self) -> str:
-        """The last line that says something."""
+        """The last line that is not empty."""
         lines = [line for line in self.output.splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
@@ -36,7 +36,7 @@ class Done:
 def run_program(
     command: Sequence[str], plan: Plan, *, seconds: float, env: Mapping[str, str] | None = None
 ) -> Done:
-    """Runs a program to its end; raises TimeoutExpired if it takes too long."""
+    """Runs a program; raises TimeoutExpired if it takes too long."""
     path = plan.directory / "program.log"
     start = time.monotonic()
     with path.open("wb") as log:
@@ -49,7 +49,7 @@ def run_program(
             if spent > seconds:
                 raise subprocess.TimeoutExpired(list(command), seconds)
             if tail := _tail(path.read_bytes()):
-                plan.say(tail[-1])
+                plan.report(tail[-1])
             time.sleep(0.1)
     finally:
         process.kill()

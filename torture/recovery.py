@@ -1,4 +1,4 @@
-"""Bars about servers and coordinators that come back, with what they had or without."""
+"""Checks about servers and coordinators that come back, with what they had or without."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import replicax as rx
 from replicax.coordinator.scheduling.timing import Timing
 from replicax.foundation import errors
-from torture.bars import ROOT, Outcome, Plan, bar
+from torture.checks import ROOT, Outcome, Plan, check
 from torture.driver import LEASE_S
 from torture.endurance import Feeder
 from torture.jobs import Job, cluster, is_there, job, until
@@ -75,13 +75,13 @@ class Losses:
 
 def _kill_servers(plan: Plan, work: Job, times: int) -> Losses:
     """Kills servers at random times under load, and starts them again."""
-    chance, found = plan.chance(), Losses()
+    rng, found = plan.rng(), Losses()
     first, expected = 0, [0.0] * 3
     for turn in range(times):
         pace, feeder = Pace(work), Feeder(work, first)
         feeder.start()
-        time.sleep(_INTERVAL + _SLACK + chance.random())
-        index, running = chance.randrange(2), work.coordinator.status().num_running
+        time.sleep(_INTERVAL + _SLACK + rng.random())
+        index, running = rng.randrange(2), work.coordinator.status().num_running
         found.num_landed += running > 0
         bound = pace.since(time.monotonic() - _INTERVAL - _SLACK) + running
         killed_s = time.monotonic()
@@ -98,7 +98,7 @@ def _kill_servers(plan: Plan, work: Job, times: int) -> Losses:
         found.doubled = max(found.doubled, -min(lost))
         found.num_reset += any(v < e for e, v in zip(expected, values, strict=True))
         expected, first = values, feeder.num_scheduled
-        plan.say(f"{turn + 1} of {times} kills, {found.slowest_s:.1f} s, lost {found.lost:g}")
+        plan.report(f"{turn + 1} of {times} kills, {found.slowest_s:.1f} s, lost {found.lost:g}")
     return found
 
 
@@ -110,9 +110,9 @@ def _judge(outcome: Outcome, found: Losses, times: int) -> None:
     outcome.require_landed(landed == times, f"{landed} of {times} kills met work")
 
 
-@bar(
+@check(
     21,
-    promise="a killed server comes back from its snapshot, and training goes on",
+    claim="a killed server comes back from its snapshot, and training goes on",
     limit="≤ 10 s; lost ≤ last interval + in flight, 20 times",
     minutes=15,
 )
@@ -131,9 +131,9 @@ def restored_server(plan: Plan) -> Outcome:
     return outcome
 
 
-@bar(
+@check(
     22,
-    promise="a killed server with a mirror comes back with every update",
+    claim="a killed server with a mirror comes back with every update",
     limit="lost 0, 20 times; ≥ 0.4 of the rate without a mirror",
     minutes=15,
 )
@@ -188,9 +188,9 @@ def _until_work(work: Job, feeder: Feeder, since: float) -> float:
     return time.monotonic() - since
 
 
-@bar(
+@check(
     23,
-    promise="a server that comes back empty is refused; nothing is added to fresh zeros",
+    claim="a server that comes back empty is refused; nothing is added to fresh zeros",
     limit="0 updates on fresh variables, only typed errors, 50 times",
     minutes=20,
 )
@@ -204,15 +204,15 @@ def empty_server(plan: Plan) -> Outcome:
             work = Job(plan, made, timing=Timing.fast())
             try:
                 work.until_idle()
-                fresh += max(work.figure("applied")) > 0 if turn else 0
+                fresh += max(work.server_counters("applied")) > 0 if turn else 0
                 outcome.failures += _lose_server(work, turn % 2)
                 landed += 1
             finally:
                 work.close()
             # Servers count from zero: each has a new process now.
             made.restart("ps", (turn + 1) % 2)
-            plan.say(f"{turn + 1} of {times} kills")
-    outcome.figure = f"{fresh} fresh servers were changed, {len(outcome.failures)} other errors"
+            plan.report(f"{turn + 1} of {times} kills")
+    outcome.measured = f"{fresh} fresh servers were changed, {len(outcome.failures)} other errors"
     outcome.numbers = {"fresh": fresh, "landed": landed}
     outcome.require(fresh == 0, f"{fresh} fresh servers were changed")
     outcome.require_landed(landed == times, f"{landed} of {times} kills met work")
@@ -243,22 +243,22 @@ def _lose_server(work: Job, index: int) -> list[str]:
     return problems
 
 
-@bar(
+@check(
     30,
-    promise="a coordinator that is killed and started again takes its job over",
+    claim="a coordinator that is killed and started again takes its job over",
     limit="≤ 5 s, the counter continues, the old one refused, 20 times",
     minutes=20,
 )
 def restarted_coordinator(plan: Plan) -> Outcome:
     """Kills programs that count, and starts them again; some are only stopped, and wake up."""
-    times, chance = plan.size(20, 3), plan.chance()
+    times, rng = plan.size(20, 3), plan.rng()
     slowest, refused, stopped, exact, landed = 0.0, 0, 0, 0, 0
     with cluster(plan, workers=2, ps=2) as made:
         tasks = [made.pid(job, i) for job in ("worker", "ps") for i in range(2)]
         spec = json.dumps(made.cluster_spec.as_dict())
         driver = _Driver(spec)
         driver.begin()
-        driver.count(chance)
+        driver.count(rng)
         for turn in range(times):
             is_stopped, old = turn % 4 == 2, driver
             # Started before, as on a loaded machine that may take longer than a lease lasts.
@@ -271,14 +271,14 @@ def restarted_coordinator(plan: Plan) -> Outcome:
             # One batch may have been on its way.
             is_exact = old.reported <= found <= old.reported + _BATCH
             if not is_exact:
-                plan.say(f"{found:g} counted, after {old.reported:g} that were reported")
+                plan.report(f"{found:g} counted, after {old.reported:g} that were reported")
             exact += is_exact
             if is_stopped:
                 stopped += 1
                 refused += old.wakes_up_refused()
             old.end()
-            driver.count(chance)
-            plan.say(f"{turn + 1} of {times}, {slowest:.1f} s, {found:g} counted")
+            driver.count(rng)
+            plan.report(f"{turn + 1} of {times}, {slowest:.1f} s, {found:g} counted")
         driver.end()
         left = _left_after(tasks, LEASE_S + 5)
     outcome = Outcome(
@@ -328,9 +328,9 @@ class _Driver:
         self.reported = float(said["found"])
         return self.reported
 
-    def count(self, chance: random.Random) -> None:
+    def count(self, rng: random.Random) -> None:
         """Lets it count some batches."""
-        for _ in range(chance.randrange(2, 6)):
+        for _ in range(rng.randrange(2, 6)):
             self.reported = float(self._next()["found"])
 
     def strike(self, number: signal.Signals) -> None:
@@ -366,7 +366,7 @@ class _Driver:
         return json.loads(line)
 
     def _rest(self) -> list[dict[str, Any]]:
-        """Returns all that it has said and nobody has read."""
+        """Returns its unread output."""
         assert self.process.stdout is not None
         while select.select([self.process.stdout], [], [], 0.2)[0] and self._read():
             pass

@@ -1,7 +1,7 @@
-"""`python -m torture.sabotaged NAME ...`: the command line with one safeguard gone.
+"""`python -m torture.sabotaged NAME ...`: the command line of replicax with one safeguard disabled.
 
-For tests that show that they would notice: `python -m torture.sabotaged dedup serve ...`
-runs a server that makes repeated updates again.
+For example, `python -m torture.sabotaged dedup serve ...` runs a server that applies repeated
+updates again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torture import safeguards
 
 
 def main(arguments: list[str]) -> None:
-    """Applies the saboteur that comes first, and runs the command that follows."""
-    safeguards.apply(arguments[0] if arguments else "")
+    """Disables the safeguard of the first argument, and runs the rest as a command."""
+    safeguards.disable(arguments[0] if arguments else "")
     sys.argv = ["replicax", *arguments[1:]]
     runpy.run_module("replicax", run_name="__main__", alter_sys=False)
 

@@ -1,13 +1,16 @@
-"""Saboteurs: each takes one safeguard away, so that a check can be seen to rest on it.
+"""Saboteurs: each disables one safeguard, to show that a check depends on it.
 
-A check that passes with its safeguard gone proves nothing. These are for tests alone.
+A check that passes without its safeguard proves nothing. For tests only, and not in the wheel.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from replicax.coordinator.scheduling.closures import ClosureQueue
@@ -17,27 +20,27 @@ from replicax.ps.store.applied_updates import AppliedUpdates
 from replicax.ps.store.jobs import Job
 from replicax.transport.zmq.authenticator import KnownKeys
 
-# What is put where: an owner, the name of its attribute, and the value.
+# An object, the name of its attribute, and the value to set.
 _Patch = tuple[Any, str, Any]
 
 
 @contextlib.contextmanager
-def at_work(name: str) -> Iterator[None]:
-    """Takes a safeguard away for a while, in this process.
+def disabled(name: str) -> Iterator[None]:
+    """Disables a safeguard in this process for the duration of the context.
 
     Args:
-      name: One of `NAMES`: "dedup" makes changes again, and notes none; "fencing" lets
-        servers ignore fences; "heartbeats" takes every silent task for alive; "watermark"
-        forgets settled closures without refusing them; "fsync" writes files without waiting
-        for the disk; "key check" lets every key in, as that of a coordinator.
+      name: One of `NAMES`: "dedup" applies repeated updates again; "fencing" makes servers ignore
+        fences; "heartbeats" counts every silent task as alive; "watermark" drops settled closures
+        without rejecting them; "fsync" does not wait for the disk; "key check" accepts every key,
+        as that of a coordinator.
 
     Raises:
-      InvalidArgumentError: There is no such saboteur.
+      InvalidArgumentError: `name` is unknown.
 
     Example:
       >>> table = AppliedUpdates()
       >>> table.record(7, (0, 3))
-      >>> with at_work("dedup"):
+      >>> with disabled("dedup"):
       ...     table.is_new(7, (0, 3))
       True
       >>> table.is_new(7, (0, 3))
@@ -54,8 +57,38 @@ def at_work(name: str) -> Iterator[None]:
             setattr(owner, attribute, value)
 
 
-def apply(name: str) -> None:
-    """Takes a safeguard away for good, in a process that was started for that."""
+# Replaces the interpreter: `python -m replicax ...` runs with the safeguard disabled.
+_SCRIPT = """#!/bin/sh
+if [ "$1" = -m ] && [ "$2" = replicax ]; then
+  shift 2
+  export PYTHONPATH='{root}':"$PYTHONPATH"
+  exec '{python}' -m torture.sabotaged '{name}' "$@"
+fi
+exec '{python}' "$@"
+"""
+
+
+@contextlib.contextmanager
+def disabled_in_tasks(name: str) -> Iterator[None]:
+    """Makes local clusters start their tasks with a safeguard disabled; none if `name` is empty."""
+    if not name:
+        yield
+        return
+    python = sys.executable
+    with tempfile.TemporaryDirectory(prefix="sabotaged-") as directory:
+        script = Path(directory) / "python"
+        root = Path(__file__).resolve().parent.parent
+        script.write_text(_SCRIPT.format(root=root, python=python, name=name))
+        script.chmod(0o700)
+        sys.executable = str(script)
+        try:
+            yield
+        finally:
+            sys.executable = python
+
+
+def disable(name: str) -> None:
+    """Disables a safeguard until the process ends."""
     for owner, attribute, value in _patches_of(name):
         setattr(owner, attribute, value)
 

@@ -1,4 +1,4 @@
-"""Looks at the processes of a job once a second: memory, threads, files, and work done."""
+"""Samples the processes of a job once a second: memory, threads, files, and finished work."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import psutil
 from torture.jobs import Job, slope
 
 _MIB = float(1 << 20)
-# Before this part of the time processes still warm up.
+# The share of the time in which processes warm up.
 _WARM = 0.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """What one process held at some instant."""
+    """The resources of one process at one time."""
 
     second: float
     task: str
@@ -34,7 +34,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """How a process that lived all the time changed, after it had warmed up."""
+    """The growth of a process that was never restarted, after it had warmed up."""
 
     mib_per_minute: float
     threads: float
@@ -42,7 +42,7 @@ class Growth:
 
 
 class Sampler(threading.Thread):
-    """Takes samples until it is told to end.
+    """Takes samples until it is closed.
 
     Attributes:
       samples: All of them.
@@ -64,11 +64,11 @@ class Sampler(threading.Thread):
 
     @property
     def seconds(self) -> float:
-        """For how long it has looked."""
+        """The seconds since the start."""
         return self.finished[-1][0] if self.finished else 0.0
 
     def note(self, fault: str) -> None:
-        """Notes that a fault begins now."""
+        """Records the start of a fault."""
         self.faults.append((time.monotonic() - self._begin_s, fault))
 
     def run(self) -> None:
@@ -86,7 +86,7 @@ class Sampler(threading.Thread):
             turn += 1
 
     def end(self) -> None:
-        """Takes no more samples."""
+        """Stops sampling."""
         self._ended.set()
         self.join(10)
 
@@ -104,7 +104,7 @@ class Sampler(threading.Thread):
                     self.samples.append(Sample(second, task, pid, *found, process.num_fds()))
 
     def growth(self) -> dict[str, Growth]:
-        """Returns how those grew that were never started again."""
+        """Returns the growth of the processes that were never restarted."""
         found: dict[str, Growth] = {}
         for task in dict.fromkeys(s.task for s in self.samples):
             mine = [s for s in self.samples if s.task == task]

@@ -1,4 +1,4 @@
-"""What people see while the bars run: a moving line on a terminal, plain lines elsewhere."""
+"""Progress output: a live line on a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from torture.bars import Bar
+from torture.checks import Check
 from torture.tables import Row
 
-# Elsewhere than on a terminal a bar says where it stands so often.
+# The interval of progress lines without a terminal.
 _PLAIN_SECONDS = 10.0
 
 
 class Screen:
-    """Shows which bar runs, and how far it is. Only this draws."""
+    """Shows the current check and its progress."""
 
-    def __init__(self, bars: Sequence[Bar]) -> None:
+    def __init__(self, checks: Sequence[Check]) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._progress = Progress(
             SpinnerColumn(),
@@ -38,9 +38,9 @@ class Screen:
             transient=True,
             disable=not self._console.is_terminal,
         )
-        self._task = self._progress.add_task("", total=len(bars))
+        self._task = self._progress.add_task("", total=len(checks))
         self._current = ""
-        self._said_s = 0.0
+        self._reported_s = 0.0
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -49,27 +49,29 @@ class Screen:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def begin(self, bar: Bar) -> None:
-        """Shows that a bar begins."""
-        self._current = f"bar {bar.label}"
-        self._said_s = time.monotonic()
-        self._progress.update(self._task, description=f"{self._current}: {bar.promise}")
+    def begin(self, check: Check) -> None:
+        """Shows the start of a check."""
+        self._current = f"check {check.label}"
+        self._reported_s = time.monotonic()
+        self._progress.update(self._task, description=f"{self._current}: {check.claim}")
         if not self._console.is_terminal:
-            self._print(f"{self._current}: {bar.promise}")
+            self._print(f"{self._current}: {check.claim}")
 
-    def say(self, text: str) -> None:
-        """Shows how far the current bar is."""
+    def report(self, text: str) -> None:
+        """Shows the progress of the current check."""
         self._progress.update(self._task, description=f"{self._current}: {text}")
         now = time.monotonic()
-        if not self._console.is_terminal and now - self._said_s > _PLAIN_SECONDS:
-            self._said_s = now
+        if not self._console.is_terminal and now - self._reported_s > _PLAIN_SECONDS:
+            self._reported_s = now
             self._print(f"{self._current}: {text}")
 
     def end(self, row: Row) -> None:
-        """Shows how a bar ended."""
+        """Shows the result of a check."""
         self._progress.advance(self._task)
         reasons = f" ({'; '.join(row.reasons)})" if row.reasons else ""
-        self._print(f"bar {row.bar}: {row.verdict}, {row.figure}{reasons}, {row.seconds:.0f} s")
+        self._print(
+            f"check {row.check}: {row.result}, {row.measured}{reasons}, {row.seconds:.0f} s"
+        )
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Bars about workers that are slow, or that hold a lock for long: nobody is declared dead."""
+"""Checks of workers that are slow or hold a lock for long: none is declared dead."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import time
 from collections.abc import Iterator
 
 from replicax.coordinator.scheduling.timing import Timing
-from torture.bars import Outcome, Plan, bar
+from torture.checks import Outcome, Plan, check
 from torture.jobs import Job, job
 
 # A straggler runs for this part of the time.
 _DUTY = 0.1
 
 
-@bar(
+@check(
     10,
-    promise="one of 4 workers at 10 % duty holds nobody up; speculation cuts the tail",
+    claim="one of 4 workers at 10 % speed delays no other; speculation cuts the tail",
     limit="≥ 0.9 of ideal, tail ≤ 2 closures, exact",
     minutes=6,
 )
@@ -48,7 +48,7 @@ def straggler(plan: Plan) -> Outcome:
     outcome.require(values == [total] * 3, f"the counters are {values}, not {total}")
     outcome.require(lost == 0, f"{lost} slow workers were declared dead")
     outcome.require_landed(0 < done < 0.24 * count, f"the straggler ran {done} of {count}")
-    outcome.require_landed(copied > 0, "no closure of the straggler was run elsewhere")
+    outcome.require_landed(copied > 0, "no closure of the straggler was run by another worker")
     return outcome
 
 
@@ -60,7 +60,7 @@ def _rate(work: Job, count: int, seconds: float, first: int) -> float:
 
 
 def _tail(plan: Plan) -> tuple[float, float, int]:
-    """The wait for the last closure, how long one takes, how many were run elsewhere."""
+    """The wait for the last closure, how long one takes, how many other workers ran."""
     seconds, count = 0.5, 8
     tails: list[float] = []
     with job(plan, workers=4, speculate=True) as work:
@@ -83,9 +83,9 @@ def _tail(plan: Plan) -> tuple[float, float, int]:
     return statistics.median(tails), seconds, len(begun) - len(set(begun))
 
 
-@bar(
+@check(
     11,
-    promise="a closure that holds the GIL for half of T_dead is not taken for dead",
+    claim="a closure that holds the GIL for half of T_dead is not taken for dead",
     limit="0 false deaths in 20",
     minutes=8,
 )

@@ -1,4 +1,4 @@
-"""Runs each bar in a process of its own, in bounded time, and sees what it leaves behind."""
+"""Runs each check in a process of its own with a time limit, and detects leaked processes."""
 
 from __future__ import annotations
 
@@ -15,54 +15,56 @@ from typing import Any
 
 import psutil
 
-from torture.bars import OUT, ROOT, Bar
+from torture.checks import OUT, ROOT, Check
 from torture.tables import Row
 
 _PR_SET_CHILD_SUBREAPER = 36
-# Whoever lives on after the bar must be gone by then: a lease in the fast profile and more.
+# Processes of the check must have ended after this long: a lease in the fast profile and more.
 _GONE_SECONDS = 5.0
 _END_SECONDS = 20.0
 
 
 class Supervisor:
-    """Starts bars, one after the other.
+    """Runs checks one after the other.
 
     Args:
       quick: Whether small sizes do.
       seed: Decides every random choice.
       minutes: How long the soak lasts.
-      say: Takes lines for people.
+      report: Takes lines for people.
     """
 
-    def __init__(self, quick: bool, seed: int, minutes: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, quick: bool, seed: int, minutes: float, report: Callable[[str], None]
+    ) -> None:
         self._quick = quick
         self._seed = seed
         self._minutes = minutes
-        self._say = say
-        # Processes that lose their parent become children of this one, and are seen.
+        self._report = report
+        # Orphaned processes become children of this one.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._known = set(_children())
 
-    def run(self, bar: Bar) -> Row:
-        """Puts one promise to the test."""
+    def run(self, check: Check) -> Row:
+        """Runs one check."""
         start = time.monotonic()
-        if bar.needs_root and os.geteuid() != 0:
-            return Row(bar.label, bar.promise, "-", bar.limit, "void", 0.0, ("it needs root",))
-        limit = bar.seconds + 60.0 * self._minutes * (51 in bar.numbers)
+        if check.needs_root and os.geteuid() != 0:
+            return Row(check.label, check.claim, "-", check.limit, "void", 0.0, ("it needs root",))
+        limit = check.seconds + 60.0 * self._minutes * (51 in check.numbers)
         outcome = run_alone(
-            bar.numbers[0],
+            check.numbers[0],
             seconds=limit,
             options=self._options(),
-            say=self._say,
+            report=self._report,
         )
         outcome["failures"] += self._strays()
-        verdict = "fail" if outcome["failures"] else outcome["verdict"]
+        result = "fail" if outcome["failures"] else outcome["result"]
         return Row(
-            bar.label,
-            bar.promise,
-            outcome["figure"],
-            bar.limit,
-            verdict,
+            check.label,
+            check.claim,
+            outcome["measured"],
+            check.limit,
+            result,
             time.monotonic() - start,
             tuple(outcome["failures"] + outcome["voids"]),
             outcome["numbers"],
@@ -73,7 +75,7 @@ class Supervisor:
         return [*options, "--quick"] if self._quick else options
 
     def _strays(self) -> list[str]:
-        """Ends processes that outlived their bar, and says which they were."""
+        """Kills processes that outlived their check, and returns their names."""
         deadline = time.monotonic() + _GONE_SECONDS
         while (left := set(_children()) - self._known) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -90,21 +92,21 @@ def run_alone(
     *,
     seconds: float,
     options: list[str],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     suffix: str = "",
 ) -> dict[str, Any]:
-    """Runs a bar in a process of its own; returns the fields of its outcome.
+    """Runs a check in a process of its own; returns the fields of its outcome.
 
     Args:
       number: Which one.
       seconds: How long it may take.
       options: Those of `torture.one`.
-      say: Takes lines for people.
+      report: Takes lines for people.
       suffix: Goes into the name of its log.
     """
     logs = OUT / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    path = logs / f"bar-{number}{suffix}.log"
+    path = logs / f"check-{number}{suffix}.log"
     command = [sys.executable, "-m", "torture.one", str(number), *options]
     command += ["--parent", str(os.getpid())]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -117,28 +119,28 @@ def run_alone(
         for content in _lines(process, time.monotonic() + seconds):
             if "outcome" in content:
                 return _ended(process, content["outcome"])
-            say(content["say"])
-        ended = f"the process of the bar ended with {process.wait(_END_SECONDS)}"
+            report(content["report"])
+        ended = f"the process of the check ended with {process.wait(_END_SECONDS)}"
     except TimeoutError:
         ended = f"it did not end within {seconds:.0f} s"
     except subprocess.TimeoutExpired:
-        ended = "the process of the bar does not end"
+        ended = "the process of the check does not end"
     finally:
         process.kill()
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
     failure = f"{ended}; see {os.path.relpath(path, ROOT)}"
-    return {"figure": "-", "verdict": "fail", "failures": [failure], "voids": [], "numbers": {}}
+    return {"measured": "-", "result": "fail", "failures": [failure], "voids": [], "numbers": {}}
 
 
 def _ended(process: subprocess.Popen[bytes], outcome: dict[str, Any]) -> dict[str, Any]:
-    """Waits for the end of a bar that has said what it found."""
+    """Waits for the exit of a check that has written its outcome."""
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
         outcome["failures"].append(f"its process was still there after {_END_SECONDS:g} s")
-        outcome["verdict"] = "fail"
+        outcome["result"] = "fail"
     return outcome
 
 
@@ -159,7 +161,7 @@ def _lines(process: subprocess.Popen[bytes], deadline: float) -> Iterator[dict[s
 
 
 def _children() -> list[psutil.Process]:
-    """The living children of this process; those that ended are waved good-bye."""
+    """Returns the running children of this process, and reaps those that ended."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-_COLUMNS = ("bar", "promise", "figure", "limit", "verdict", "seconds", "code")
+_COLUMNS = ("check", "claim", "measured", "limit", "result", "seconds", "code")
 _COLORS = {"pass": "green", "fail": "red", "void": "yellow"}
 
 
@@ -19,22 +19,22 @@ class Row:
     """One line of the table.
 
     Attributes:
-      bar: The numbers of the bars.
-      promise: What is promised.
-      figure: What was measured.
-      limit: The pass figure.
-      verdict: "pass", "fail", or "void" if the faults did not land.
+      check: The numbers of the checks.
+      claim: The claim.
+      measured: What was measured.
+      limit: The pass measured.
+      result: "pass", "fail", or "void" if the faults did not land.
       seconds: How long it took.
       reasons: Why it did not pass.
       numbers: What was measured, for machines.
       code: The commit that was put to the test.
     """
 
-    bar: str
-    promise: str
-    figure: str
+    check: str
+    claim: str
+    measured: str
     limit: str
-    verdict: str
+    result: str
     seconds: float
     reasons: tuple[str, ...] = ()
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -42,32 +42,32 @@ class Row:
 
     @property
     def has_passed(self) -> bool:
-        """Whether the promise was put to the test, and kept."""
-        return self.verdict == "pass"
+        """Whether the check passed."""
+        return self.result == "pass"
 
 
 def for_screen(rows: Sequence[Row]) -> Table:
-    """Returns the table as it is shown on a terminal."""
+    """Returns the table for a terminal."""
     table = Table(title="Torture")
     for column in _COLUMNS:
-        table.add_column(column, justify="right" if column in ("bar", "seconds") else "left")
+        table.add_column(column, justify="right" if column in ("check", "seconds") else "left")
     for row in rows:
-        color = _COLORS[row.verdict]
+        color = _COLORS[row.result]
         cells = [*_cells(row)]
-        cells[4] = f"[{color}]{row.verdict}"
+        cells[4] = f"[{color}]{row.result}"
         table.add_row(*cells)
     return table
 
 
 def as_markdown(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
-    """Returns the table as Markdown, with what was found where a bar did not pass."""
+    """Returns the table as Markdown, with the reasons of checks that did not pass."""
     lines = ["# Torture", "", *(f"- {key}: {value}" for key, value in machine.items()), ""]
     lines.append("| " + " | ".join(_COLUMNS) + " |")
     lines.append("|" + " --- |" * len(_COLUMNS))
     for row in rows:
         cells = [cell.replace("|", "\\|").replace("\n", " ") for cell in _cells(row)]
         lines.append("| " + " | ".join(cells) + " |")
-    reasons = [f"- bar {row.bar}: {reason}" for row in rows for reason in row.reasons]
+    reasons = [f"- check {row.check}: {reason}" for row in rows for reason in row.reasons]
     if reasons:
         lines += ["", "What was found:", "", *reasons]
     return "\n".join(lines) + "\n"
@@ -93,4 +93,4 @@ def load(directory: Path, size: str) -> list[Row]:
 
 def _cells(row: Row) -> tuple[str, ...]:
     seconds = f"{row.seconds:.0f}"
-    return (row.bar, row.promise, row.figure, row.limit, row.verdict, seconds, row.code)
+    return (row.check, row.claim, row.measured, row.limit, row.result, seconds, row.code)

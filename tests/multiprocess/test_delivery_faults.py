@@ -204,7 +204,7 @@ def test_bar10_a_slow_worker_gets_less_work_and_is_not_given_up(desk: Desk) -> N
     counting = Counting(desk)
     step = sleeping_step(0.02, counting.counter)
     done = [0] * WORKERS
-    desk.cluster.slow("worker", 0, duty=0.1)
+    desk.cluster.slow("worker", 0, throttle=0.1)
     try:
         # Where processes wait for their turn, the slow one may miss the first rounds.
         while done[0] == 0 and sum(done) < 3_000:
@@ -213,7 +213,7 @@ def test_bar10_a_slow_worker_gets_less_work_and_is_not_given_up(desk: Desk) -> N
             for result in results:
                 done[result.fetch()] += 1
     finally:
-        desk.cluster.slow("worker", 0, duty=1)
+        desk.cluster.slow("worker", 0, throttle=1)
     assert float(counting.counter.numpy()) == sum(done)
     assert 0 < done[0] < 0.7 * min(done[1:]), done
     assert counting.num_restarts() == 0
@@ -233,10 +233,10 @@ def test_bar10_a_slow_worker_costs_little_more_than_its_share(desk: Desk) -> Non
 
     measured()
     before = measured()
-    desk.cluster.slow("worker", 0, duty=0.1)
+    desk.cluster.slow("worker", 0, throttle=0.1)
     try:
         slowed = measured()
     finally:
-        desk.cluster.slow("worker", 0, duty=1)
+        desk.cluster.slow("worker", 0, throttle=1)
     assert float(counting.counter.numpy()) == 1200.0
     assert slowed <= before * 4 / 3.1 / 0.9, (before, slowed)

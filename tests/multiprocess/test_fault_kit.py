@@ -323,21 +323,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield cluster
         # Closing ends a process that is stopped for most of the time.
         process = psutil.Process(cluster.pid("ps", 0))
-        cluster.slow("ps", 0, duty=0.1)
+        cluster.slow("ps", 0, throttle=0.1)
     assert not process.is_running()
     assert kept.exists()
 
 
 def test_bar10_a_slow_process_runs_for_a_part_of_the_time(cluster: LocalCluster) -> None:
     process = psutil.Process(cluster.pid("ps", 0))
-    with refused(errors.InvalidArgumentError, "duty"):
-        cluster.slow("ps", 0, duty=0)
-    cluster.slow("ps", 0, duty=0.2)
+    with refused(errors.InvalidArgumentError, "throttle"):
+        cluster.slow("ps", 0, throttle=0)
+    cluster.slow("ps", 0, throttle=0.2)
     # Whoever stops and wakes it may have to wait for its turn, at any time.
     becomes(Sight(process).is_mostly_stopped, "it is stopped for most of the time")
-    cluster.slow("ps", 0, duty=1)
+    cluster.slow("ps", 0, throttle=1)
     assert process.status() != psutil.STATUS_STOPPED
-    cluster.slow("ps", 0, duty=0.1)
+    cluster.slow("ps", 0, throttle=0.1)
     cluster.cont("ps", 0)
     sight = Sight(process)
     sight.look(0.3)

@@ -133,7 +133,7 @@ def test_bar_54_saboteurs_are_found_within_1000_seeds(name: str) -> None:
             except SimulationError as error:
                 yield error
 
-    with safeguards.at_work(name):
+    with safeguards.disabled(name):
         error = next(found())
     rule = {
         "dedup": "times instead of",
@@ -149,7 +149,7 @@ def test_bar_54_saboteurs_are_found_within_1000_seeds(name: str) -> None:
 
 
 def test_a_broken_rule_says_how_to_see_it_again() -> None:
-    with safeguards.at_work("dedup"):
+    with safeguards.disabled("dedup"):
         tally = batches.run_batch(range(10), None)
     seed, story = next(iter(tally.broken.items()))
     assert f"python -m simulation --seed {seed} --trace" in story
@@ -201,11 +201,11 @@ def test_the_command_shows_one_history(capsys: pytest.CaptureFixture[str]) -> No
 def test_saboteurs_leave_no_trace() -> None:
     methods = [AppliedUpdates.is_new, AppliedUpdates.is_settled, Job.fence, os.fsync]
     for name in safeguards.NAMES:
-        with safeguards.at_work(name):
+        with safeguards.disabled(name):
             pass
     assert [AppliedUpdates.is_new, AppliedUpdates.is_settled, Job.fence, os.fsync] == methods
     with pytest.raises(errors.InvalidArgumentError, match="dedup, fencing"):
-        safeguards.apply("unknown")
+        safeguards.disable("unknown")
 
 
 def test_the_sabotaged_command_runs_the_ordinary_one() -> None:

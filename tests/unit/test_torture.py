@@ -1,4 +1,4 @@
-"""The torture bench itself: its bars, its checker of histories, its table, its marks."""
+"""The torture bench itself: its checks, its checker of histories, its table, its marks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from torture import catalogue, saboteurs, tables
+from torture import catalogue, safeguard_checks, tables
 from torture import safeguards as library
-from torture.bars import REGISTRY, Outcome, Plan
+from torture.checks import REGISTRY, Outcome, Plan
 from torture.histories import Operation, is_linearizable
 from torture.marks import Marks
 from torture.supervision import run_alone
@@ -22,22 +22,22 @@ BARS = {1, 2, 3, 4, 5, 7, 8, 10, 11, 12, 13, 14, 15, 16, 18, 21, 22, 23, 26, 27,
 BARS |= {36, 42, 50, 51, 52, 53, 54}
 
 
-def test_every_bar_is_registered_once_and_says_what_it_promises() -> None:
-    numbers = [number for bar in REGISTRY for number in bar.numbers]
+def test_every_check_is_registered_once_with_its_claim() -> None:
+    numbers = [number for check in REGISTRY for number in check.numbers]
     assert sorted(numbers) == sorted(BARS)
-    for bar in REGISTRY:
-        assert bar.promise and bar.limit and bar.seconds >= 60, bar.label
-    assert [bar.label for bar in catalogue.chosen([5, 51])] == ["4+5", "51"]
+    for check in REGISTRY:
+        assert check.claim and check.limit and check.seconds >= 60, check.label
+    assert [check.label for check in catalogue.chosen([5, 51])] == ["4+5", "51"]
     assert len(catalogue.chosen(None)) == len(REGISTRY)
 
 
 def test_bar54_there_is_a_bar_for_every_saboteur() -> None:
-    resting = saboteurs.RESTS_ON
+    resting = safeguard_checks.RESTS_ON
     assert set(resting) == set(library.NAMES)
     assert {number for number, _ in resting.values() if number is not None} <= BARS
 
 
-# The checker of bar 28.
+# The checker of check 28.
 
 
 def op(kind: str, value: float, begin: float, end: float = math.inf) -> Operation:
@@ -133,8 +133,8 @@ def test_bar28_histories_of_a_real_register_fit_and_changed_ones_do_not(seed: in
 # The table.
 
 
-def row(verdict: str, *reasons: str) -> tables.Row:
-    return tables.Row("1", "a|promise", "5 of 5", "≥ 5", verdict, 1.4, reasons, {"n": 5.0}, "abc")
+def row(result: str, *reasons: str) -> tables.Row:
+    return tables.Row("1", "a|promise", "5 of 5", "≥ 5", result, 1.4, reasons, {"n": 5.0}, "abc")
 
 
 def test_the_table_is_written_for_people_and_machines(tmp_path: Path) -> None:
@@ -142,16 +142,16 @@ def test_the_table_is_written_for_people_and_machines(tmp_path: Path) -> None:
     tables.save(tmp_path / "deep", rows, {"cores": 2, "size": "full"})
     content = json.loads((tmp_path / "deep" / "table.json").read_text())
     assert content["machine"] == {"cores": 2, "size": "full"}
-    assert [line["verdict"] for line in content["table"]] == ["pass", "void"]
+    assert [line["result"] for line in content["table"]] == ["pass", "void"]
     assert content["table"][0]["numbers"] == {"n": 5.0}
     text = (tmp_path / "deep" / "table.md").read_text()
     assert "| 1 | a\\|promise | 5 of 5 | ≥ 5 | pass | 1 | abc |" in text
-    assert "- bar 1: no kill landed" in text
+    assert "- check 1: no kill landed" in text
     assert [r.has_passed for r in rows] == [True, False]
     assert tables.for_screen(rows).row_count == 2
     # A later run goes on with it, unless it wants other sizes.
     again = tables.load(tmp_path / "deep", "full")
-    assert [(r.bar, r.verdict, r.code, list(r.reasons)) for r in again] == [
+    assert [(r.check, r.result, r.code, list(r.reasons)) for r in again] == [
         ("1", "pass", "abc", []),
         ("1", "void", "abc", ["no kill landed"]),
     ]
@@ -159,14 +159,14 @@ def test_the_table_is_written_for_people_and_machines(tmp_path: Path) -> None:
 
 
 def test_a_bar_whose_faults_missed_proves_nothing() -> None:
-    outcome = Outcome("figure")
-    assert outcome.verdict == "pass"
+    outcome = Outcome("measured")
+    assert outcome.result == "pass"
     outcome.require_landed(False, "they missed")
-    assert outcome.verdict == "void"
+    assert outcome.result == "void"
     outcome.require(True, "fine")
-    assert outcome.verdict == "void"
+    assert outcome.result == "void"
     outcome.require(False, "broken")
-    assert outcome.verdict == "fail"
+    assert outcome.result == "fail"
     assert outcome.failures == ["broken"]
 
 
@@ -219,7 +219,7 @@ def test_bar5_only_halves_that_began_late_count_as_late(tmp_path: Path) -> None:
 def test_a_plan_has_sizes_and_repeats_its_choices(tmp_path: Path) -> None:
     plan = Plan(True, 3, 1.0, lambda _: None, tmp_path)
     assert plan.size(100, 2) == 2
-    assert plan.chance().random() == plan.chance().random()
+    assert plan.rng().random() == plan.rng().random()
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def test_a_bar_that_cannot_run_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torture.supervision.OUT", tmp_path)
-    found = run_alone(10**6, seconds=60, options=[], say=lambda _: None)
-    assert found["verdict"] == "fail"
-    assert "bar-1000000.log" in found["failures"][0]
-    assert (tmp_path / "logs" / "bar-1000000.log").read_text()
+    found = run_alone(10**6, seconds=60, options=[], report=lambda _: None)
+    assert found["result"] == "fail"
+    assert "check-1000000.log" in found["failures"][0]
+    assert (tmp_path / "logs" / "check-1000000.log").read_text()

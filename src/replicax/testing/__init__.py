@@ -6,7 +6,7 @@ with rx.testing.LocalCluster(workers=3, ps=2, timing="fast", proxied=("ps",)) as
     cluster.restart("worker", 1)
     cluster.stop("worker", 2)  # One is frozen, and goes on.
     cluster.cont("worker", 2)
-    cluster.slow("worker", 0, duty=0.1)  # One is ten times slower.
+    cluster.slow("worker", 0, throttle=0.1)  # One is ten times slower.
     cluster.cut("ps", 0)  # Nothing passes, and nobody is told.
     cluster.mend("ps", 0)
     cluster.blip("ps", 1)  # All connections break once.

@@ -18,7 +18,7 @@ from replicax.foundation import errors, settings
 from replicax.testing.child import Child
 from replicax.testing.proxy import Proxy
 from replicax.testing.supervisor import Supervisor
-from replicax.testing.throttle import DutyCycles
+from replicax.testing.throttle import Throttles
 from replicax.transport import expected_exits, keys
 
 # The name of a socket in a directory has to fit into what the kernel keeps for it.
@@ -50,14 +50,14 @@ class Plan:
     seed: int
 
 
-class Crew:
+class ProcessGroup:
     """The running processes of a cluster, and what acts on them. It does not know its cluster.
 
     Attributes:
       directory: Where sockets, keys and logs are.
       children: The processes, by job and index.
       proxies: The proxies in front of them.
-      duty: Which of them are slow.
+      throttle: Which of them are slow.
       keys_directory: The keys, with "tcp".
       snapshots_directory: Where parameter servers keep snapshots; None if they keep none.
     """
@@ -68,7 +68,7 @@ class Crew:
         self.directory = _short_directory()
         self.children: dict[tuple[str, int], Child] = {}
         self.proxies: dict[tuple[str, int], Proxy] = {}
-        self.duty = DutyCycles()
+        self.throttles = Throttles()
         self.keys_directory: Path | None = None
         self.snapshots_directory: Path | None = None
         self._supervisor: Supervisor | None = None
@@ -163,7 +163,7 @@ class Crew:
         self.expect_end(self.children)
         if self._supervisor is not None:
             self._supervisor.end()
-        self.duty.end()
+        self.throttles.end()
         for proxy in self.proxies.values():
             proxy.close()
         children = list(self.children.values())

@@ -85,7 +85,7 @@ class LocalCluster:
             restarts,
             seed,
         )
-        self._running: launching.Crew | None = None
+        self._running: launching.ProcessGroup | None = None
         self._end: weakref.finalize[..., Any] | None = None
 
     def __enter__(self) -> Self:
@@ -108,10 +108,10 @@ class LocalCluster:
                 f"{self!r} is running",
                 "Use it, or close it first.",
             )
-        self._running = crew = launching.Crew(self._plan)
-        self._end = weakref.finalize(self, crew.end)
+        self._running = group = launching.ProcessGroup(self._plan)
+        self._end = weakref.finalize(self, group.end)
         try:
-            crew.start(timeout)
+            group.start(timeout)
         except BaseException:
             self.close()
             raise
@@ -125,10 +125,10 @@ class LocalCluster:
     @property
     def cluster_spec(self) -> ClusterSpec:
         """Where the tasks are called: where they listen, or where their proxies do."""
-        crew = self._crew("where its tasks listen")
+        group = self._group("where its tasks listen")
         found: dict[str, list[str]] = {}
-        for key, child in crew.children.items():
-            proxy = crew.proxies.get(key)
+        for key, child in group.children.items():
+            proxy = group.proxies.get(key)
             found.setdefault(key[0], []).append(child.address if proxy is None else proxy.address)
         return ClusterSpec(found)
 
@@ -143,7 +143,7 @@ class LocalCluster:
     @property
     def directory(self) -> Path:
         """Where the cluster keeps sockets, keys and logs; it goes when the cluster ends."""
-        return self._crew("its directory").directory
+        return self._group("its directory").directory
 
     @property
     def keys_directory(self) -> Path | None:
@@ -153,7 +153,7 @@ class LocalCluster:
     @property
     def snapshots_directory(self) -> Path | None:
         """Where parameter servers keep snapshots, each in a directory `ps-<index>`."""
-        return self._crew("its snapshots").snapshots_directory
+        return self._group("its snapshots").snapshots_directory
 
     def wait_until_ready(self, timeout: float = launching.PATIENCE) -> None:
         """Waits until every process that was started listens.
@@ -162,49 +162,49 @@ class LocalCluster:
           UnavailableError: If one ends before; with the last lines that it printed.
           DeadlineExceededError: If one does not listen in time.
         """
-        launching.wait_until_ready(self._crew("its tasks").children.values(), timeout)
+        launching.wait_until_ready(self._group("its tasks").children.values(), timeout)
 
     # Processes.
 
     def kill(self, job: str, index: int) -> None:
         """Ends a process at once (SIGKILL)."""
-        crew, child = self._task(job, index)
-        crew.duty.set(child, 1)
-        with crew.changing:
+        group, child = self._task(job, index)
+        group.throttles.set(child, 1)
+        with group.changing:
             child.kill()
 
     def stop(self, job: str, index: int) -> None:
         """Freezes a process (SIGSTOP): it keeps its sockets and says nothing."""
-        crew, child = self._task(job, index)
-        crew.duty.set(child, 1)
+        group, child = self._task(job, index)
+        group.throttles.set(child, 1)
         child.freeze()
 
     def cont(self, job: str, index: int) -> None:
         """Lets a frozen or slow process go on (SIGCONT)."""
-        crew, child = self._task(job, index)
-        crew.duty.set(child, 1)
+        group, child = self._task(job, index)
+        group.throttles.set(child, 1)
         child.send(signal.SIGCONT)
 
-    def slow(self, job: str, index: int, duty: float) -> None:
+    def slow(self, job: str, index: int, throttle: float) -> None:
         """Lets a process run for a part of the time only: it is stopped and goes on in turn.
 
         Args:
           job: Its job.
           index: Its index.
-          duty: The part of the time that it runs; 0.1 makes it ten times slower, 1 ends it.
+          throttle: The part of the time that it runs; 0.1 makes it ten times slower, 1 ends it.
         """
-        crew, child = self._task(job, index)
-        crew.duty.set(child, duty)
+        group, child = self._task(job, index)
+        group.throttles.set(child, throttle)
 
     def terminate(self, job: str, index: int, timeout: float = 10.0) -> int | None:
         """Asks a process to end (SIGTERM), waits, and returns its exit code.
 
         One that has not ended in time is killed.
         """
-        crew, child = self._task(job, index)
-        crew.duty.set(child, 1)
-        crew.expect_end([(job, index)])
-        with crew.changing:
+        group, child = self._task(job, index)
+        group.throttles.set(child, 1)
+        group.expect_end([(job, index)])
+        with group.changing:
             child.send(signal.SIGTERM)
             child.send(signal.SIGCONT)
             if not child.reap(timeout):
@@ -236,17 +236,17 @@ class LocalCluster:
           UnavailableError: If a process ends before it listens; with the last lines of its log.
           DeadlineExceededError: If it does not listen in time.
         """
-        crew, child = self._task(job, index)
+        group, child = self._task(job, index)
         deadline = time.monotonic() + timeout
         if not child.restarting.acquire(timeout=timeout):
             raise launching.late([child], timeout)
         try:
-            crew.duty.set(child, 1)
-            with crew.changing:
+            group.throttles.set(child, 1)
+            with group.changing:
                 child.kill()
-                if empty and crew.snapshots_directory is not None:
-                    shutil.rmtree(crew.snapshots_directory / f"{job}-{index}", ignore_errors=True)
-                crew.spawn(child)
+                if empty and group.snapshots_directory is not None:
+                    shutil.rmtree(group.snapshots_directory / f"{job}-{index}", ignore_errors=True)
+                group.spawn(child)
             if wait:
                 self.wait_until_ready(max(deadline - time.monotonic(), 0.0))
         finally:
@@ -274,8 +274,8 @@ class LocalCluster:
         Raises:
           InvalidArgumentError: There is none: `proxied` does not name the job.
         """
-        crew, child = self._task(job, index)
-        found = crew.proxies.get((job, index))
+        group, child = self._task(job, index)
+        found = group.proxies.get((job, index))
         if found is None:
             raise errors.InvalidArgumentError(
                 f"{child} must be called through a proxy",
@@ -305,7 +305,7 @@ class LocalCluster:
 
     # Inside.
 
-    def _crew(self, asked: str) -> launching.Crew:
+    def _group(self, asked: str) -> launching.ProcessGroup:
         if self._running is None:
             raise errors.ContextError(
                 "The tasks of a local cluster are there while it runs",
@@ -314,9 +314,9 @@ class LocalCluster:
             )
         return self._running
 
-    def _task(self, job: str, index: int) -> tuple[launching.Crew, Child]:
-        crew = self._crew(f"{job} {index}")
-        child = crew.children.get((job, index))
+    def _task(self, job: str, index: int) -> tuple[launching.ProcessGroup, Child]:
+        group = self._group(f"{job} {index}")
+        child = group.children.get((job, index))
         if child is None:
             counts = self._plan.counts
             raise errors.InvalidArgumentError(
@@ -325,7 +325,7 @@ class LocalCluster:
                 f"and {counts['ps']} ps",
                 'Name one of them, such as ("worker", 0).',
             )
-        return crew, child
+        return group, child
 
 
 def _check(workers: int, ps: int, protocol: str, devices_per_worker: int) -> None:

@@ -14,19 +14,21 @@ _ROUND_S = 0.1
 _JOIN_SECONDS = 5.0
 
 
-class DutyCycle:
+class Throttle:
     """Stops and continues a process in turn, in a thread, until it is ended.
 
     Args:
       child: Whose process.
-      duty: The part of the time that it runs, between 0 and 1.
+      throttle: The part of the time that it runs, between 0 and 1.
     """
 
-    def __init__(self, child: Child, duty: float) -> None:
+    def __init__(self, child: Child, throttle: float) -> None:
         self._child = child
-        self._duty = duty
+        self._share = throttle
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="replicax-duty-cycle", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="replicax-throttle-cycle", daemon=True
+        )
         self._thread.start()
 
     def end(self) -> None:
@@ -38,38 +40,42 @@ class DutyCycle:
         try:
             while not self._ended.is_set():
                 self._child.send(signal.SIGSTOP)
-                self._ended.wait(_ROUND_S * (1 - self._duty))
+                self._ended.wait(_ROUND_S * (1 - self._share))
                 self._child.send(signal.SIGCONT)
-                self._ended.wait(_ROUND_S * self._duty)
+                self._ended.wait(_ROUND_S * self._share)
         finally:
             self._child.send(signal.SIGCONT)
 
 
-class DutyCycles:
+class Throttles:
     """The slow processes of a cluster."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cycles: dict[int, DutyCycle] = {}
+        self._cycles: dict[int, Throttle] = {}
 
-    def set(self, child: Child, duty: Any) -> None:
+    def set(self, child: Child, throttle: Any) -> None:
         """Lets a process run for a part of the time; 1 ends it.
 
         Raises:
           InvalidArgumentError: It is not a number above 0, and at most 1.
         """
-        if isinstance(duty, bool) or not isinstance(duty, int | float) or not 0 < duty <= 1:
+        if (
+            isinstance(throttle, bool)
+            or not isinstance(throttle, int | float)
+            or not 0 < throttle <= 1
+        ):
             raise errors.InvalidArgumentError(
-                "`duty` is the part of the time that a process runs, above 0 and at most 1",
-                f"it is {duty!r}",
+                "`throttle` is the part of the time that a process runs, above 0 and at most 1",
+                f"it is {throttle!r}",
                 "Pass 0.1 for a tenth, or use `stop`.",
             )
         with self._lock:
             before = self._cycles.pop(id(child), None)
             if before is not None:
                 before.end()
-            if duty < 1:
-                self._cycles[id(child)] = DutyCycle(child, duty)
+            if throttle < 1:
+                self._cycles[id(child)] = Throttle(child, throttle)
 
     def end(self) -> None:
         """Lets all processes run all the time."""
