@@ -358,7 +358,7 @@ def test_variables_that_cannot_be_trained_are_refused() -> None:
     invalid = rx.errors.InvalidArgumentError
     refuse(invalid, "'i' has type int32", [rx.Variable(1, name="i")])
     refuse(invalid, "'n' is not trainable", [rx.Variable(1.0, trainable=False, name="n")])
-    refuse(invalid, "'v' is there twice", [v, v])
+    refuse(invalid, "'v' is given twice", [v, v])
     refuse(invalid, "there are none", [])
     refuse(rx.errors.ArgumentTypeError, "float was given", [1.0])
     with rx.device("CPU:1"):

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
 from replicax.foundation import errors, jax_compat
 from replicax.values.array_surface import as_operand
 
+# An array, a variable, or a list of numbers.
+Losses: TypeAlias = ArrayLike | Sequence[ArrayLike]
+
 
 def compute_average_loss(
-    per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+    per_example_loss: Losses,
+    sample_weight: Losses | None = None,
+    global_batch_size: ArrayLike | None = None,
 ) -> jax.Array:
     """Sums the losses of a replica's examples, and divides by the global batch size.
 
-    The sum of this over all replicas is the mean loss of the global batch, and the sum of its
-    gradients the gradient of that: what `apply_gradients` adds up.
+    The sum of the result over all replicas is the mean loss of the global batch, and the sum of
+    its gradients, which `apply_gradients` computes, is the gradient of the mean loss.
 
     Args:
       per_example_loss: The loss of each example of this replica; at least one dimension.
       sample_weight: The weight of each example, or one for all.
-      global_batch_size: How many examples all replicas have together. If None: the number of
-        this replica's examples, times the number of replicas, which is right if all have as
-        many; give it where the last batch of an epoch may be smaller.
+      global_batch_size: The number of examples of all replicas. If None: the number of this
+        replica's examples, times the number of replicas, which is right if all have the same
+        number; pass it where the last batch of an epoch may be smaller.
 
     >>> float(compute_average_loss([2.0, 4.0], global_batch_size=4))
     1.5
@@ -50,10 +57,10 @@ def compute_average_loss(
     return jnp.where(is_zero, 0, jnp.sum(losses) / jnp.where(is_zero, 1, size)).astype(dtype)
 
 
-def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
+def scale_regularization_loss(regularization_loss: Losses) -> jax.Array:
     """Sums a loss that every replica computes alike, and divides by the number of replicas.
 
-    The sum of this over all replicas counts it once.
+    The sum of the result over all replicas counts the loss once.
 
     >>> float(scale_regularization_loss([1.0, 2.0]))
     3.0
@@ -74,7 +81,7 @@ def _num_replicas(api: str) -> int:
 
 
 def _fitting(weights: jax.Array, losses: jax.Array) -> jax.Array:
-    """Brings weights to a shape that can be multiplied, as Keras does."""
+    """Reshapes weights such that they broadcast to the losses, as Keras does."""
     if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1:
         weights = weights[..., 0]
     elif weights.ndim and weights.ndim == losses.ndim - 1:
@@ -90,13 +97,13 @@ def _fitting(weights: jax.Array, losses: jax.Array) -> jax.Array:
     return weights
 
 
-def _checked_size(size: Any) -> jax.Array:
+def _checked_size(size: ArrayLike) -> jax.Array:
     found = jnp.asarray(as_operand(size))
     if found.ndim:
         raise errors.InvalidArgumentError(
             "`global_batch_size` must be one number",
             f"it has shape {found.shape}",
-            "Pass how many examples all replicas have together.",
+            "Pass the number of examples of all replicas.",
         )
     if not jnp.issubdtype(found.dtype, jnp.integer):
         raise errors.ArgumentTypeError(
@@ -106,6 +113,6 @@ def _checked_size(size: Any) -> jax.Array:
         )
     if not jax_compat.is_traced(found) and found < 0:
         raise errors.InvalidArgumentError(
-            "`global_batch_size` must be 0 or more", f"it is {found}", "Pass it so."
+            "`global_batch_size` must be 0 or more", f"it is {found}", "Pass another number."
         )
     return found

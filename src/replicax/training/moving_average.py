@@ -1,12 +1,14 @@
-"""`ExponentialMovingAverage`: variables that follow others slowly."""
+"""`ExponentialMovingAverage`: shadow variables that hold averages of others."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from replicax.contexts import frames
 from replicax.foundation import errors
@@ -16,19 +18,19 @@ from replicax.variables.variable import Variable
 
 
 class ExponentialMovingAverage:
-    """Keeps averages of variables in which older values count less and less.
+    """Keeps exponential moving averages of variables.
 
-    Each variable gets a shadow variable, which starts with its value and is placed where it is:
-    mirrored beside a mirrored one. `apply` moves the shadows: `shadow -= (1 - decay) * (shadow -
-    value)`. It can be called anywhere: outside of `strategy.run`, inside of it, where the values
-    of all replicas are averaged first, and in compiled code. A checkpoint keeps the shadows.
+    Each variable gets a shadow variable, which starts with its value and has the same placement:
+    mirrored for a mirrored one. `apply` updates the shadows: `shadow -= (1 - decay) * (shadow -
+    value)`. It can be called outside of `strategy.run`, inside of it, where the values of all
+    replicas are averaged first, and in compiled code. Checkpoints include the shadows.
 
     Args:
-      decay: How much of the average stays; close to 1.
+      decay: The weight of the old average; close to 1.
       num_updates: If given, a number or a variable that counts steps: the decay is at most
         `(1 + num_updates) / (10 + num_updates)`, so that averages move faster at the start.
-      zero_debias: Accepted for portability: it corrects averages that start with zero, and
-        those of variables start with their value.
+      zero_debias: Accepted for portability: it corrects averages that start with zero, but
+        averages of variables start with their value.
       name: Part of the names of shadow variables.
 
     >>> import replicax as rx
@@ -43,8 +45,8 @@ class ExponentialMovingAverage:
 
     def __init__(
         self,
-        decay: Any,
-        num_updates: Any = None,
+        decay: ArrayLike,
+        num_updates: ArrayLike | None = None,
         zero_debias: bool = False,
         name: str = "ExponentialMovingAverage",
     ) -> None:
@@ -59,10 +61,10 @@ class ExponentialMovingAverage:
         return self._name
 
     def apply(self, var_list: Sequence[Variable] | None = None) -> None:
-        """Makes shadow variables where there are none yet, and moves all of them.
+        """Updates the shadow variables, and creates those that do not exist yet.
 
         Args:
-          var_list: Floating-point variables; those of the calls before if None.
+          var_list: Floating-point variables; all variables of earlier calls if None.
         """
         variables = self._checked(var_list)
         decay = self._current_decay()
@@ -74,7 +76,7 @@ class ExponentialMovingAverage:
             shadow.assign_sub(factor * (old - value))
 
     def average(self, var: Variable) -> Variable | None:
-        """Returns the shadow variable of a variable; None if `apply` has not met it."""
+        """Returns the shadow variable of a variable; None if it was never passed to `apply`."""
         found = self._shadows.get(id(var))
         return None if found is None else found[1]
 
@@ -85,21 +87,21 @@ class ExponentialMovingAverage:
     def variables_to_restore(
         self, moving_avg_variables: Iterable[Variable] | None = None
     ) -> dict[str, Variable]:
-        """Returns variables by the name of what should be restored into them: their averages.
+        """Returns variables by the names of the averages to restore into them.
 
         Args:
-          moving_avg_variables: Those that have averages; all that `apply` has met if None.
+          moving_avg_variables: The variables with averages; all variables of `apply` if None.
         """
-        met = [variable for variable, _ in self._shadows.values()]
-        given = met if moving_avg_variables is None else list(moving_avg_variables)
+        known = [variable for variable, _ in self._shadows.values()]
+        given = known if moving_avg_variables is None else list(moving_avg_variables)
         return {self.average_name(variable): variable for variable in given}
 
     def checkpoint_children(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: the shadow variables, by the names of the others."""
+        """Returns the shadow variables by the names of their variables, for checkpoints."""
         return {variable.name: shadow for variable, shadow in self._shadows.values()}
 
     def __getstate__(self) -> dict[str, Any]:
-        # On its way to a worker: variables are other objects there.
+        # On a worker, variables have other ids.
         return {**vars(self), "_shadows": list(self._shadows.values())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -133,7 +135,7 @@ class ExponentialMovingAverage:
                 )
         return list(var_list)
 
-    def _current_decay(self) -> Any:
+    def _current_decay(self) -> ArrayLike:
         if self._num_updates is None:
             return as_operand(self._decay)
         count = jnp.asarray(as_operand(self._num_updates), jnp.float32)
@@ -144,11 +146,11 @@ class ExponentialMovingAverage:
         if found is not None:
             return found[1]
         owner, frame = variable.owner, frames.current()
-        place: Any = contextlib.nullcontext()
+        scope: AbstractContextManager[object] = contextlib.nullcontext()
         if owner is not None and frame.is_default:
-            # Outside of its strategy's scope, the shadow is still made where the variable was.
-            place = owner.container_strategy.scope()
-        with place:
+            # The shadow is created in the scope of its variable.
+            scope = owner.container_strategy.scope()
+        with scope:
             shadow = Variable(
                 lambda: variable.read_value(),
                 name=self.average_name(variable),

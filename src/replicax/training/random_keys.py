@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
@@ -19,8 +20,8 @@ from replicax.variables.variable import Variable
 _MOST_SEED = 2**32 - 1
 
 
-def replica_key(key: Any, *data: Any) -> Any:
-    """Returns a key of `jax.random` for the replica that asks.
+def replica_key(key: ArrayLike, *data: ArrayLike) -> Any:
+    """Returns a key of `jax.random` for the current replica.
 
     The number of the replica is folded into the key, and then everything in `data`, such as
     a step counter. Replica 0 of every strategy gets the same key as code without a strategy.
@@ -51,18 +52,18 @@ def replica_key(key: Any, *data: Any) -> Any:
         raise errors.ContextError(
             "`rx.random.replica_key` must be called in replica or cross-replica context",
             f"this is {frame.describe()}",
-            "Make the key before, and pass it in `args`.",
+            "Create the key before, and pass it in `args`.",
         )
     keys = [_folded(base, i, *data) for i in range(frame.layout.num_replicas)]
     return keys[0] if len(keys) == 1 else PerReplica(keys, frame.layout)
 
 
 class Generator(Module):
-    """A stream of keys, each replica's its own, whose position is a variable.
+    """A stream of keys that differ between replicas; its position is a variable.
 
-    Create it where the model is created, in the scope of the strategy. It goes on from call to
-    call of a compiled function, where `random` and `np.random` would give the numbers of the
-    trace for ever, and is saved with a checkpoint.
+    Create it with the model, in the scope of the strategy. It advances in each call of a compiled
+    function, where `random` and `np.random` would return the numbers of the trace again, and
+    checkpoints include its position.
 
     >>> import jax
     >>> import replicax as rx
@@ -81,7 +82,7 @@ class Generator(Module):
                 f"it is {seed!r}",
                 "Choose such a number.",
             )
-        # Each replica counts for itself: no communication, also inside gradients.
+        # Each replica has its own count: no communication, also inside gradients.
         options: dict[str, Any] = {
             "trainable": False,
             "synchronization": VariableSynchronization.ON_READ,
@@ -97,7 +98,7 @@ class Generator(Module):
         return replica_key(jax.random.key(self.seed.read_value()), count)
 
 
-def _key_of(key: Any) -> Any:
+def _key_of(key: object) -> jax.Array:
     if isinstance(key, int | np.integer) and not isinstance(key, bool):
         return jax.random.key(key)
     array = jnp.asarray(key) if isinstance(key, np.ndarray) else key
@@ -115,7 +116,7 @@ def _key_of(key: Any) -> Any:
     )
 
 
-def _folded(key: Any, *data: Any) -> Any:
+def _folded(key: jax.Array, *data: ArrayLike) -> jax.Array:
     for number in data:
         key = jax.random.fold_in(key, jnp.asarray(number).astype(jnp.uint32))
     return key

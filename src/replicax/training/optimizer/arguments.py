@@ -1,4 +1,4 @@
-"""What an optimizer is made from: a transformation, its options, and variables."""
+"""The arguments of an optimizer: a transformation, its options, and variables."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from replicax.contexts import frames
-from replicax.contexts.frames import Mode
+from replicax.contexts.frames import Mode, Strategy
 from replicax.foundation import errors, lazy
+from replicax.foundation.types import Tree
 from replicax.training.optimizer.step_guard import DynamicLossScale
 from replicax.values.regroup import leaves_of
 from replicax.variables.replicated import VariableComponent
@@ -26,10 +27,11 @@ else:
 _SPARSE = ("auto", "rows", "dense")
 
 
-def check_loss_scale(loss_scale: Any) -> None:
-    """Raises if this is no loss scale."""
-    is_number = isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool)
-    if isinstance(loss_scale, DynamicLossScale | None) or (is_number and loss_scale > 0):
+def check_loss_scale(loss_scale: object) -> None:
+    """Raises if the argument is not a loss scale."""
+    if isinstance(loss_scale, DynamicLossScale | None):
+        return
+    if isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool) and loss_scale > 0:
         return
     raise errors.InvalidArgumentError(
         "`loss_scale` must be an rx.optimizers.DynamicLossScale, a positive number or None",
@@ -38,8 +40,8 @@ def check_loss_scale(loss_scale: Any) -> None:
     )
 
 
-def check_options(transformation: Any, steps: Any, sparse: Any) -> None:
-    """Raises if an option of the optimizer is not one."""
+def check_options(transformation: object, steps: object, sparse: object) -> None:
+    """Raises if an option of the optimizer is invalid."""
     for method in ("init", "update"):
         if not callable(getattr(transformation, method, None)):
             raise errors.ArgumentTypeError(
@@ -62,35 +64,37 @@ def check_options(transformation: Any, steps: Any, sparse: Any) -> None:
         )
 
 
-def with_extra_args(transformation: Any, steps: int | None) -> Any:
+def with_extra_args(
+    transformation: optax.GradientTransformation | optax.MultiSteps, steps: int | None
+) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation whose `update` takes any further arguments."""
     if steps is not None:
-        transformation = optax.MultiSteps(transformation, steps)
+        transformation = optax.MultiSteps(cast(Any, transformation), steps)
     if isinstance(transformation, optax.MultiSteps):
         init, update = transformation.init, cast(Any, transformation.update)
         return optax.GradientTransformationExtraArgs(init, update)
     return optax.with_extra_args_support(transformation)
 
 
-def refuse_lookahead(state: Any) -> None:
-    """Raises for a transformation that keeps a second set of parameters outside of itself."""
+def refuse_lookahead(state: Tree) -> None:
+    """Raises for a transformation that works on two sets of parameters."""
 
-    def is_lookahead(node: Any) -> bool:
+    def is_lookahead(node: object) -> bool:
         return isinstance(node, optax.LookaheadState)
 
     if any(map(is_lookahead, jax.tree.leaves(state, is_leaf=is_lookahead))):
         raise errors.UnsupportedError(
             "`transformation` must work on one set of parameters",
-            "optax.lookahead works on two, of which it keeps neither",
+            "optax.lookahead works on two sets, which are not part of its state",
             "Leave it out; optax.contrib.schedule_free averages parameters as well.",
         )
 
 
-def trainable_list(variables: Any) -> tuple[Any, list[Variable]]:
-    """Returns the structure of variables that an optimizer changes, and all of them.
+def trainable_list(variables: Tree) -> tuple[Tree, list[Variable]]:
+    """Returns the structure of variables that an optimizer updates, and its leaves.
 
-    A single variable, a tuple and an iterator become a list: a state keeps tuples of
-    states, which must not be taken for one entry per variable.
+    A single variable, a tuple and an iterator become a list: states contain tuples of
+    states, which must differ in structure from one entry per variable.
     """
     if isinstance(variables, Variable):
         variables = [variables]
@@ -102,7 +106,7 @@ def trainable_list(variables: Any) -> tuple[Any, list[Variable]]:
         _require_trainable(leaf)
     if not found:
         raise errors.InvalidArgumentError(
-            "An optimizer needs variables to change",
+            "An optimizer needs variables to update",
             "there are none",
             "Create the variables first, e.g. pass `model.trainable_variables`.",
         )
@@ -110,14 +114,14 @@ def trainable_list(variables: Any) -> tuple[Any, list[Variable]]:
     if twice:
         raise errors.InvalidArgumentError(
             "An optimizer needs each variable once",
-            f"{twice[0]!r} is there twice",
+            f"{twice[0]!r} is given twice",
             "Leave the second one out.",
         )
     return variables, found
 
 
-def without_parts(structure: Any, found: list[Variable]) -> tuple[Any, list[Variable]]:
-    """Puts sharded variables in the place of all their parts, in a flat list.
+def without_parts(structure: Tree, found: list[Variable]) -> tuple[Tree, list[Variable]]:
+    """Replaces all parts of a sharded variable by the variable, in a flat list.
 
     So the state has slots of the whole, which do not depend on the number of parts.
     """
@@ -128,8 +132,7 @@ def without_parts(structure: Any, found: list[Variable]) -> tuple[Any, list[Vari
     while rest:
         container = getattr(rest[0], "container", rest[0])
         parts = container.variables if isinstance(container, ShardedVariable) else []
-        is_all = 0 < len(parts) <= len(rest)
-        if is_all and all(a is b for a, b in zip(rest, parts, strict=False)):
+        if isinstance(container, ShardedVariable) and container.consists_of(rest[: len(parts)]):
             whole.append(container)
             rest = rest[len(parts) :]
         else:
@@ -150,8 +153,8 @@ def explained_init() -> Iterator[None]:
         ) from error
 
 
-def refuse_extra(extra: dict[str, Any]) -> None:
-    """Raises for arguments of an update that the programs on servers do not take."""
+def refuse_extra(extra: dict[str, Tree]) -> None:
+    """Raises for arguments of an update that the programs on servers do not accept."""
     if extra:
         raise errors.UnsupportedError(
             "Updates on parameter servers take gradients only",
@@ -160,7 +163,7 @@ def refuse_extra(extra: dict[str, Any]) -> None:
         )
 
 
-def _require_trainable(leaf: Any) -> None:
+def _require_trainable(leaf: object) -> None:
     if not isinstance(leaf, Variable) or isinstance(leaf, VariableComponent):
         raise errors.ArgumentTypeError(
             "An optimizer needs rx.Variable objects",
@@ -189,37 +192,37 @@ def _require_one_kind(variables: Sequence[Variable]) -> None:
     if len(kinds) > 1:
         near = next(v for v in variables if not v.is_remote)
         raise errors.InvalidArgumentError(
-            "An optimizer needs variables that all live on parameter servers, or none",
-            f"{near.name!r} lives on {near.device}",
+            "An optimizer needs variables that are all on parameter servers, or none",
+            f"{near.name!r} is on {near.device}",
             "Create all of them in the scope of the strategy.",
         )
 
 
-def common_strategy(variables: Sequence[Variable]) -> Any:
+def common_strategy(variables: Sequence[Variable]) -> Strategy:
     """Returns the strategy of the variables, which must be the one in force."""
     frame = frames.current()
     if frame.mode is not Mode.CROSS_REPLICA and not frame.is_default:
         raise errors.ContextError(
-            "An optimizer must be made once for all replicas",
+            "An optimizer must be created once for all replicas",
             f"this is {frame.describe()}",
-            "Make it inside `with strategy.scope():`, before `strategy.run`.",
+            "Create it inside `with strategy.scope():`, before `strategy.run`.",
         )
     here = None if frame.is_default else frame.hooks
     for variable in variables:
         if variable.owner is not here:
             owner = variable.owner
-            home = "no scope" if owner is None else type(owner.container_strategy).__name__
-            place = "outside of every scope" if here is None else frame.describe()
+            scope = "no scope" if owner is None else type(owner.container_strategy).__name__
+            current = "outside of every scope" if here is None else frame.describe()
             raise errors.InvalidArgumentError(
-                "An optimizer must be made in the scope in which its variables were made",
-                f"variable {variable.name!r} belongs to {home} and this is {place}",
-                "Make variables and optimizer inside one `with strategy.scope():`.",
+                "An optimizer must be created in the scope of its variables",
+                f"variable {variable.name!r} belongs to {scope} and this is {current}",
+                "Create variables and optimizer inside one `with strategy.scope():`.",
             )
         if variable.stored is None and not variable.is_remote:
             raise errors.TracingError(
                 "An optimizer needs the values of its variables",
                 f"{variable.name!r} is being created by the function being compiled",
-                "Make the optimizer after the first call of that function.",
+                "Create the optimizer after the first call of that function.",
             )
     _require_one_kind(variables)
     if here is None and len({variable.placement for variable in variables}) > 1:

@@ -1,9 +1,9 @@
-"""What may be passed to `apply_gradients`, brought into one form: a gradient per variable."""
+"""The arguments of `apply_gradients`: one checked gradient per variable, summed over replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from replicax.contexts import frames
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import ReduceOp
+from replicax.foundation.types import Tree
 from replicax.values.array_surface import ArraySurface, as_operand
 from replicax.values.distributed_values import (
     DistributedValues,
@@ -25,10 +26,13 @@ from replicax.variables.replicated import VariableComponent
 from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
 
+# A gradient as an array or as rows; `PerReplica` until the replicas' gradients are summed.
+Gradient: TypeAlias = jax.Array | IndexedSlices | Mirrored | PerReplica
+
 
 def by_variable(
-    gradients: Any, given: Any, structure: Any, variables: Sequence[Variable]
-) -> list[Any]:
+    gradients: Tree, given: Tree, structure: Tree, variables: Sequence[Variable]
+) -> list[Gradient | None]:
     """Returns one gradient, or None, for each of `variables`.
 
     Args:
@@ -44,16 +48,16 @@ def by_variable(
         pairs = list(gradients)
     else:
         pairs = _zipped(gradients, structure if given is None else given)
-    places = {id(variable): i for i, variable in enumerate(variables)}
-    found: list[Any] = [None] * len(variables)
+    indices = {id(variable): i for i, variable in enumerate(variables)}
+    found: list[Gradient | None] = [None] * len(variables)
     seen: set[int] = set()
-    for gradient, variable in joined(pairs, places):
+    for gradient, variable in joined(pairs, indices):
         whole = variable.container if isinstance(variable, VariableComponent) else variable
-        place = places.get(id(whole))
-        if place is None or place in seen:
-            raise _not_expected(variable, place)
-        seen.add(place)
-        found[place] = checked(gradient, whole)
+        index = indices.get(id(whole))
+        if index is None or index in seen:
+            raise _not_expected(variable, index)
+        seen.add(index)
+        found[index] = checked(gradient, whole)
     if all(gradient is None for gradient in found):
         raise errors.InvalidArgumentError(
             "`apply_gradients` needs at least one gradient",
@@ -63,14 +67,16 @@ def by_variable(
     return found
 
 
-def joined(pairs: list[tuple[Any, Any]], places: dict[int, int]) -> Iterator[tuple[Any, Any]]:
+def joined(
+    pairs: list[tuple[Any, Variable]], indices: dict[int, int]
+) -> Iterator[tuple[Any, Variable]]:
     """Joins the gradients of the parts of sharded variables that are trained as wholes."""
     parts: dict[int, dict[int, Any]] = {}
     wholes: dict[int, ShardedVariable] = {}
     for gradient, variable in pairs:
         whole = getattr(variable, "container", variable)
-        is_part = isinstance(whole, ShardedVariable) and whole is not variable
-        if not is_part or id(whole) not in places:
+        is_trained = id(whole) in indices and whole is not variable
+        if not isinstance(whole, ShardedVariable) or not is_trained:
             yield gradient, variable
             continue
         wholes[id(whole)] = whole
@@ -82,7 +88,7 @@ def joined(pairs: list[tuple[Any, Any]], places: dict[int, int]) -> Iterator[tup
         yield _joined(whole, [parts[key].get(id(part)) for part in whole.variables]), whole
 
 
-def _joined(whole: ShardedVariable, gradients: list[Any]) -> Any:
+def _joined(whole: ShardedVariable, gradients: list[Any]) -> Gradient | None:
     if all(gradient is None for gradient in gradients):
         return None
     kinds = {isinstance(gradient, IndexedSlices) for gradient in gradients}
@@ -101,14 +107,13 @@ def _joined(whole: ShardedVariable, gradients: list[Any]) -> Any:
         numbers.append(jnp.where((ids >= 0) & (ids < part.shape[0]), ids + start, -1))
     values = [gradient.values for gradient in gradients]
     if all(rows is values[0] for rows in values):
-        # One lookup in the whole: each of its rows belongs to one of the parts.
+        # One lookup in the whole table: each row belongs to one of the parts.
         return IndexedSlices(values[0], jnp.max(jnp.stack(numbers), axis=0), whole.shape)
     return IndexedSlices(jnp.concatenate(values), jnp.concatenate(numbers), whole.shape)
 
 
-def _are_pairs(gradients: Any) -> bool:
-    is_list = isinstance(gradients, list | tuple)
-    return is_list and all(
+def _are_pairs(gradients: object) -> bool:
+    return isinstance(gradients, list | tuple) and all(
         isinstance(item, list | tuple) and len(item) == 2 and isinstance(item[1], Variable)
         for item in gradients
     )
@@ -118,16 +123,16 @@ def _swapped(pairs: list[Any]) -> list[Any]:
     return [pair[::-1] if isinstance(pair, list | tuple) else pair for pair in pairs]
 
 
-def _zipped(gradients: Any, variables: Any) -> list[tuple[Any, Any]]:
-    """Puts the leaves of two structures side by side."""
+def _zipped(gradients: Tree, variables: Tree) -> list[tuple[Any, Variable]]:
+    """Pairs the leaves of two structures."""
     if isinstance(variables, Variable):
         variables = [variables]
     if _is_one_gradient(gradients):
         gradients = [gradients]
     if isinstance(variables, tuple | list) and type(gradients) in (list, tuple):
-        # Which of the two it is does not matter at the top.
+        # At the top, a list and a tuple match.
         variables, gradients = list(variables), list(gradients)
-    pairs: list[tuple[Any, Any]] = []
+    pairs: list[tuple[Any, Variable]] = []
     try:
         map_structure(lambda v, g: pairs.append((g, v)), variables, gradients)
     except errors.StructureError:
@@ -143,13 +148,13 @@ def _zipped(gradients: Any, variables: Any) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _is_one_gradient(value: Any) -> bool:
+def _is_one_gradient(value: object) -> bool:
     return is_array_like(value) or isinstance(
         value, IndexedSlices | DistributedValues | ArraySurface
     )
 
 
-def _sketch(structure: Any) -> str:
+def _sketch(structure: Tree) -> str:
     if isinstance(structure, Mapping):
         return f"a {type(structure).__name__} with keys {sorted(map(str, structure))}"
     if isinstance(structure, list | tuple):
@@ -157,9 +162,9 @@ def _sketch(structure: Any) -> str:
     return f"a {type(structure).__name__}"
 
 
-def _not_expected(variable: Any, place: int | None) -> errors.DistributeError:
+def _not_expected(variable: object, index: int | None) -> errors.DistributeError:
     name = repr(getattr(variable, "name", variable))
-    if place is not None:
+    if index is not None:
         found = f"there are two for {name}"
         return errors.InvalidArgumentError(
             "`apply_gradients` needs one gradient per variable", found, "Add them up first."
@@ -171,10 +176,10 @@ def _not_expected(variable: Any, place: int | None) -> errors.DistributeError:
     )
 
 
-def checked(gradient: Any, variable: Variable) -> Any:
-    """Returns a gradient as arrays, or raises if it cannot be one of the variable.
+def checked(gradient: object, variable: Variable) -> Gradient | None:
+    """Returns a gradient as arrays, or raises if it does not fit the variable.
 
-    Values of several replicas pass; they are checked when they have become one.
+    Per-replica values pass; their sum is checked.
     """
     if gradient is None or isinstance(gradient, PerReplica):
         return gradient
@@ -212,12 +217,14 @@ def _checked_slices(slices: IndexedSlices, variable: Variable) -> IndexedSlices:
     return slices.map_values(lambda array: _floating(array, variable))
 
 
-def _floating(array: Any, variable: Variable) -> Any:
+def _floating(array: jax.Array, variable: Variable) -> jax.Array:
     is_floating = jnp.issubdtype(array.dtype, jnp.inexact)
     return array if is_floating else array.astype(variable.dtype)
 
 
-def _misfit(variable: Variable, required: str, shape: Any) -> errors.InvalidArgumentError:
+def _misfit(
+    variable: Variable, required: str, shape: tuple[int, ...]
+) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
         f"Variable {variable.name!r} needs {required}",
         f"it has shape {shape}",
@@ -225,11 +232,11 @@ def _misfit(variable: Variable, required: str, shape: Any) -> errors.InvalidArgu
     )
 
 
-def summed(pairs: list[tuple[Any, Any]], is_sum: bool) -> list[Any]:
-    """Sums what differs between replicas, all in one batch; None stays None.
+def summed(pairs: list[tuple[Any, Variable]], is_sum: bool) -> list[Any]:
+    """Sums per-replica values over replicas, all in one batch; None stays None.
 
     Args:
-      pairs: Values, each with the variable that it is for.
+      pairs: Values, each with its variable.
       is_sum: Whether values that are equal on all replicas are summed as well.
     """
     batch = [
@@ -259,8 +266,8 @@ def _require_from_all(value: PerReplica, variable: Variable) -> None:
         )
 
 
-def _placed(value: Any, variable: Variable) -> Any:
-    """Brings a value into the form and to the device in which the update takes it."""
+def _placed(value: Tree, variable: Variable) -> Tree:
+    """Converts a value for the update, and moves it to the device of the variable."""
     if isinstance(value, Mirrored) and isinstance(value.values[0], IndexedSlices):
         copies = value.values
         return IndexedSlices(

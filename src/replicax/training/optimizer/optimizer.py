@@ -8,24 +8,32 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.foundation import errors, jax_compat, lazy
+from replicax.foundation.types import Tree
 from replicax.tracing.function import Function
 from replicax.training.optimizer import (
     arguments,
     probe,
     row_updates,
 )
-from replicax.training.optimizer.gradients import by_variable, checked, summed
+from replicax.training.optimizer.gradients import Gradient, by_variable, checked, summed
 from replicax.training.optimizer.remote import (
     OptimizerHost,
     RemoteOptimizer,
     StateProgram,
     make_remote,
 )
-from replicax.training.optimizer.state import StateVariables, local_maker, make_variable, split
+from replicax.training.optimizer.state import (
+    StateVariables,
+    local_maker,
+    make_variable,
+    parts_by_number,
+    with_leaves,
+)
 from replicax.training.optimizer.step_guard import DynamicLossScale, StepGuard, are_finite
 from replicax.values import printing
 from replicax.values.array_surface import as_operand
@@ -40,21 +48,21 @@ else:
     optax = lazy.module("optax")
 
 
-# Smaller tables on servers get dense gradients: to find out whether rows would do costs more.
+# Smaller tables on servers get dense gradients: the probe for rows costs more.
 _TABLE_ROWS = 1024
 
 
 class Optimizer:
     """Applies gradients to variables using an optax transformation.
 
-    The state of the transformation becomes variables: slots are placed like the variable
-    that they belong to, counters and hyperparameters like the strategy wants.
+    The state of the transformation becomes variables: slots are placed like their variable,
+    counters and hyperparameters as the strategy decides.
 
     Args:
       transformation: Any `optax.GradientTransformation`, e.g. `optax.adam(1e-3)`.
-      variables: The variables to change: a list, a dict or any other structure, which is
-        the structure of parameters that the transformation sees. They must have been made
-        in the scope of the strategy that is in force.
+      variables: The variables to update: a list, a dict or any other structure, which is
+        the structure of the transformation's parameters. They must have been created in the
+        current scope.
       gradient_accumulation_steps: If given, variables change at every k-th call only, by
         the mean of the k gradients.
       sparse: What to do with `IndexedSlices`. "auto" touches only the rows that have a
@@ -77,8 +85,8 @@ class Optimizer:
 
     def __init__(
         self,
-        transformation: Any,
-        variables: Any,
+        transformation: optax.GradientTransformation | optax.MultiSteps,
+        variables: Tree,
         *,
         gradient_accumulation_steps: int | None = None,
         sparse: str = "auto",
@@ -96,11 +104,11 @@ class Optimizer:
             transformation, gradient_accumulation_steps
         )
         self._sparse = sparse
-        self._is_row_wise: dict[Any, bool] = {}
+        self._is_row_wise: dict[tuple[int, *tuple[str, ...]], bool] = {}
         # Strong: variables alone do not keep their strategy alive.
         self._strategy = arguments.common_strategy(self._trained)
         hooks = self._hooks = frames.current().hooks
-        # Set if servers hold the variables, and the state, and compute the updates.
+        # Set if servers hold the variables and the state, and compute the updates.
         self._remote: RemoteOptimizer | None = None
         if any(v.is_remote for v in self._trained):
             self._make_remote(cast("OptimizerHost", hooks))
@@ -122,7 +130,7 @@ class Optimizer:
         names = printing.listing([variable.name for variable in self._trained])
         return f"<rx.optimizers.Optimizer of {count}: {names}>"
 
-    def _first_state(self) -> Any:
+    def _first_state(self) -> Tree:
         with jax_compat.eagerly(), arguments.explained_init():
             state = self._transformation.init(self._tree([v.read_copy(0) for v in self._trained]))
         arguments.refuse_lookahead(state)
@@ -130,8 +138,9 @@ class Optimizer:
 
     def _make_remote(self, host: OptimizerHost) -> None:
         with arguments.explained_init():
-            how = (self._transformation, self._template, self._trained, self._accumulates)
-            program = StateProgram(*how)
+            program = StateProgram(
+                self._transformation, self._template, self._trained, self._accumulates
+            )
         arguments.refuse_lookahead(program.state)
         row_wise = [self._is_for_rows(i, program) for i in range(len(self._trained))]
         self._state, self._iterations, self._remote = make_remote(program, host, row_wise)
@@ -143,7 +152,7 @@ class Optimizer:
         )
 
     def _is_for_rows(self, number: int, program: StateProgram) -> bool:
-        """Decides whether the servers apply sparse gradients of a variable by rows."""
+        """Returns whether the servers apply sparse gradients of a variable by rows."""
         shape = self._trained[number].shape
         is_table = len(shape) > 1 and (shape[0] >= _TABLE_ROWS or self._sparse == "rows")
         return is_table and self._may_touch_rows(number, program.leaves_of(number), {})
@@ -152,7 +161,7 @@ class Optimizer:
 
     @property
     def iterations(self) -> Variable:
-        """How often the variables were changed."""
+        """The number of updates of the variables."""
         return self._iterations
 
     @property
@@ -163,16 +172,16 @@ class Optimizer:
 
     @property
     def skipped(self) -> Variable | None:
-        """How many steps were skipped; None if none ever is."""
+        """The number of skipped steps; None if the optimizer never skips steps."""
         return None if self._guard is None else self._guard.skipped
 
     @property
     def loss_scale(self) -> Variable | None:
-        """The present loss scale; None if the optimizer was made without one."""
+        """The current loss scale; None if the optimizer has none."""
         return None if self._guard is None else self._guard.scale
 
-    def get_scaled_loss(self, loss: Any) -> Any:
-        """Returns the loss times the loss scale: what to take the gradient of.
+    def get_scaled_loss(self, loss: ArrayLike) -> ArrayLike:
+        """Returns the loss times the loss scale, whose gradient is to be computed.
 
         Without a loss scale this is the loss itself.
 
@@ -186,8 +195,8 @@ class Optimizer:
         """
         return loss if self._guard is None else self._guard.scaled(loss)
 
-    def get_unscaled_gradients(self, gradients: Any) -> Any:
-        """Returns gradients of a scaled loss divided by the loss scale: what to apply."""
+    def get_unscaled_gradients(self, gradients: Tree) -> Tree:
+        """Returns gradients of a scaled loss divided by the loss scale."""
         return gradients if self._guard is None else self._guard.unscaled(gradients)
 
     def slots(self, variable: Variable) -> dict[str, Variable]:
@@ -203,7 +212,7 @@ class Optimizer:
             if trained is variable:
                 return self._state.slots(number)
         raise errors.InvalidArgumentError(
-            "Slots belong to the variables that the optimizer was made for",
+            "Slots belong to the variables of the optimizer",
             f"{getattr(variable, 'name', variable)!r} is not one of them",
             "Pass one of them.",
         )
@@ -218,12 +227,12 @@ class Optimizer:
         return self._state.hyperparams()
 
     @property
-    def learning_rate(self) -> Any:
+    def learning_rate(self) -> jax.Array:
         """The learning rate, if `optax.inject_hyperparams` made it part of the state."""
         return _named(self.hyperparams, "learning_rate", "hyperparameter").read_value()
 
     @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
+    def learning_rate(self, value: ArrayLike) -> None:
         rate = _named(self.hyperparams, "learning_rate", "hyperparameter")
         if self._state.is_scheduled(rate):
             raise errors.InvalidArgumentError(
@@ -234,7 +243,7 @@ class Optimizer:
         rate.assign(value)
 
     def checkpoint_children(self) -> dict[str, Variable]:
-        """Returns all variables of the optimizer by names that stay the same.
+        """Returns all variables of the optimizer by stable names.
 
         >>> import optax
         >>> import replicax as rx
@@ -246,19 +255,19 @@ class Optimizer:
         for path, variable in self._state.by_path().items():
             children[f"state/{path}" if path in ("", "iterations") else path] = variable
         if self._guard is not None:
-            # Under a name that no path of a state has.
+            # A prefix that no path of a state has.
             for name, variable in self._guard.checkpoint_children().items():
                 children[f"guard/{name}"] = variable
         return children
 
     # Applying.
 
-    def apply_gradients(self, gradients: Any, variables: Any = None, **extra_args: Any) -> None:
-        """Changes the variables by gradients.
+    def apply_gradients(self, gradients: Tree, variables: Tree = None, **extra_args: Tree) -> None:
+        """Updates the variables with gradients.
 
         In replica code the gradients of all replicas are summed first, and the variables
         change once, in sync. In cross-replica code `PerReplica` gradients are summed, and
-        others are taken as they are. A gradient that is None, or not given, leaves its
+        others are used as they are. A gradient that is None, or not given, leaves its
         variable and slots unchanged; with gradient accumulation it counts as zero.
 
         Args:
@@ -289,17 +298,22 @@ class Optimizer:
             )
 
     def _apply(
-        self, strategy: Any, gradients: list[Any], extra: dict[str, Any], is_sum: bool
+        self,
+        strategy: object,
+        gradients: list[Gradient | None],
+        extra: dict[str, Tree],
+        is_sum: bool,
     ) -> None:
-        """Updates in cross-replica code.
+        """Applies gradients in cross-replica code.
 
         Args:
-          strategy: The strategy in force.
+          strategy: The current strategy; `merge_call` passes it.
           gradients: One per variable.
           extra: Further arguments of the transformation.
           is_sum: Whether values that are equal on all replicas are to be summed as well.
         """
-        pairs = list(zip(gradients, self._trained, strict=True))
+        del strategy
+        pairs: list[tuple[Any, Variable]] = list(zip(gradients, self._trained, strict=True))
         anywhere = self._trained[0]
         arrays = [leaf for leaf in leaves_of(extra) if _is_array(leaf)]
         pairs += [(leaf, anywhere) for leaf in arrays]
@@ -312,8 +326,8 @@ class Optimizer:
             arguments.refuse_extra(extra)
             self._apply_remotely(self._remote, whole)
 
-    def _apply_remotely(self, remote: RemoteOptimizer, gradients: list[Any]) -> None:
-        """Sends a step off: decided here, as each server has some of the gradients only."""
+    def _apply_remotely(self, remote: RemoteOptimizer, gradients: list[Gradient | None]) -> None:
+        """Sends a step to the servers; the guard decides here, from all gradients."""
         frame = frames.current()
         if self._guard is None:
             remote.apply(frame, gradients)
@@ -324,13 +338,13 @@ class Optimizer:
 
     # The update itself: one pure function of arrays, compiled unless it is part of a trace.
 
-    def _update(self, gradients: list[Any], extra: dict[str, Any]) -> None:
+    def _update(self, gradients: list[Gradient | None], extra: dict[str, Tree]) -> None:
         frame = frames.current()
         gradients, extra = map_structure(_first_copy, (gradients, extra))
         params = [variable.read(frame) for variable in self._trained]
         arrays = self._state.read(frame)
         blocks: dict[int, row_updates.RowBlock] = {}
-        inputs = list(gradients)
+        inputs: list[Any] = list(gradients)
         for i, gradient in enumerate(gradients):
             if gradient is None:
                 inputs[i] = jnp.zeros_like(params[i])
@@ -341,7 +355,7 @@ class Optimizer:
                     inputs[i] = blocks[i].gradient
                 else:
                     inputs[i] = row_updates.densify(gradient, variable.shape)
-        own = [blocks.get(o.owner) if o.owner is not None else None for o in self._state.origins]
+        own = [blocks.get(s.owner) if s.owner is not None else None for s in self._state.sources]
         seen = [b.take(a) if b else a for a, b in zip(arrays, own, strict=True)]
         seen_params = [blocks[i].take(p) if i in blocks else p for i, p in enumerate(params)]
         updates, new_params, new_arrays = self._transformed(inputs, seen, seen_params, extra)
@@ -358,17 +372,21 @@ class Optimizer:
                     value = block.put_sums(params[i], updates[i], value)
                 value = _constrained(variable, value, is_good)
                 _store(variable, frame, value)
-        places = zip(self._state.origins, self._state.variables, strict=True)
-        for i, (origin, variable) in enumerate(places):
-            if origin.owner not in kept:
+        states = zip(self._state.sources, self._state.variables, strict=True)
+        for i, (source, variable) in enumerate(states):
+            if source.owner not in kept:
                 block = own[i]
                 value = block.put(arrays[i], new_arrays[i]) if block else new_arrays[i]
                 _store(variable, frame, value)
         self._count(frame, is_good)
 
     def _transformed(
-        self, gradients: list[Any], arrays: list[Any], params: list[Any], extra: dict[str, Any]
-    ) -> tuple[list[Any], list[Any], list[Any]]:
+        self,
+        gradients: list[jax.Array],
+        arrays: list[jax.Array],
+        params: list[jax.Array],
+        extra: dict[str, Tree],
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         """Returns updates, new parameters, and the arrays of the new state."""
         tree = self._tree(params)
         try:
@@ -384,29 +402,33 @@ class Optimizer:
                 "Pass them by name, e.g. apply_gradients(gradients, value=loss).",
             ) from error
         new = optax.apply_updates(tree, updates)
-        return self._by_number(updates), self._by_number(new), self._state.arrays_of(state)
+        count = len(self._trained)
+        return (
+            parts_by_number(self._template, updates, count),
+            parts_by_number(self._template, new, count),
+            self._state.arrays_of(state),
+        )
 
-    def _by_number(self, tree: Any) -> list[Any]:
-        found = split(self._template, tree)
-        assert found is not None
-        by_number = dict(found)
-        return [by_number[i] for i in range(len(self._trained))]
-
-    def _count(self, frame: Frame, is_good: Any) -> None:
+    def _count(self, frame: Frame, is_good: jax.Array | None) -> None:
         if self._accumulates:
             new = self._state.by_path()["gradient_step"].read(frame)
         else:
             new = self._iterations.read(frame) + (1 if is_good is None else is_good)
         _store(self._iterations, frame, new)
-        if self._guard is not None:
+        if self._guard is not None and is_good is not None:
             self._guard.after(frame, is_good)
 
-    def _touches_rows(self, number: int, extra: dict[str, Any]) -> bool:
-        """Decides whether a sparse gradient is applied by rows."""
-        slots = [self._state.variables[i] for i in self._state.slot_places(number)]
+    def _touches_rows(self, number: int, extra: dict[str, Tree]) -> bool:
+        """Returns whether a sparse gradient is applied by rows."""
+        slots = list(self._state.slots(number).values())
         return self._may_touch_rows(number, slots, extra)
 
-    def _may_touch_rows(self, number: int, slots: list[Any], extra: dict[str, Any]) -> bool:
+    def _may_touch_rows(
+        self,
+        number: int,
+        slots: Sequence[Variable | jax.ShapeDtypeStruct],
+        extra: dict[str, Tree],
+    ) -> bool:
         variable = self._trained[number]
         misfit = next((s for s in slots if s.shape[:1] != variable.shape[:1]), None)
         if self._sparse == "dense" or (self._sparse == "auto" and misfit is not None):
@@ -428,34 +450,36 @@ class Optimizer:
             )
         return self._is_row_wise[key]
 
-    def _tree(self, arrays: Sequence[Any]) -> Any:
-        return jax.tree.map(lambda number: arrays[number], self._template)
+    def _tree(self, arrays: Sequence[jax.Array]) -> Tree:
+        return with_leaves(self._template, arrays)
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | DistributedValues | IndexedSlices) or hasattr(leaf, "dtype")
 
 
-def _chosen(is_good: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """Returns new arrays, or the old ones if the step is skipped; None if that cannot be."""
+def _chosen(
+    is_good: jax.Array | None, new: Sequence[jax.Array], old: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Returns new arrays, or the old ones if the step is skipped."""
     if is_good is None:
         return list(new)
     return [jnp.where(is_good, jnp.asarray(a, b.dtype), b) for a, b in zip(new, old, strict=True)]
 
 
-def _constrained(variable: Variable, value: Any, is_good: Any) -> Any:
+def _constrained(variable: Variable, value: jax.Array, is_good: jax.Array | None) -> jax.Array:
     if variable.constraint is None:
         return value
     return _chosen(is_good, [variable.constraint(value)], [value])[0]
 
 
-def _first_copy(leaf: Any) -> Any:
+def _first_copy(leaf: Tree) -> Tree:
     if isinstance(leaf, IndexedSlices):
         return leaf.map_arrays(_first_copy)
     return leaf.values[0] if isinstance(leaf, Mirrored) else as_operand(leaf)
 
 
-def _store(variable: Variable, frame: Frame, value: Any) -> None:
+def _store(variable: Variable, frame: Frame, value: jax.Array) -> None:
     if jnp.shape(value) != variable.shape:
         raise errors.UnsupportedError(
             "A transformation and a constraint must keep shapes",
@@ -470,8 +494,8 @@ def _named(found: dict[str, Variable], name: str, kind: str) -> Variable:
         return found[name]
     known = ", ".join(map(repr, sorted(found))) or "none"
     raise errors.NotFoundError(
-        f"There must be a {kind} called {name!r}",
-        f"there is: {known}",
+        f"The optimizer needs a {kind} called {name!r}",
+        f"it has {known}",
         "Wrap the transformation, e.g. optax.inject_hyperparams(optax.sgd)"
         "(learning_rate=0.1), to be able to change hyperparameters."
         if kind == "hyperparameter"

@@ -1,24 +1,33 @@
-"""Optimizers whose variables live on parameter servers, where their updates are computed.
+"""Optimizers of variables on parameter servers, where their updates are computed.
 
-The servers do not know the transformation: they get one compiled program per variable, which
-takes its gradient, value and slots, and what belongs to no variable, and returns the new ones.
-So a transformation can run there if what it does to a variable depends on that variable alone.
+The servers run one compiled program per variable, which takes its gradient, value and slots, and
+the state that belongs to no variable, and returns the new values. So a transformation can run there
+if its update of a variable depends on that variable alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import export
+from jax.typing import ArrayLike
 
 from replicax.contexts.frames import Frame
 from replicax.contexts.overlay import Change
 from replicax.foundation import errors, jax_compat, lazy
-from replicax.training.optimizer.state import LeafOrigin, StateVariables, origins_of, split
+from replicax.foundation.types import Tree
+from replicax.training.optimizer.gradients import Gradient
+from replicax.training.optimizer.state import (
+    LeafSource,
+    StateVariables,
+    parts_by_number,
+    sources_of,
+    with_leaves,
+)
 from replicax.values.distributed_values import Mirrored
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.variables.remote import VariableClient
@@ -33,11 +42,11 @@ else:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """How servers change one trained variable.
+    """The program with which servers update one trained variable.
 
     Attributes:
       variable: The variable.
-      slots: Its slots, in the order that the program takes and returns them.
+      slots: Its slots, in the order in which the program takes and returns them.
       program: From (gradient, value, slots..., shared...) to (value, slots..., shared...).
       is_row_wise: Whether rows without a gradient may stay as they are.
     """
@@ -49,10 +58,16 @@ class Update:
 
 
 class OptimizerHost(Protocol):
-    """What makes the state of optimizers on servers; the strategy has it."""
+    """Creates the state of optimizers on servers; a part of the strategy."""
 
-    def make_slot(self, variable: Variable, name: str, spec: Any, first: Any) -> Variable:
-        """Makes a slot next to a variable, part by part.
+    def make_slot(
+        self,
+        variable: Variable,
+        name: str,
+        spec: jax.ShapeDtypeStruct,
+        first: Callable[[jax.Array], jax.Array],
+    ) -> Variable:
+        """Creates a slot next to a variable, part by part.
 
         Args:
           variable: The variable.
@@ -62,22 +77,22 @@ class OptimizerHost(Protocol):
         """
         ...
 
-    def make_shared(self, variables: Sequence[Variable], name: str, value: Any) -> Variable:
-        """Makes a variable with a copy on each server that holds a part of some variables."""
+    def make_shared(self, variables: Sequence[Variable], name: str, value: ArrayLike) -> Variable:
+        """Creates a variable with a copy on each server that holds a part of some variables."""
         ...
 
     def register(self, shared: Sequence[Variable], updates: Sequence[Update]) -> int:
-        """Tells the servers how to change variables; returns the number of the optimizer."""
+        """Sends the programs to the servers; returns the number of the optimizer."""
         ...
 
 
 class RemoteOptimizer:
-    """What a step of an optimizer is told to, on its way to the servers.
+    """Sends the steps of an optimizer to the servers that compute its updates.
 
     Attributes:
-      name: For messages.
+      name: A name for error messages.
       number: The number of the optimizer on the servers.
-      trained: The variables that it changes.
+      trained: The variables that it updates.
     """
 
     name = "the state of an optimizer"
@@ -92,29 +107,34 @@ class RemoteOptimizer:
         self.number = number
         self.trained = list(trained)
         self._state = list(state)
-        # Whether steps are summed up: then no gradient counts as zero.
+        # Whether gradients are accumulated: then a missing gradient counts as zero.
         self._accumulates = accumulates
 
     @property
     def client(self) -> VariableClient:
-        """How the servers are reached: not kept, as it stays behind when a step travels."""
+        """The client of the servers: not stored, as it differs in each process."""
         return self.trained[0].components[0].client  # type: ignore[attr-defined]
 
-    def touches(self, variable: Any) -> bool:
-        """Tells whether a step changes a variable."""
+    def touches(self, variable: object) -> bool:
+        """Returns whether a step changes a variable."""
         return any(
             variable is part
             for changed in (*self.trained, *self._state)
             for part in (changed, *changed.components, *getattr(changed, "copies", ()))
         )
 
-    def apply(self, frame: Frame, gradients: Sequence[Any], condition: Any = None) -> None:
-        """Sends a step off, or leaves it to the program that is being traced.
+    def apply(
+        self,
+        frame: Frame,
+        gradients: Sequence[Gradient | None],
+        condition: jax.Array | None = None,
+    ) -> None:
+        """Sends a step to the servers, or records it in the program that is being traced.
 
         Args:
-          frame: Where the code runs.
+          frame: The current frame.
           gradients: One per variable, or None.
-          condition: Whether to make the step, all of it or nothing, if that has to be decided.
+          condition: Whether to make the step, if it may be skipped.
         """
         found = [_fitting(g, v) for g, v in zip(gradients, self.trained, strict=True)]
         if self._accumulates:
@@ -127,8 +147,8 @@ class RemoteOptimizer:
         elif condition is None or condition:
             self.apply_directly(frame, "apply", found)
 
-    def apply_directly(self, frame: Frame, kind: str, payload: Any) -> None:
-        """Does as remote variables do with a change."""
+    def apply_directly(self, frame: Frame, kind: str, payload: Tree) -> None:
+        """Pushes a change, or records it in the program that is being traced."""
         change = Change(self, kind, payload)
         if frame.overlay is not None:
             frame.overlay.record(change)
@@ -136,7 +156,7 @@ class RemoteOptimizer:
             self.client.push([change])
 
 
-def _fitting(gradient: Any, variable: Variable) -> Any:
+def _fitting(gradient: Gradient | None, variable: Variable) -> jax.Array | IndexedSlices | None:
     """Returns a gradient of the type of its variable, which the servers expect."""
     if isinstance(gradient, IndexedSlices):
         own = gradient.map_arrays(lambda x: x.values[0] if isinstance(x, Mirrored) else x)
@@ -147,7 +167,7 @@ def _fitting(gradient: Any, variable: Variable) -> Any:
 
 
 class StateProgram:
-    """A transformation, seen as programs of single variables.
+    """A transformation as programs of single variables.
 
     Args:
       transformation: The transformation.
@@ -157,7 +177,11 @@ class StateProgram:
     """
 
     def __init__(
-        self, transformation: Any, template: Any, variables: Sequence[Variable], accumulates: bool
+        self,
+        transformation: optax.GradientTransformationExtraArgs,
+        template: Tree,
+        variables: Sequence[Variable],
+        accumulates: bool,
     ) -> None:
         self._transformation = transformation
         self.template = template
@@ -167,98 +191,90 @@ class StateProgram:
         with jax_compat.eagerly():
             self.state = jax.eval_shape(lambda *p: transformation.init(self._tree(p)), *specs)
         self._leaves, self._treedef = jax.tree.flatten(self.state)
-        self.origins: list[LeafOrigin] = origins_of(self.state, template)
+        self.sources = sources_of(self.state, template)
 
-    def _tree(self, arrays: Sequence[Any]) -> Any:
-        return jax.tree.map(lambda number: arrays[number], self.template)
+    def _tree(self, arrays: Sequence[jax.Array]) -> Tree:
+        return with_leaves(self.template, arrays)
 
-    def leaves_of(self, owner: int) -> list[Any]:
+    def leaves_of(self, owner: int) -> list[jax.ShapeDtypeStruct]:
         """Returns shapes and types of the slots of a variable."""
-        return [self._leaves[place] for place in self.places(owner)]
+        return [self._leaves[index] for index in self.indices(owner)]
 
-    def places(self, owner: int | None) -> list[int]:
-        """Returns the places of the arrays that belong to one variable, or to none."""
-        return [i for i, origin in enumerate(self.origins) if origin.owner == owner]
+    def indices(self, owner: int | None) -> list[int]:
+        """Returns the indices of the arrays that belong to one variable, or to none."""
+        return [i for i, source in enumerate(self.sources) if source.owner == owner]
 
-    def first_slot(self, place: int, owner: int) -> Any:
+    def first_slot(self, index: int, owner: int) -> Callable[[jax.Array], jax.Array]:
         """Returns a function from the value of a variable, or a part, to the first slot."""
+        return lambda value: self._first(index, {owner: value})
 
-        def initial(value: Any) -> Any:
-            params = [jnp.zeros(v.shape, v.dtype) for v in self.variables]
-            params[owner] = value
-            state = self._transformation.init(self._tree(params))
-            return jnp.asarray(jax.tree.leaves(state)[place])
-
-        return initial
-
-    def first_shared(self, place: int) -> Any:
+    def first_shared(self, index: int) -> jax.Array:
         """Returns an array of the first state that belongs to no variable."""
-
-        def initial() -> Any:
-            params = [jnp.zeros(v.shape, v.dtype) for v in self.variables]
-            state = self._transformation.init(self._tree(params))
-            return jnp.asarray(jax.tree.leaves(state)[place])
-
         with jax_compat.eagerly():
-            return jax.jit(initial)()
+            return jax.jit(lambda: self._first(index, {}))()
 
-    def update(self, owner: int) -> Any:
+    def _first(self, index: int, values: dict[int, jax.Array]) -> jax.Array:
+        params = [jnp.zeros(v.shape, v.dtype) for v in self.variables]
+        for number, value in values.items():
+            params[number] = value
+        return jnp.asarray(jax.tree.leaves(self._transformation.init(self._tree(params)))[index])
+
+    def _updated(
+        self,
+        gradients: Sequence[jax.Array],
+        leaves: Sequence[jax.Array],
+        params: Sequence[jax.Array],
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns the new parameters and the arrays of the new state."""
+        state, tree = jax.tree.unflatten(self._treedef, leaves), self._tree(params)
+        updates, state = self._transformation.update(self._tree(gradients), state, tree)
+        new = parts_by_number(self.template, optax.apply_updates(tree, updates), len(params))
+        return new, jax.tree.leaves(state)
+
+    def update(self, owner: int) -> Callable[..., list[jax.Array]]:
         """Returns the program of one variable."""
-        own, shared = self.places(owner), self.places(None)
+        own, shared = self.indices(owner), self.indices(None)
         constraint = self.variables[owner].constraint
 
-        def program(gradient: Any, value: Any, *rest: Any) -> list[Any]:
+        def program(gradient: jax.Array, value: jax.Array, *rest: jax.Array) -> list[jax.Array]:
             params = [jnp.zeros(v.shape, v.dtype) for v in self.variables]
             gradients = list(params)
             params[owner], gradients[owner] = value, gradient
-            leaves: list[Any] = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
-            for place, array in zip((*own, *shared), rest[:-1], strict=True):
-                leaves[place] = array
-            state = jax.tree.unflatten(self._treedef, leaves)
-            tree = self._tree(params)
-            updates, state = self._transformation.update(self._tree(gradients), state, tree)
-            found = split(self.template, optax.apply_updates(tree, updates))
-            new = dict(found or ())[owner]
+            leaves = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
+            for index, array in zip((*own, *shared), rest[:-1], strict=True):
+                leaves[index] = array
+            new_params, after = self._updated(gradients, leaves, params)
+            new = new_params[owner]
             if constraint is not None:
                 new = constraint(new)
-            after = jax.tree.leaves(state)
-            slots = [jnp.asarray(after[p], self._leaves[p].dtype) for p in own]
-            others = [jnp.asarray(after[p], self._leaves[p].dtype) for p in shared]
-            return [jnp.asarray(new, value.dtype), *slots, *others, self._count(after, rest[-1])]
+            state = [jnp.asarray(after[i], self._leaves[i].dtype) for i in (*own, *shared)]
+            return [jnp.asarray(new, value.dtype), *state, self._count(after, rest[-1])]
 
         return program
 
-    def _count(self, leaves: list[Any], iterations: Any) -> Any:
+    def _count(self, leaves: list[jax.Array], iterations: jax.Array) -> jax.Array:
         if not self.accumulates:
             return iterations + 1
-        names = ["/".join(origin.path) for origin in self.origins]
+        names = ["/".join(source.path) for source in self.sources]
         return jnp.asarray(leaves[names.index("gradient_step")], iterations.dtype)
 
     def require_separable(self) -> None:
-        """Raises if what happens to a variable depends on others."""
-
-        def whole(gradients: Any, leaves: Any, params: Any) -> Any:
-            state = jax.tree.unflatten(self._treedef, leaves)
-            tree = self._tree(params)
-            updates, state = self._transformation.update(self._tree(gradients), state, tree)
-            found = dict(split(self.template, optax.apply_updates(tree, updates)) or ())
-            return [found[i] for i in range(len(params))], jax.tree.leaves(state)
-
+        """Raises if the update of a variable depends on other variables."""
         specs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.variables]
         with jax_compat.eagerly():
-            closed = jax.make_jaxpr(whole)(specs, self._leaves, specs)
+            closed = jax.make_jaxpr(self._updated)(specs, self._leaves, specs)
         count = len(specs)
-        owners = [*range(count), *(origin.owner for origin in self.origins)]
+        owners = [*range(count), *(source.owner for source in self.sources)]
         inputs = [*range(count), *owners[count:], *range(count)]
         for owner, found in zip(owners, jax_compat.dependencies(closed.jaxpr), strict=True):
-            needs = {inputs[place] for place in found} - {None, owner}
+            needs = {n for index in found if (n := inputs[index]) not in (None, owner)}
             if needs:
-                raise self._coupled(owner, min(needs))
+                raise self._coupled(owner, min(n for n in needs if n is not None))
 
-    def _coupled(self, owner: int | None, other: Any) -> errors.UnsupportedError:
-        what = "what it counts" if owner is None else repr(self.variables[owner].name)
+    def _coupled(self, owner: int | None, other: int) -> errors.UnsupportedError:
+        what = "its shared state" if owner is None else repr(self.variables[owner].name)
         return errors.UnsupportedError(
-            "A transformation on parameter servers must treat each variable by itself",
+            "A transformation on parameter servers must update each variable independently",
             f"{what} depends on the gradient of {self.variables[other].name!r}",
             "Do what combines gradients, such as optax.clip_by_global_norm, in the step "
             "function before `apply_gradients`.",
@@ -268,19 +284,19 @@ class StateProgram:
         """Returns the program of one variable for servers, for any number of rows."""
         variable = self.variables[owner]
         slots = self.leaves_of(owner)
-        shared = [self._leaves[p] for p in self.places(None)]
+        shared = [self._leaves[i] for i in self.indices(None)]
         counter = jax.ShapeDtypeStruct((), jnp.int32)
         rows = variable.shape[:1]
         is_open = bool(rows) and all(s.shape[:1] == rows for s in slots)
         if not is_open and isinstance(variable, ShardedVariable):
             raise errors.UnsupportedError(
-                f"A transformation of {variable.name!r}, which is cut into parts, needs slots "
+                f"A transformation of {variable.name!r}, which is sharded, needs slots "
                 "with a row per row",
                 f"it has slots of shapes {[s.shape for s in slots]}",
                 "Use another transformation, or create the variable in one part.",
             )
 
-        def spec(like: Any) -> Any:
+        def spec(like: Variable | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             if not is_open:
                 return jax.ShapeDtypeStruct(like.shape, like.dtype)
             rest = ", ".join(map(str, like.shape[1:]))
@@ -298,37 +314,37 @@ class StateProgram:
 def make_remote(
     program: StateProgram, host: OptimizerHost, is_row_wise: Sequence[bool]
 ) -> tuple[StateVariables, Variable, RemoteOptimizer]:
-    """Makes the state of an optimizer on servers, and tells them how to change it.
+    """Creates the state of an optimizer on servers, and registers its programs there.
 
     Returns:
-      The state, the count of updates, and what steps are told to.
+      The state, the count of updates, and the sender of steps.
     """
     program.require_separable()
     variables = program.variables
-    places = iter(range(len(program.origins)))
+    indices = iter(range(len(program.sources)))
 
-    def make(leaf: Any, origin: LeafOrigin, name: str) -> Variable:
-        place = next(places)
+    def make(leaf: Tree, source: LeafSource, name: str) -> Variable:
+        index = next(indices)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise errors.UnsupportedError(
                 "The state of a transformation on parameter servers must consist of arrays",
                 f"{name!r} is a key of jax.random",
                 "Use jax.random.PRNGKey instead, or a strategy on this machine.",
             )
-        if origin.owner is None:
-            return host.make_shared(variables, name, program.first_shared(place))
-        first = program.first_slot(place, origin.owner)
-        return host.make_slot(variables[origin.owner], name, leaf, first)
+        if source.owner is None:
+            return host.make_shared(variables, name, program.first_shared(index))
+        first = program.first_slot(index, source.owner)
+        return host.make_slot(variables[source.owner], name, leaf, first)
 
     state = StateVariables(program.state, program.template, variables, make)
     count = host.make_shared(variables, "optimizer/iterations", jnp.zeros((), jnp.int32))
     updates = [
         Update(
-            v, [state.variables[p] for p in program.places(i)], program.exported(i), is_row_wise[i]
+            v, [state.variables[j] for j in program.indices(i)], program.exported(i), is_row_wise[i]
         )
         for i, v in enumerate(variables)
     ]
-    shared = [*(state.variables[p] for p in program.places(None)), count]
+    shared = [*(state.variables[j] for j in program.indices(None)), count]
     number = host.register(shared, updates)
     kept = [*state.variables, count]
     return state, count, RemoteOptimizer(number, variables, kept, program.accumulates)

@@ -1,24 +1,29 @@
-"""Steps that are skipped: gradients that are not finite, and a loss scale that adapts to them.
+"""Skipped steps: non-finite gradients, and a loss scale that adapts to them.
 
 Small gradients vanish in 16-bit types. So the loss is multiplied by a scale, and gradients are
 divided by it. A scale that is too large makes gradients infinite: such a step is skipped, and the
-scale becomes smaller; after many good steps it is made larger again.
+scale becomes smaller; after many finite steps it becomes larger again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from replicax.contexts.frames import Frame
 from replicax.contexts.overlay import Change
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
+from replicax.training.optimizer.gradients import Gradient
 from replicax.values.distributed_values import Mirrored
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.regroup import map_structure
+from replicax.variables.remote import RemoteVariableBase
 from replicax.variables.variable import Variable
 
 
@@ -27,9 +32,9 @@ class DynamicLossScale:
     """A loss scale that becomes smaller when gradients overflow, and larger when they do not.
 
     Args:
-      initial_scale: What the loss is multiplied by at first.
-      growth_steps: After how many steps without overflow the scale is multiplied by `factor`.
-      factor: What the scale is divided by when gradients are not finite; never below 1.
+      initial_scale: The first factor of the loss.
+      growth_steps: The number of steps without overflow after which the scale grows by `factor`.
+      factor: The divisor of the scale when gradients are not finite; the scale stays >= 1.
 
     >>> DynamicLossScale(growth_steps=1000)
     DynamicLossScale(initial_scale=32768.0, growth_steps=1000, factor=2.0)
@@ -48,15 +53,15 @@ class DynamicLossScale:
             )
 
 
-# Makes a variable of an optimizer: of a first value and a name.
-Maker = Callable[[Any, str], Variable]
+# Creates a variable of an optimizer from a first value and a name.
+Maker: TypeAlias = Callable[[jax.Array, str], Variable]
 
 
 class StepGuard:
-    """Decides about each step of an optimizer whether it is made, and keeps the loss scale.
+    """Decides whether a step of an optimizer is made, and adapts the loss scale.
 
     Attributes:
-      skipped: How many steps were skipped.
+      skipped: The number of skipped steps.
       scale: The loss scale; None if the loss is not scaled.
     """
 
@@ -77,26 +82,24 @@ class StepGuard:
         named = {"skipped": self.skipped, "loss_scale": self.scale, "good_steps": self._good_steps}
         return {name: variable for name, variable in named.items() if variable is not None}
 
-    # What users do with the scale.
-
-    def scaled(self, loss: Any) -> Any:
+    def scaled(self, loss: ArrayLike) -> ArrayLike:
         """Returns a loss multiplied by the scale."""
         if self.scale is None:
             return loss
         loss = jnp.asarray(loss)
         return loss * self.scale.read_value().astype(loss.dtype)
 
-    def unscaled(self, gradients: Any) -> Any:
+    def unscaled(self, gradients: Tree) -> Tree:
         """Returns gradients divided by the scale."""
         if self.scale is None:
             return gradients
         scale = self.scale.read_value()
 
-        def divided(array: Any) -> Any:
-            # In float32: 1 / scale, or the scale itself, may not exist in the type of gradients.
+        def divided(array: jax.Array) -> jax.Array:
+            # In float32: the scale, or its inverse, may be out of range of the type of gradients.
             return (jnp.asarray(array).astype(jnp.float32) / scale).astype(array.dtype)
 
-        def visit(leaf: Any) -> Any:
+        def visit(leaf: Tree) -> Tree:
             if leaf is None:
                 return None
             if isinstance(leaf, IndexedSlices):
@@ -105,16 +108,14 @@ class StepGuard:
 
         return map_structure(visit, gradients)
 
-    # What happens in a step.
-
-    def after(self, frame: Frame, is_good: Any) -> None:
+    def after(self, frame: Frame, is_good: jax.Array) -> None:
         """Counts a step, and adapts the scale.
 
         Args:
-          frame: Where the code runs.
-          is_good: Whether the step is made: known, or traced.
+          frame: The current frame.
+          is_good: Whether the step is made; may be traced.
         """
-        change_if(self.skipped, frame, ~is_good, "assign_add", 1)
+        update_if(self.skipped, frame, ~is_good, "assign_add", 1)
         rule, scale, good_steps = self._rule, self.scale, self._good_steps
         if rule is None or scale is None or good_steps is None:
             return
@@ -123,17 +124,20 @@ class StepGuard:
         is_enough = good_steps.read(frame) + 1 >= rule.growth_steps
         grows = is_good & is_enough & jnp.isfinite(larger)
         smaller = jnp.maximum(value / jnp.float32(rule.factor), 1.0)
-        change_if(scale, frame, grows | ~is_good, "assign", jnp.where(is_good, larger, smaller))
+        update_if(scale, frame, grows | ~is_good, "assign", jnp.where(is_good, larger, smaller))
         ends = ~is_good | is_enough
-        change_if(good_steps, frame, ends, "assign", 0)
-        change_if(good_steps, frame, ~ends, "assign_add", 1)
+        update_if(good_steps, frame, ends, "assign", 0)
+        update_if(good_steps, frame, ~ends, "assign_add", 1)
 
 
-def change_if(variable: Variable, frame: Frame, condition: Any, kind: str, payload: Any) -> None:
-    """Changes a variable of an optimizer if a condition holds, which may be traced."""
+def update_if(
+    variable: Variable, frame: Frame, condition: jax.Array, kind: str, payload: ArrayLike
+) -> None:
+    """Updates a variable of an optimizer if a condition holds, which may be traced."""
     array = jnp.asarray(payload, variable.dtype)
     if variable.is_remote:
         if frame.overlay is not None:
+            assert isinstance(variable, RemoteVariableBase)
             frame.overlay.record(Change(variable, kind, array, condition))
         elif condition:
             variable.apply_directly(frame, kind, array)
@@ -143,8 +147,8 @@ def change_if(variable: Variable, frame: Frame, condition: Any, kind: str, paylo
     variable.store_all_copies(frame, jnp.where(condition, new, old))
 
 
-def are_finite(gradients: Sequence[Any]) -> Any:
-    """Tells whether all reduced gradients consist of finite numbers.
+def are_finite(gradients: Sequence[Gradient | None]) -> jax.Array:
+    """Returns whether all reduced gradients are finite.
 
     >>> bool(are_finite([jnp.ones(2), None])), bool(are_finite([jnp.asarray([1.0, jnp.nan])]))
     (True, False)
