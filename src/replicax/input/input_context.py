@@ -38,8 +38,8 @@ class InputContext:
         """Returns the size of the part of a global batch for one replica."""
         if global_batch_size % self.num_replicas_in_sync:
             raise errors.InvalidArgumentError(
-                "The global batch size must be a multiple of the number of replicas, "
-                f"{self.num_replicas_in_sync}",
+                f"The global batch size must be a multiple of {self.num_replicas_in_sync}, the "
+                "number of replicas",
                 f"it is {global_batch_size}",
                 "Change it, or use experimental_distribute_dataset, which splits any batch.",
             )
