@@ -11,7 +11,7 @@ from replicax.ps.process.master_record import MasterRecordFile
 from replicax.ps.process.snapshot_files import GivenUpError, SnapshotDirectory
 from replicax.ps.store import snapshot
 from replicax.ps.store.service import ParameterStore
-from replicax.transport.sessions import Session
+from replicax.transport.service import Session
 from simulation.checks import Checks, Values
 from simulation.disk import Disk
 from simulation.network import Network

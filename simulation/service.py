@@ -9,7 +9,7 @@ from replicax.foundation import errors
 from replicax.protocol import admission, codec, error_replies, messages
 from replicax.protocol.tasks import ROLES, Role, Task, library_version
 from replicax.transport.keys import Keys
-from replicax.transport.sessions import Session
+from replicax.transport.service import Session
 from replicax.transport.zmq.authenticator import KnownKeys
 from simulation.labels import label_of
 from simulation.network import Network, Wire

@@ -9,7 +9,7 @@ from typing_extensions import override
 from replicax.foundation import errors
 from replicax.protocol import limits, messages, trees
 from replicax.protocol.tasks import Task
-from replicax.transport.sessions import Session
+from replicax.transport.service import Session
 from replicax.worker import error_reports
 from replicax.worker.functions import UnknownFunctionError
 from replicax.worker.job import Call, Job

@@ -33,7 +33,7 @@ from replicax.ps.store.journal import Entry
 from replicax.ps.store.service import ParameterStore
 from replicax.transport import addresses
 from replicax.transport.channel import Channel
-from replicax.transport.sessions import Session
+from replicax.transport.service import Session
 
 ADD = messages.Update(0, "assign_add", 0)
 PUSH = messages.Exchange([messages.Push(1, [ADD])], [])

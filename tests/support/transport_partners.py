@@ -20,8 +20,7 @@ from replicax.protocol.tasks import Role, Task, library_version, python_version
 from replicax.transport import addresses
 from replicax.transport import keys as key_files
 from replicax.transport.channel import Channel
-from replicax.transport.service import Service
-from replicax.transport.sessions import Session
+from replicax.transport.service import Service, Session
 
 PS = Task("ps", 0)
 WORKER = Task("worker", 0)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from replicax.protocol.codec import Buffer
 from replicax.protocol.messages import Attach, ClosureCall, CreateResource, Result
-from replicax.transport.sessions import Session
+from replicax.transport.service import Session
 from replicax.worker.functions import Functions
 
 # Limits of the sent results that may be requested again.

@@ -19,8 +19,7 @@ from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Task, new_incarnation
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
-from replicax.transport.service import Service
-from replicax.transport.sessions import Session
+from replicax.transport.service import Service, Session
 from replicax.worker import error_reports
 from replicax.worker.job import Call, Create, Drop, Job
 from replicax.worker.runner import Runner, WorkerSession

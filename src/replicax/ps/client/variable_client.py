@@ -102,6 +102,8 @@ class _Results:
 
 def _parts_of(variable: RemoteVariableBase) -> list[RemoteVariable]:
     """Returns the parts of a remote or sharded variable."""
+    if isinstance(variable, RemoteVariable):
+        return [variable]
     return list(variable.components)  # type: ignore[arg-type]
 
 

@@ -20,7 +20,7 @@ from replicax.ps.process.mirror_log import Target
 from replicax.ps.process.mirror_sender import PIECE_BYTES
 from replicax.ps.store import journal
 from replicax.ps.store.service import ParameterStore, Reply
-from replicax.transport.sessions import Session
+from replicax.transport.service import Session
 
 # Copies have no lease: they depend on that of the server that keeps them.
 _NO_TIME = 0.0

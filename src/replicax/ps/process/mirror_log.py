@@ -27,7 +27,7 @@ from replicax.protocol.codec import Buffer
 from replicax.ps.store import jobs
 from replicax.ps.store.journal import Entry
 from replicax.ps.store.service import Reply
-from replicax.transport.sessions import Session
+from replicax.transport.service import Session
 
 Send = Callable[[Session, messages.Envelope, messages.Body, Sequence[Buffer]], None]
 

@@ -20,7 +20,7 @@ from replicax.ps.store.service import ParameterStore
 from replicax.transport import addresses
 from replicax.transport.channel import Channel
 from replicax.transport.keys import Keys
-from replicax.transport.sessions import Session
+from replicax.transport.service import Session
 
 Request = tuple[Session, messages.Envelope, Sequence[memoryview]]
 

@@ -24,8 +24,7 @@ from replicax.ps.process.snapshots import DEFAULT_EVERY_S, Snapshots
 from replicax.ps.store.service import ParameterStore, Reply
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
-from replicax.transport.service import Service
-from replicax.transport.sessions import Session
+from replicax.transport.service import Service, Session
 
 _log = logging.getLogger(__name__)
 
