@@ -1,4 +1,4 @@
-"""`replicax checkpoint`: looks into checkpoints and proves that they are whole."""
+"""`replicax checkpoint`: shows, verifies and converts checkpoints."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from replicax.bundle.manifest import FILE_NAME
 from replicax.checkpointing import orbax_conversion
 from replicax.checkpointing.directory import steps_in
 from replicax.checkpointing.manifest import ArrayEntry, PlainEntry, SavedCheckpoint
-from replicax.cli.failures import told_in_one_line
+from replicax.cli.failures import errors_in_one_line
 from replicax.foundation import errors
 
-app = typer.Typer(no_args_is_help=True, help="Look into checkpoints, without their program.")
+app = typer.Typer(no_args_is_help=True, help="Show, verify and convert checkpoints.")
 
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="A directory of checkpoints, or one checkpoint.")
@@ -33,7 +33,7 @@ Step = Annotated[
 @app.command()
 def show(directory: Directory, step: Step = None) -> None:
     """Print what a checkpoint holds; fail if it is damaged."""
-    with told_in_one_line():
+    with errors_in_one_line():
         found = _checkpoints(directory)
         if step is not None and step not in found:
             raise errors.NotFoundError(
@@ -58,7 +58,7 @@ def show(directory: Directory, step: Step = None) -> None:
 @app.command()
 def verify(directory: Directory) -> None:
     """Read every checkpoint whole and compare all checksums; fail if one is damaged."""
-    with told_in_one_line():
+    with errors_in_one_line():
         problems = {path: _problem(path) for path in _checkpoints(directory).values()}
         for path, problem in problems.items():
             typer.echo(f"{path}: {problem or 'valid'}")
@@ -81,7 +81,7 @@ def convert(
     to: Annotated[Format, typer.Option("--to", help="The format of DST.")],
 ) -> None:
     """Convert a checkpoint to or from Orbax (needs `pip install replicax[orbax]`)."""
-    with told_in_one_line():
+    with errors_in_one_line():
         if from_ is to:
             raise errors.InvalidArgumentError(
                 "`--from` and `--to` must differ", f"both are {to}", "Copy the directory instead."

@@ -1,4 +1,4 @@
-"""How commands fail: one line for people, and an exit code for programs."""
+"""Errors of commands: one line on stderr, and an exit code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from replicax.foundation import errors
 
 
 @contextlib.contextmanager
-def told_in_one_line(code: int = 1) -> Iterator[None]:
-    """Turns an error of the library into one line on stderr, and ends the command."""
+def errors_in_one_line(code: int = 1) -> Iterator[None]:
+    """Prints an error of the library in one line on stderr, and exits."""
     try:
         yield
     except errors.DistributeError as error:

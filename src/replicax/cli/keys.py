@@ -1,4 +1,4 @@
-"""`replicax keys`: makes the keys with which the tasks of a cluster know each other."""
+"""`replicax keys`: manages the keys that authenticate the tasks of a cluster."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Annotated, cast
 
 import typer
 
-from replicax.cli.failures import told_in_one_line
+from replicax.cli.failures import errors_in_one_line
 from replicax.foundation import settings
 from replicax.protocol.tasks import ROLES, Role
 from replicax.transport import keys
 
-app = typer.Typer(no_args_is_help=True, help="Keys of a cluster whose tasks talk over TCP.")
+app = typer.Typer(no_args_is_help=True, help="Keys of a cluster whose tasks connect over TCP.")
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory with the keys.")]
 
 
 @app.command()
 def make(directory: Directory) -> None:
-    """Make new keys for every role, in a directory that only you can read."""
-    with told_in_one_line():
+    """Make new keys for every role, in a private directory."""
+    with errors_in_one_line():
         path = keys.make(directory)
         typer.echo(f"keys in {path}; set {settings.REPLICAX_KEYS}={path.absolute()} for each task")
 
 
 @app.command()
 def show(directory: Directory) -> None:
-    """Print the public key of every role; secrets are never shown."""
-    with told_in_one_line():
-        # A host may hold the secret of one role only; any of them proves the set whole.
+    """Print the public key of every role, never the secrets."""
+    with errors_in_one_line():
+        # A host may have the secret of one role only; any of them verifies the set.
         own: list[Role] = [role for role in ROLES if (directory / f"{role}.secret").exists()]
         found = keys.load(directory, own[0] if own else ROLES[0])
         for role in ROLES:
@@ -41,18 +41,18 @@ def renew(
     directory: Directory,
     role: Annotated[str, typer.Argument(help="coordinator, worker or ps.")],
 ) -> None:
-    """Make a new key for a role; the older one stays good until `retire`."""
-    with told_in_one_line():
+    """Make a new key for a role; the older one is accepted until `retire`."""
+    with errors_in_one_line():
         keys.renew(directory, cast("Role", role))
         typer.echo(
             f"copy {role}.public to all hosts, then {role}.secret to those of the {role}, and "
-            "start its tasks again; then run `replicax keys retire`"
+            "restart its tasks; then run `replicax keys retire`"
         )
 
 
 @app.command()
 def retire(directory: Directory) -> None:
-    """Forget all keys but the newest of each role."""
-    with told_in_one_line():
+    """Remove all keys but the newest of each role."""
+    with errors_in_one_line():
         keys.retire(directory)
-        typer.echo("copy the public files to all hosts: they refuse older keys from then on")
+        typer.echo("copy the public files to all hosts: they reject older keys from then on")

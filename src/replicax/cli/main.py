@@ -15,8 +15,8 @@ app.add_typer(keys.app, name="keys")
 app.command()(serve.serve)
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"replicax {library_version()}")
         raise typer.Exit
 

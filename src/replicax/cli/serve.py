@@ -6,12 +6,12 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import typer
 
-from replicax.cli.failures import told_in_one_line
+from replicax.cli.failures import errors_in_one_line
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver import TFConfigClusterResolver
 from replicax.foundation import devices, errors
@@ -22,16 +22,16 @@ from replicax.ps.process.snapshots import DEFAULT_EVERY_S, LAST_SAVE_S
 
 _log = logging.getLogger(__name__)
 
-# A closure that runs when the process is told to end may take this long.
+# The seconds that a running closure may take after a signal to exit.
 _ENDING_SECONDS = 8.0
-# A worker that was given up drops its closure when it can, or else after this long.
+# The seconds after which a worker that was declared dead drops its closure.
 _GIVEN_UP_SECONDS = 1.0
-# The exit code for a cluster or a task that makes no sense: starting again will not help.
+# The exit code for an invalid cluster or task: a restart will not help.
 _BAD_CONFIGURATION = 2
 
 _Cluster = Annotated[
     str | None,
-    typer.Option(metavar="JSON", help="The cluster; TF_CONFIG says it if this is not given."),
+    typer.Option(metavar="JSON", help="The cluster; that of TF_CONFIG by default."),
 ]
 _Job = Annotated[str | None, typer.Option(help="The job of this task: ps or worker.")]
 _Index = Annotated[int | None, typer.Option(help="The index of this task.")]
@@ -39,10 +39,10 @@ _KeyDirectory = Annotated[
     Path | None, typer.Option("--keys", metavar="DIR", help="The keys of the cluster, for TCP.")
 ]
 _Protocol = Annotated[str | None, typer.Option(help="ipc, tcp, or grpc for either.")]
-_CpuDevices = Annotated[int, typer.Option(help="Split the CPU into so many devices.")]
+_CpuDevices = Annotated[int, typer.Option(help="The number of devices of the CPU.")]
 _Snapshots = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Where a ps saves its variables, and starts from."),
+    typer.Option(metavar="DIR", help="Where a ps saves its variables, and restores them from."),
 ]
 _SnapshotEvery = Annotated[
     float, typer.Option(metavar="SECONDS", help="The time between two snapshots.")
@@ -65,15 +65,15 @@ def serve(
 ) -> None:
     """Run a parameter server or a worker, until SIGTERM or Ctrl-C.
 
-    A task that its coordinator has left for too long ends by itself, with exit code 75.
+    A task whose coordinator is gone for too long exits by itself, with exit code 75.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("replicax").setLevel(logging.INFO)
-    with told_in_one_line(_BAD_CONFIGURATION):
+    with errors_in_one_line(_BAD_CONFIGURATION):
         spec, name, layer = _which_task(cluster, job, index)
         roles.require_snapshots_fit(name, snapshots, snapshot_every)
         _configure_devices(name, cpu_devices)
-    with told_in_one_line():
+    with errors_in_one_line():
         if parent is not None:
             shutdown.die_with_parent(parent)
         system_limits.keep_freed_memory()
@@ -90,7 +90,7 @@ def serve(
             on_ending=lambda _: shutdown.end_soon(shutdown.START_AGAIN, seconds=_GIVEN_UP_SECONDS),
         )
         seconds = _ENDING_SECONDS + (LAST_SAVE_S if snapshots is not None else 0.0)
-        # In place before anything listens: from then on an end is an orderly one.
+        # Installed before the task listens: from then on it shuts down in order.
         with shutdown.ended_by_signals(server.interrupt, seconds=seconds), server:
             server.start()
             _report(server, name, ready_fd)
@@ -103,7 +103,7 @@ def serve(
 def _which_task(
     cluster: str | None, job: str | None, index: int | None
 ) -> tuple[ClusterSpec, Task, str | None]:
-    """The cluster, this task, and the protocol if TF_CONFIG names one."""
+    """Returns the cluster, this task, and the protocol if TF_CONFIG has one."""
     resolver = TFConfigClusterResolver(job, index)
     layer: str | None = None
     if cluster is not None:
@@ -114,7 +114,7 @@ def _which_task(
     if not spec:
         raise errors.InvalidArgumentError(
             "`replicax serve` needs a cluster",
-            "TF_CONFIG is not set, or holds none, and there is no --cluster",
+            "TF_CONFIG is not set, or contains none, and there is no --cluster",
             "Set TF_CONFIG, or pass --cluster, --job and --index.",
         )
     definition = Server(spec, job, index, start=False).server_def
@@ -128,7 +128,7 @@ def _which_task(
     return spec, name, layer
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -141,14 +141,14 @@ def _parsed(text: str) -> Any:
 
 def _configure_devices(name: Task, cpu_devices: int) -> None:
     if name.job == "ps":
-        # Its arrays live in memory: it must not take an accelerator from a worker.
+        # Its arrays are in memory: it must not take an accelerator from a worker.
         jax.config.update("jax_platforms", "cpu")
     elif cpu_devices != 1:
         devices.set_virtual_cpu_devices(cpu_devices)
 
 
 def _report(server: Server, name: Task, ready_fd: int | None) -> None:
-    """Says that the task listens, to people and to whoever started it."""
+    """Reports the address of the task, on stdout and to the parent process."""
     typer.echo(f"{name.job} {name.index} serves at {server.address}")
     if ready_fd is not None:
         with os.fdopen(ready_fd, "w") as pipe:

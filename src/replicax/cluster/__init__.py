@@ -1,1 +1,1 @@
-"""Which tasks form a cluster, what they are called, and where they listen."""
+"""The tasks of a cluster and their addresses."""

@@ -1,4 +1,4 @@
-"""Addresses of tasks: which spellings there are, and which two name the same place."""
+"""Parses the addresses of tasks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MAX_PORT = 65535
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """An address taken apart.
+    """A parsed address.
 
     Attributes:
-      scheme: What stands before `://`; None if nothing does.
+      scheme: The part before `://`; None without.
       host: The host, without brackets; the path of `ipc`, the name of `inproc`.
       port: The port; None where the scheme has none.
     """
@@ -36,10 +36,10 @@ class Address:
         return self.scheme in _LOCAL_SCHEMES
 
     @property
-    def place(self) -> tuple[str, int | None] | None:
-        """What no two tasks can share; None if the server picks the place itself.
+    def endpoint(self) -> tuple[str, int | None] | None:
+        """The part that must be unique; None if the server selects it.
 
-        Port 0, `ipc://*` and a path that ends in a slash leave the choice to the server.
+        It does for port 0, `ipc://*` and a path that ends in a slash.
         """
         if self.is_local:
             return None if self.host == "*" or self.host.endswith("/") else (self.host, None)
@@ -47,7 +47,7 @@ class Address:
 
 
 def parse(text: str, task: str) -> Address:
-    """Takes an address apart.
+    """Parses an address.
 
     Args:
       text: `host:port`, `[v6]:port`, `ipc://path`, or one of those behind a `scheme://`.
@@ -73,7 +73,7 @@ def parse(text: str, task: str) -> Address:
 
 
 def join(host: str, port: int | str) -> str:
-    """Writes a host and a port as one address.
+    """Joins a host and a port to an address.
 
     >>> join("10.0.0.1", 2222), join("fd00::1", 2222)
     ('10.0.0.1:2222', '[fd00::1]:2222')
@@ -82,7 +82,7 @@ def join(host: str, port: int | str) -> str:
 
 
 def with_layer(text: str, rpc_layer: str | None) -> str:
-    """Puts `rpc_layer://` before an address that has no scheme of its own.
+    """Puts `rpc_layer://` before an address without a scheme.
 
     >>> with_layer("ps0:2222", "tcp"), with_layer("ipc:///tmp/ps0", "tcp")
     ('tcp://ps0:2222', 'ipc:///tmp/ps0')

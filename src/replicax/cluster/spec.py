@@ -1,4 +1,4 @@
-"""ClusterSpec: the jobs of a cluster, their tasks, and the address of each."""
+"""ClusterSpec: the jobs, tasks and addresses of a cluster."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MAX_INDEX = 1_000_000
 
 
 class ClusterSpec:
-    """The tasks of a cluster and their addresses; it never changes.
+    """The tasks of a cluster and their addresses; immutable.
 
     Args:
-      cluster: For each job either a list of addresses, or a dict from task index to
-        address, which may leave indices out. Or another ClusterSpec, or what
-        `as_cluster_def()` returned.
+      cluster: A dict from jobs to either a list of addresses, or a dict from task index to
+        address, which may omit indices. Or another ClusterSpec, or the result of
+        `as_cluster_def()`.
 
-    Two tasks cannot have one address, unless the server picks the port (0) itself.
+    Addresses must be unique, unless the server selects the port (0) itself.
 
     >>> cluster = ClusterSpec({"worker": ["a:2222", "b:2222"], "ps": {1: "c:2222"}})
     >>> cluster.jobs, cluster.num_tasks("worker"), cluster.task_address("ps", 1)
@@ -33,7 +33,7 @@ class ClusterSpec:
     [None, 'c:2222']
     """
 
-    def __init__(self, cluster: Any) -> None:
+    def __init__(self, cluster: object) -> None:
         if isinstance(cluster, ClusterSpec):
             self._jobs = cluster._jobs
             return
@@ -41,14 +41,14 @@ class ClusterSpec:
         _check_addresses(self._jobs)
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Returns the jobs as lists of addresses; as dicts where indices are left out."""
+        """Returns the jobs as lists of addresses; as dicts if indices are omitted."""
         return {
             job: list(tasks.values()) if _is_dense(tasks) else dict(tasks)
             for job, tasks in self._jobs.items()
         }
 
     def as_cluster_def(self) -> list[dict[str, Any]]:
-        """Returns the cluster as plain lists and dicts that go through JSON unchanged.
+        """Returns the cluster as plain lists and dicts, which JSON preserves.
 
         One entry per job, sorted by name. `ClusterSpec` reads it back.
 
@@ -62,7 +62,7 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
-        """The names of the jobs, in the order in which they were given."""
+        """The names of the jobs, in the given order."""
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
@@ -85,7 +85,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Returns the addresses of a job by task index, with None for those left out."""
+        """Returns the addresses of a job by task index, with None for omitted ones."""
         tasks = self._job(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
@@ -112,7 +112,7 @@ class ClusterSpec:
         )
 
 
-def _job_items(cluster: Any) -> list[tuple[Any, Any]]:
+def _job_items(cluster: object) -> list[tuple[Any, Any]]:
     if isinstance(cluster, Mapping):
         return list(cluster.items())
     if isinstance(cluster, list | tuple) and all(
@@ -123,7 +123,7 @@ def _job_items(cluster: Any) -> list[tuple[Any, Any]]:
             if names.count(name) > 1:
                 raise errors.InvalidArgumentError(
                     "Each job must be described once",
-                    f"{name!r} comes {names.count(name)} times",
+                    f"{name!r} occurs {names.count(name)} times",
                     "Put all tasks of the job into one entry.",
                 )
         return [(job["name"], job["tasks"]) for job in cluster]
@@ -134,7 +134,7 @@ def _job_items(cluster: Any) -> list[tuple[Any, Any]]:
     )
 
 
-def _job_name(job: Any) -> str:
+def _job_name(job: object) -> str:
     if not isinstance(job, str):
         raise errors.ArgumentTypeError(
             "The name of a job must be a string",
@@ -150,7 +150,7 @@ def _job_name(job: Any) -> str:
     return job
 
 
-def _tasks(job: str, tasks: Any) -> dict[int, str]:
+def _tasks(job: str, tasks: object) -> dict[int, str]:
     if isinstance(tasks, Mapping):
         items = [(_index(job, index), text) for index, text in tasks.items()]
     elif isinstance(tasks, list | tuple):
@@ -181,8 +181,8 @@ def _tasks(job: str, tasks: Any) -> dict[int, str]:
     return found
 
 
-def _index(job: str, index: Any) -> int:
-    # JSON has no other keys than text.
+def _index(job: str, index: object) -> int:
+    # The keys of JSON objects are text.
     if isinstance(index, str) and index.isascii() and index.isdigit() and len(index) < 19:
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool):
@@ -205,10 +205,10 @@ def _check_addresses(jobs: Mapping[str, Mapping[int, str]]) -> None:
     for job, tasks in jobs.items():
         for index, text in tasks.items():
             task = Task(job, index)
-            place = address.parse(text, str(task)).place
-            if place is None:
+            endpoint = address.parse(text, str(task)).endpoint
+            if endpoint is None:
                 continue
-            other = owners.setdefault(place, task)
+            other = owners.setdefault(endpoint, task)
             if other != task:
                 raise errors.InvalidArgumentError(
                     "Each task must have an address of its own",
@@ -218,7 +218,7 @@ def _check_addresses(jobs: Mapping[str, Mapping[int, str]]) -> None:
 
 
 def _is_dense(tasks: Mapping[int, str]) -> bool:
-    return all(index == place for place, index in enumerate(tasks))
+    return all(index == position for position, index in enumerate(tasks))
 
 
 def _indices_text(tasks: Mapping[int, str]) -> str:

@@ -196,7 +196,7 @@ class ClusterCoordinator:
         try:
             self._join(timeout, progress)
         except Exception as error:
-            tracebacks.hide_own_frames(error, is_meant=True)
+            tracebacks.hide_own_frames(error, is_expected=True)
             raise
 
     def _join(self, timeout: float | None, progress: bool) -> None:

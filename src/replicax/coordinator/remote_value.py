@@ -74,7 +74,7 @@ class RemoteValue:
                 if closure.error is not None:
                     raise closure.error.with_traceback(None)
             except Exception as error:
-                tracebacks.hide_own_frames(error, is_meant=True)
+                tracebacks.hide_own_frames(error, is_expected=True)
                 raise
             self._value = (self._runner.unpack(closure),)
         return self._value[0]

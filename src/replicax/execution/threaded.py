@@ -80,7 +80,7 @@ class ThreadedRun:
                 "Use `rx.function` in the place of jax.jit, and `rx.value_and_grad` in the "
                 "function that `run` calls.",
             )
-        settings = jax_compat.caller_settings()
+        settings = jax_compat.thread_settings()
         rendezvous = self._rendezvous
         results: list[Tree] = [None] * self.num_replicas
         try:

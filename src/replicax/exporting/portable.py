@@ -79,7 +79,7 @@ def portable(
       owners: The owners of ON_READ variables, which replica code may write.
     """
     arguments, shapes = _described_arguments(specs, name)
-    key = (json.dumps(arguments), jax_compat.caller_settings())
+    key = (json.dumps(arguments), jax_compat.thread_settings())
     # Nothing is kept for a bound method: it is a new object each time it is looked up.
     is_kept = isinstance(fn, Function | types.FunctionType)
     known = _programs.setdefault(fn, {}) if is_kept else {}

@@ -1,4 +1,4 @@
-"""Device names: every spelling that users write, and the JAX device behind it."""
+"""Device names, in all spellings of TensorFlow, and their JAX devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from replicax.foundation.jax_compat import Device
 
 _PLATFORMS = {"CPU": ("cpu",), "GPU": ("gpu", "cuda", "rocm"), "TPU": ("tpu",)}
 # The packages that add support for a kind of device to JAX, the extra of JAX that installs one,
-# and what to do if there is one, and no device.
+# and the advice if a package is installed and no device exists.
 _SUPPORT = {
     "GPU": (
         ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin"),
@@ -36,7 +36,7 @@ _current: contextvars.ContextVar[Device | None] = contextvars.ContextVar(
 )
 
 
-# The name that it was given by, which may be one of another task.
+# The requested name, which may be a device of another task.
 _requested: contextvars.ContextVar[DeviceSpec | None] = contextvars.ContextVar(
     "replicax_requested_device", default=None
 )
@@ -44,7 +44,7 @@ _requested: contextvars.ContextVar[DeviceSpec | None] = contextvars.ContextVar(
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSpec:
-    """A device name taken apart; absent parts are None."""
+    """A parsed device name; absent parts are None."""
 
     job: str | None = None
     replica: int | None = None
@@ -61,7 +61,7 @@ class DeviceSpec:
 
 
 def parse(name: str) -> DeviceSpec:
-    """Takes a device name apart.
+    """Parses a device name.
 
     >>> str(parse("/gpu:1"))
     '/job:localhost/replica:0/task:0/device:GPU:1'
@@ -92,7 +92,7 @@ def parse(name: str) -> DeviceSpec:
 
 
 def resolve(device: str | Device) -> Device:
-    """Returns the local JAX device that a name (or a device itself) stands for."""
+    """Returns the local JAX device of a name (or a device itself)."""
     if isinstance(device, Device):
         return device
     if not isinstance(device, str):
@@ -110,7 +110,7 @@ def resolve(device: str | Device) -> Device:
 
 
 def missing(wanted: str, kind: str) -> tuple[str, str, str]:
-    """Returns the three parts of the error about a device of a kind that is not there."""
+    """Returns the three parts of the error for a missing device."""
     found = f"this process has {_available()}"
     if kind in _SUPPORT and not devices_of_kind(kind):
         packages, extra, advice = _SUPPORT[kind]
@@ -133,7 +133,7 @@ def _is_installed(package: str) -> bool:
 
 
 def devices_of_kind(kind: str) -> list[Device]:
-    """Returns this process' devices of one kind, in index order; empty if there are none."""
+    """Returns the devices of one kind of this process, in index order."""
     for platform in _PLATFORMS.get(kind.upper(), (kind.lower(),)):
         with contextlib.suppress(RuntimeError):
             return jax.local_devices(backend=platform)
@@ -154,12 +154,12 @@ def name_of(device: Device) -> str:
 
 
 def default_devices() -> list[Device]:
-    """Returns the devices that a strategy uses when none are named."""
+    """Returns the default devices of a strategy."""
     return devices_of_kind("GPU") or devices_of_kind("TPU") or devices_of_kind("CPU")
 
 
 def current() -> Device:
-    """Returns the device that eager results land on."""
+    """Returns the device of eager results."""
     explicit = _current.get()
     if explicit is not None:
         return explicit
@@ -170,18 +170,18 @@ def current() -> Device:
 
 
 def explicit() -> Device | None:
-    """Returns the device of the innermost `device(...)` block, if there is one."""
+    """Returns the device of the innermost `device(...)` block; None without."""
     return _current.get()
 
 
 def requested() -> DeviceSpec | None:
-    """Returns the name that the innermost `device(...)` block was given, taken apart."""
+    """Returns the parsed name of the innermost `device(...)` block; None without."""
     return _requested.get()
 
 
 @contextlib.contextmanager
 def device(name: str | Device | None) -> Iterator[None]:
-    """Places the arrays and variables made inside on one device.
+    """Creates arrays and variables inside the block on one device.
 
     >>> with device("CPU:0"):
     ...     name_of(current())
@@ -204,8 +204,7 @@ def device(name: str | Device | None) -> Iterator[None]:
 def set_virtual_cpu_devices(count: int) -> None:
     """Splits this machine's CPU into `count` devices.
 
-    Call it before the first JAX computation. Calling it again with the number that is
-    already in force does nothing.
+    Call it before the first JAX computation. Idempotent for the same number.
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise errors.InvalidArgumentError(
@@ -213,7 +212,7 @@ def set_virtual_cpu_devices(count: int) -> None:
             f"{count!r} was given",
             "Pass a positive int.",
         )
-    # Two programs' worth of threads: fewer, and XLA's CPU client can starve itself.
+    # Threads for two programs: with fewer, XLA's CPU client can deadlock.
     if not settings.NPROC.is_set:
         settings.NPROC.write(str(max(os.cpu_count() or 1, 2 * count)))
     try:
@@ -230,7 +229,7 @@ def set_virtual_cpu_devices(count: int) -> None:
 
 
 def resolve_all(names: Sequence[str | Device]) -> tuple[Device, ...]:
-    """Resolves several devices and refuses repeats."""
+    """Resolves several devices, which must differ."""
     resolved = tuple(resolve(name) for name in names)
     if len(set(resolved)) != len(resolved):
         raise errors.InvalidArgumentError(

@@ -17,7 +17,7 @@ _RENAME_EXCHANGE = 2
 
 @contextlib.contextmanager
 def synced(path: Path) -> Iterator[BinaryIO]:
-    """Opens a new file for writing; it is on the disk when the block ends."""
+    """Opens a new file for writing; it is flushed to the disk when the block ends."""
     with path.open("xb") as file:
         yield file
         file.flush()
@@ -25,12 +25,12 @@ def synced(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_file(path: str | Path) -> None:
-    """Waits until the content of a file is on the disk."""
+    """Flushes the content of a file to the disk."""
     _sync(path, os.O_RDONLY)
 
 
 def sync_directory(path: str | Path) -> None:
-    """Waits until the names in a directory are on the disk."""
+    """Flushes the entries of a directory to the disk."""
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 

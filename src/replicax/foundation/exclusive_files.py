@@ -1,4 +1,4 @@
-"""Files that one process at a time may hold; the kernel lets go of them when it ends."""
+"""Files that one process at a time can lock; the kernel releases them when it ends."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 class HeldError(Exception):
-    """Raised when a file is held already.
+    """Raised when a file is locked already.
 
     Attributes:
-      holder: The id of the process that holds it, as text; empty if it is not known.
+      holder: The id of the process that has locked it, as text; empty if it is unknown.
     """
 
     def __init__(self, holder: str) -> None:
@@ -20,11 +20,11 @@ class HeldError(Exception):
 
 
 def hold(path: Path) -> int:
-    """Takes a file, and returns the descriptor that holds it until it is closed.
+    """Locks a file, and returns the descriptor that holds the lock until it is closed.
 
     Raises:
-      HeldError: It is held already, by whichever process.
-      OSError: It cannot be made or written.
+      HeldError: It is locked already, by this process or another.
+      OSError: It cannot be created or written.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

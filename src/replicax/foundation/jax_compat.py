@@ -1,27 +1,29 @@
-"""The few JAX facilities whose home moves between versions, under one name each."""
+"""The JAX functions whose module or name changes between versions, under one name each."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.core
 import jax.export
 import jax.extend.core as jex_core
 import jax.numpy
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 PyTree = Any
+Jaxpr: TypeAlias = jex_core.Jaxpr
 
 if TYPE_CHECKING:
 
     @runtime_checkable
     class Device(Protocol):
-        """What the library uses of a JAX device."""
+        """The attributes of a JAX device that the library uses."""
 
         id: int
         platform: str
@@ -45,43 +47,43 @@ with jax.core.eval_context():
 
 
 def trace_state() -> object:
-    """Returns a comparable token of the trace that JAX operations go to now."""
+    """Returns a comparable token of the current trace."""
     return jex_core.get_opaque_trace_state()
 
 
 def is_eager() -> bool:
-    """Tells whether JAX operations run at once, outside every transformation."""
+    """Returns whether JAX operations run immediately, outside every transformation."""
     return jex_core.get_opaque_trace_state() == _EAGER
 
 
 def eagerly() -> contextlib.AbstractContextManager[None]:
-    """Runs JAX operations at once, even while a function is being traced."""
+    """Runs JAX operations immediately, even during a trace."""
     return jax.core.eval_context()
 
 
 def is_staging() -> bool:
-    """Tells whether JAX operations are being recorded by a jit, scan, cond or the like."""
+    """Returns whether JAX operations are recorded, by jit, scan, cond or the like."""
     is_traced_by = jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE  # pyright: ignore[reportPrivateImportUsage]
     return not is_eager() and is_traced_by()
 
 
 def is_jit_disabled() -> bool:
-    """Tells whether the user switched compilation off, with `jax.disable_jit`."""
+    """Returns whether the user disabled compilation, with `jax.disable_jit`."""
     return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def current_trace() -> Any:
-    """Returns the trace that JAX operations go to now."""
+    """Returns the current trace."""
     return jex_core.find_top_trace(None)
 
 
-def in_trace(trace: Any) -> contextlib.AbstractContextManager[None]:
-    """Sends JAX operations to an outer trace for a while."""
+def in_trace(trace: object) -> contextlib.AbstractContextManager[None]:
+    """Makes an outer trace the current one inside the block."""
     return jex_core.set_current_trace(trace)
 
 
 def is_traced(value: object) -> bool:
-    """Tells whether a value is known to the compiler only."""
+    """Returns whether a value is a tracer."""
     return isinstance(value, jax.core.Tracer)
 
 
@@ -91,10 +93,10 @@ _tracers_with_methods: dict[tuple[type, tuple[str, ...]], type] = {}
 _methods_of_tracers: dict[int, tuple[weakref.ref[Any], Mapping[str, Any]]] = {}
 
 
-def with_methods(array: Any, methods: Mapping[str, Callable[..., Any]]) -> Any:
-    """Gives an array object further methods; to JAX it stays the array that it is.
+def with_methods(array: jax.Array, methods: Mapping[str, Callable[..., Any]]) -> jax.Array:
+    """Adds methods to an array object; JAX treats it as the same array.
 
-    Concrete arrays take attributes. Tracers have slots instead, so they get a class of the same
+    Concrete arrays accept attributes. Tracers have slots instead, so they get a class of the same
     layout that looks the methods up. The object must not be in use as another value already.
     """
     if not is_traced(array):
@@ -114,11 +116,11 @@ def with_methods(array: Any, methods: Mapping[str, Callable[..., Any]]) -> Any:
     return array
 
 
-def _method_of(name: str, tracer: Any) -> Any:
+def _method_of(name: str, tracer: object) -> Any:
     return _methods_of_tracers[id(tracer)][1][name]
 
 
-def alias(array: Any) -> Any:
+def alias(array: jax.Array) -> jax.Array:
     """Returns another object for the same array, without a copy of its data."""
     if is_traced(array):
         return jax.numpy.copy(array)
@@ -127,22 +129,22 @@ def alias(array: Any) -> Any:
 
 
 def is_open_size(value: Any) -> bool:
-    """Tells whether a value is a size that an exported program leaves open."""
+    """Returns whether a value is a symbolic dimension of an exported program."""
     return jax.export.is_symbolic_dim(value)
 
 
-def eval_jaxpr(jaxpr: Any, consts: list[Any], *args: Any) -> list[Any]:
+def eval_jaxpr(jaxpr: Jaxpr, consts: list[Any], *args: Any) -> list[Any]:
     """Runs a jaxpr operation by operation in the current trace."""
     return jax.core.eval_jaxpr(jaxpr, consts, *args)
 
 
-def inputs_of(jaxpr: Any, *outputs: Any) -> set[Any]:
+def inputs_of(jaxpr: Jaxpr, *outputs: Any) -> set[Any]:
     """Returns the inputs and constants of a program that some of its outputs depend on."""
     wanted = needed_by(jaxpr, outputs)[0]
     return wanted.intersection([*jaxpr.invars, *jaxpr.constvars])
 
 
-def needed_by(jaxpr: Any, outputs: Any) -> tuple[set[Any], list[Any]]:
+def needed_by(jaxpr: Jaxpr, outputs: Iterable[Any]) -> tuple[set[Any], list[Any]]:
     """Returns the variables of a program that outputs depend on, and their equations."""
     wanted = {v for v in outputs if not hasattr(v, "val")}
     kept: list[Any] = []
@@ -153,15 +155,15 @@ def needed_by(jaxpr: Any, outputs: Any) -> tuple[set[Any], list[Any]]:
     return wanted, kept[::-1]
 
 
-def dependencies(jaxpr: Any) -> list[set[int]]:
-    """Returns, for each output of a program, the places of the inputs that it depends on.
+def dependencies(jaxpr: Jaxpr) -> list[set[int]]:
+    """Returns, for each output of a program, the indices of the inputs that it depends on.
 
-    Calls and branches inside are looked into, so that what merely passes through one of
-    them together is not taken to be mixed.
+    Follows nested calls and branches, so that values that only pass through the same call do not
+    count as dependent on each other.
     """
     known: dict[Any, set[int]] = {v: {i} for i, v in enumerate(jaxpr.invars)}
 
-    def of(atom: Any) -> set[int]:
+    def of(atom: jex_core.Var | jex_core.Literal) -> set[int]:
         return set() if hasattr(atom, "val") else known.get(atom, set())
 
     for equation in jaxpr.eqns:
@@ -178,8 +180,8 @@ def dependencies(jaxpr: Any) -> list[set[int]]:
         if bodies:
             found = [always.union() for _ in equation.outvars]
             for body in bodies:
-                for place, needed in enumerate(dependencies(body)):
-                    found[place] |= set().union(*(inputs[i] for i in needed))
+                for index, needed in enumerate(dependencies(body)):
+                    found[index] |= set().union(*(inputs[i] for i in needed))
         else:
             found = [set().union(*inputs)] * len(equation.outvars)
         known |= dict(zip(equation.outvars, found, strict=True))
@@ -187,15 +189,15 @@ def dependencies(jaxpr: Any) -> list[set[int]]:
 
 
 def part_of_jaxpr(
-    jaxpr: Any, equations: list[Any], outputs: list[Any], inputs: Sequence[Any] = ()
+    jaxpr: Jaxpr, equations: list[Any], outputs: list[Any], inputs: Sequence[Any] = ()
 ) -> Any:
     """Returns a program of some equations of another one, with other outputs.
 
     Args:
       jaxpr: The other program.
       equations: Some of its equations, in order.
-      outputs: What the part returns.
-      inputs: What other parts compute: further inputs, after those of the whole.
+      outputs: The outputs of the part.
+      inputs: Additional inputs, computed by other parts, after those of the whole.
     """
     effects = frozenset().union(*(equation.effects for equation in equations))
     return jaxpr.replace(
@@ -212,22 +214,23 @@ def part_of_jaxpr(
 _SMALL_PRODUCT = 64 << 10
 
 
-def _num_bytes(aval: Any) -> int:
+def _num_bytes(variable: jex_core.Var) -> int:
+    aval: Any = variable.aval
     return aval.size * aval.dtype.itemsize
 
 
-def transposes_after_sums(jaxpr: Any) -> Any:
-    """Returns a program that sums over replicas first, and transposes what comes out.
+def transposes_after_sums(jaxpr: Jaxpr) -> Any:
+    """Returns a program that sums over replicas first, and transposes the sums.
 
     JAX writes the gradient of a weight as a transposed product. If the sum comes after the
-    transpose, XLA's CPU backend makes both one product in an order that its library for small
-    products does not take; a small transformer takes a tenth longer. Large products lose by
-    that library, so they stay as they are.
+    transpose, XLA's CPU backend fuses both to one product in a layout that its library for small
+    products does not support; a small transformer takes a tenth longer. Large products are slower
+    with that library, so they are not changed.
     """
-    transposes = {
+    transposes: dict[object, jex_core.JaxprEqn] = {
         e.outvars[0]: e
         for e in jaxpr.eqns
-        if e.primitive.name == "transpose" and _num_bytes(e.outvars[0].aval) <= _SMALL_PRODUCT
+        if e.primitive.name == "transpose" and _num_bytes(e.outvars[0]) <= _SMALL_PRODUCT
     }
     equations: list[Any] = []
     for equation in jaxpr.eqns:
@@ -249,15 +252,15 @@ def shard_map(
     in_specs: tuple[PartitionSpec, ...],
     out_specs: tuple[PartitionSpec, ...],
 ) -> Callable[..., Any]:
-    """Maps `fn` over the shards of a mesh, without checks of what varies over it.
+    """Maps `fn` over the shards of a mesh, without the check of varying axes.
 
-    The check refuses unchanged model code, such as a scan whose carry starts from zeros.
+    The check rejects plain model code, such as a scan whose carry starts from zeros.
     """
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-# Settings of the caller that must hold in the threads that run replicas for it.
-_CALLER_SETTINGS = (
+# The settings of a thread that must hold in the threads that run replicas for it.
+_THREAD_SETTINGS = (
     ("jax_enable_x64", jax.enable_x64),
     ("jax_default_matmul_precision", jax.default_matmul_precision),
     ("jax_numpy_dtype_promotion", jax.numpy_dtype_promotion),
@@ -273,40 +276,40 @@ _CALLER_SETTINGS = (
 )
 
 
-def caller_settings() -> tuple[Any, ...]:
-    """Returns the values of the JAX settings of this thread that change what code does."""
+def thread_settings() -> tuple[Any, ...]:
+    """Returns the values of the JAX settings of this thread that affect results."""
     config = jax.config
-    return tuple(getattr(config, name, None) for name, _ in _CALLER_SETTINGS)
+    return tuple(getattr(config, name, None) for name, _ in _THREAD_SETTINGS)
 
 
 @contextlib.contextmanager
 def settings(values: tuple[Any, ...]) -> Iterator[None]:
-    """Enters the settings that `caller_settings` returned in another thread."""
+    """Enters the settings that `thread_settings` returned in another thread."""
     with contextlib.ExitStack() as stack:
-        here = caller_settings()
-        for (_, enter), value, present in zip(_CALLER_SETTINGS, values, here, strict=True):
+        here = thread_settings()
+        for (_, enter), value, present in zip(_THREAD_SETTINGS, values, here, strict=True):
             if value != present and value is not None:
                 stack.enter_context(enter(value))
         yield
 
 
-def uncommitted_view(array: Any) -> Any:
+def uncommitted_view(array: jax.Array) -> jax.Array:
     """Returns a single-device array over the same buffer that is not committed to its device.
 
     See Note [Uncommitted arrays] in foundation/placement.py. JAX makes such arrays itself, as
-    results of computations on a default device, but offers no function for it.
+    results of computations on a default device, but has no function for it.
     """
-    make: Callable[..., Any] = type(array)
+    make: Any = type(array)
     return make(array.aval, array.sharding, [array], committed=False, _skip_checks=True)
 
 
-def any_dtype(dtype: Any) -> contextlib.AbstractContextManager[Any]:
-    """Lets arrays of 64-bit types be made even where the user did not enable them."""
+def any_dtype(dtype: np.dtype) -> contextlib.AbstractContextManager[Any]:
+    """Permits arrays of 64-bit dtypes even where the user did not enable them."""
     is_wide = dtype.itemsize >= 8 and dtype.kind in "iufc"
     return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
 
 
-def jaxprs_of(jaxpr: Any) -> Iterator[Any]:
+def jaxprs_of(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yields a jaxpr and all jaxprs inside it."""
     yield jaxpr
     for inner in jex_core.subjaxprs(jaxpr):
@@ -314,17 +317,17 @@ def jaxprs_of(jaxpr: Any) -> Iterator[Any]:
 
 
 def shape_of(value: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape, type and weakness of an array, a tracer or what stands for one."""
+    """Returns the shape, dtype and weak type of an array, a tracer or a ShapeDtypeStruct."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=is_weak(value))
 
 
-def is_weak(value: Any) -> bool:
-    """Tells whether the type of an array gives way to others; keys have no such type."""
+def is_weak(value: object) -> bool:
+    """Returns whether the dtype of an array is weak; random keys have no such dtype."""
     return getattr(value, "weak_type", False)
 
 
-def has_collectives(jaxpr: Any, axis: str) -> bool:
-    """Tells whether a program combines values over a mapped axis."""
+def has_collectives(jaxpr: Jaxpr, axis: str) -> bool:
+    """Returns whether a program has collectives over a mapped axis."""
     return any(
         axis in _names(eqn.params.get("axes")) or axis in _names(eqn.params.get("axis_name"))
         for inner in jaxprs_of(jaxpr)
@@ -333,12 +336,12 @@ def has_collectives(jaxpr: Any, axis: str) -> bool:
     )
 
 
-def _names(axes: Any) -> tuple[Any, ...]:
+def _names(axes: object) -> tuple[object, ...]:
     return axes if isinstance(axes, tuple) else (axes,)
 
 
-def has_callbacks(jaxpr: Any) -> bool:
-    """Tells whether a program calls back into Python while it runs."""
+def has_callbacks(jaxpr: Jaxpr) -> bool:
+    """Returns whether a program calls back into Python while it runs."""
     return any(
         "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print"
         for inner in jaxprs_of(jaxpr)

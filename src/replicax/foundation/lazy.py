@@ -9,7 +9,7 @@ from replicax.foundation import errors
 
 
 class LazyModule:
-    """Stands for a module until one of its names is asked for."""
+    """Imports a module when one of its names is first used."""
 
     def __init__(self, name: str, requirement: str) -> None:
         self._name = name
@@ -29,19 +29,19 @@ class LazyModule:
                 f"Run `pip install {self._requirement}`.",
             ) from error
         value = getattr(module, attribute)
-        # The next lookup finds the name here and comes no more.
+        # The next lookup finds the name in the instance.
         self.__dict__[attribute] = value
         return value
 
 
 def module(name: str, requirement: str = "") -> Any:
-    """Returns a stand-in for a module, which is imported at the first use.
+    """Returns a proxy of a module, which is imported at the first use.
 
     Args:
       name: The module.
-      requirement: What to install if it is missing; by default, the package that it begins with.
+      requirement: The package to install if it is missing; by default, the top-level package.
 
-    Type checkers see the real one if the import is written for them as well:
+    For type checkers, write the import as well:
 
         if TYPE_CHECKING:
             import optax

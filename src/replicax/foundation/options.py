@@ -1,4 +1,4 @@
-"""The enums and option tuples of the public API, and how users may spell them."""
+"""The enums and option tuples of the public API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from replicax.foundation import errors
 
 
 class ReduceOp(enum.Enum):
-    """How values of several replicas are combined.
+    """The reduction of values of several replicas.
 
     >>> ReduceOp("SUM")
     <ReduceOp.SUM: 'SUM'>
@@ -20,7 +20,7 @@ class ReduceOp(enum.Enum):
 
     @staticmethod
     def from_variable_aggregation(aggregation: VariableAggregation) -> ReduceOp:
-        """Returns the reduction that a variable's aggregation stands for."""
+        """Returns the reduction of a variable's aggregation."""
         if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
             return ReduceOp(aggregation.name)
         raise errors.InvalidArgumentError(
@@ -31,7 +31,7 @@ class ReduceOp(enum.Enum):
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are brought into agreement."""
+    """When the copies of a variable are synchronized."""
 
     AUTO = "AUTO"
     NONE = "NONE"
@@ -40,7 +40,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the values that replicas write (or hold, for ON_READ) become one."""
+    """The aggregation of values that replicas write (or hold, for ON_READ)."""
 
     NONE = "NONE"
     SUM = "SUM"
@@ -57,7 +57,7 @@ class RunOptions(NamedTuple):
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which collective library is preferred; JAX picks the one that the devices have."""
+    """The preferred collective library; JAX selects the one that the devices support."""
 
     AUTO = "AUTO"
     RING = "RING"
@@ -70,7 +70,7 @@ class CommunicationOptions:
     Args:
       bytes_per_pack: Tensors are joined into packs of about this size; 0 lets the
         library choose.
-      timeout_seconds: Kept for portability.
+      timeout_seconds: Accepted for portability.
       implementation: A `CommunicationImplementation`.
 
     >>> CommunicationOptions(bytes_per_pack=1 << 20).bytes_per_pack
@@ -123,7 +123,7 @@ class CommunicationOptions:
 
 
 def resolve_reduce_op(reduce_op: ReduceOp | VariableAggregation | str) -> ReduceOp:
-    """Returns the `ReduceOp` meant by an enum member or by its name in any case."""
+    """Returns the `ReduceOp` for an enum member or its name, in any case."""
     if isinstance(reduce_op, ReduceOp):
         return reduce_op
     if isinstance(reduce_op, VariableAggregation):

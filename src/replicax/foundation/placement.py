@@ -1,29 +1,26 @@
-"""On which devices arrays are, and whether they bind computations to these.
+"""The devices of arrays, and whether arrays are committed to them.
 
 Note [Uncommitted arrays]
-    JAX refuses to compute with arrays of different devices if they were put there, which it
-    calls *committed*. Arrays that are not committed have a device too, but JAX copies them to
-    wherever the other operands are, or to the default device. What the library hands to users
-    is not committed, so that arrays of all replicas, strategies and variables can be used
-    together. What it stores is, so that its own programs run where the state is.
+    JAX raises an error for operands that are *committed* to different devices. It copies an
+    uncommitted array to the device of the other operands, or to the default device. The library
+    returns uncommitted arrays to users, so that arrays of all replicas, strategies and variables
+    can be combined. It stores committed arrays, so that its own programs run on their devices.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import numpy as np
 
 from replicax.foundation import jax_compat
 from replicax.foundation.jax_compat import Device
+from replicax.foundation.types import Tree
 
 
-def uncommitted(array: Any) -> Any:
-    """Returns an array of one device such that it can be used with arrays of other devices.
+def uncommitted(array: Tree) -> Tree:
+    """Returns an uncommitted array over the buffer of an array of one device.
 
-    The result shares its buffer with `array`. Arrays of several devices, tracers and anything
-    else come back as they are.
+    Arrays of several devices, tracers and anything else are returned unchanged.
     """
     if not isinstance(array, jax.Array) or jax_compat.is_traced(array) or not array.committed:
         return array
@@ -37,10 +34,10 @@ def uncommitted(array: Any) -> Any:
         return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(array))
 
 
-def put(value: Any, device: Device) -> Any:
-    """Copies the arrays of a structure to a device, unless they are there; uncommitted."""
+def put(value: Tree, device: Device) -> Tree:
+    """Copies the arrays of a structure to a device if necessary; uncommitted."""
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: object) -> object:
         if not isinstance(leaf, jax.Array) or jax_compat.is_traced(leaf):
             return leaf
         if leaf.sharding.device_set != {device}:
@@ -50,12 +47,13 @@ def put(value: Any, device: Device) -> Any:
     return one(value) if isinstance(value, jax.Array) else jax.tree.map(one, value)
 
 
-def usable_on(value: Any, device: Device) -> Any:
-    """Copies those arrays of a structure to a device that JAX would not copy there itself."""
+def usable_on(value: Tree, device: Device) -> Tree:
+    """Copies the committed arrays of a structure to a device."""
 
-    def one(leaf: Any) -> Any:
-        is_array = isinstance(leaf, jax.Array) and not jax_compat.is_traced(leaf)
-        if not is_array or not leaf.committed or leaf.sharding.device_set == {device}:
+    def one(leaf: object) -> object:
+        if not isinstance(leaf, jax.Array) or jax_compat.is_traced(leaf):
+            return leaf
+        if not leaf.committed or leaf.sharding.device_set == {device}:
             return leaf
         return jax.device_put(leaf, device)
 

@@ -1,4 +1,4 @@
-"""The path under which a public name is shown: `replicax.Variable`, not where it is defined."""
+"""Sets the module path of public names: `replicax.Variable` instead of the defining module."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import types
 def show_as_public(package: types.ModuleType) -> None:
     """Sets the `__module__` of public classes and functions to the namespace that exports them.
 
-    Tracebacks, `help()`, `repr(type(x))` and pickles then hold the public path, which stays
-    valid when a definition moves. What the package itself exports is shown as its own.
+    Tracebacks, `help()`, `repr(type(x))` and pickles then contain the public path, which stays
+    valid when a definition moves. Names that the package itself exports get its own path.
 
     Args:
       package: A module whose `__all__` holds its names and its namespaces, each of which is
@@ -24,7 +24,7 @@ def show_as_public(package: types.ModuleType) -> None:
         for name in namespace.__all__:
             value = getattr(namespace, name)
             if not isinstance(value, type | types.FunctionType) or value.__name__ != name:
-                continue  # A namespace, a constant, or a second name of something.
+                continue  # A namespace, a constant, or an alias.
             if value.__module__ not in public:
                 _move(value, namespace.__name__)
 
@@ -32,9 +32,9 @@ def show_as_public(package: types.ModuleType) -> None:
 def _move(value: type | types.FunctionType, path: str) -> None:
     if isinstance(value, type):
         # Annotations are strings, which `typing.get_type_hints` looks up in `__module__`.
-        # Those that only a type checker can evaluate stay as they are.
+        # Those that only a type checker can evaluate are not changed.
         with contextlib.suppress(NameError, TypeError):
             value.__annotations__ = inspect.get_annotations(value, eval_str=True)
-    # The name under which NumPy keeps it too, for tools that look for the source.
+    # The attribute that NumPy uses, too, for tools that look for the source.
     setattr(value, "_module_source", value.__module__)
     value.__module__ = path

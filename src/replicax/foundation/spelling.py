@@ -1,4 +1,4 @@
-"""What to tell someone who wrote a name that does not exist."""
+"""Suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def suggestion(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Returns a question with names that are much like the unknown ones; empty if there are none.
+    """Returns a suggestion of names that resemble the unknown ones; empty without.
 
     >>> suggestion(["MiroredStrategy"], ["MirroredStrategy", "Variable"])
     'Did you mean `MirroredStrategy`?'
@@ -18,7 +18,7 @@ def suggestion(unknown: Iterable[str], known: Iterable[str]) -> str:
 
 
 def advice(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Returns what to do about arguments that are not known.
+    """Returns the advice for unknown arguments.
 
     >>> advice(["nam"], ["name", "dtype"])
     'Did you mean `name`?'

@@ -1,4 +1,4 @@
-"""What the threads of this process are doing, as text for people."""
+"""The stacks of the threads of this process, as text."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 import threading
 from types import FrameType
 
-# Texts travel in headers of messages, beside other things.
+# The text is part of the header of a message.
 MOST_CHARACTERS = 32 * 1024
-# What every thread begins with tells nothing.
+# The first calls of every thread, which are omitted.
 _BEGINNING = {(threading.__file__, name) for name in ("_bootstrap", "_bootstrap_inner", "run")}
-# Of one stack, the newest; and of the path of a file, the end.
+# The number of the newest calls of a stack, and of the last characters of a path.
 _MOST_CALLS = 40
 _MOST_PATH = 160
 
@@ -18,12 +18,12 @@ _MOST_PATH = 160
 def text(limit: int = MOST_CHARACTERS) -> str:
     """Returns the stack of each thread, the newest call last.
 
-    Names of files and functions, and numbers of lines: no values, since some may be secret, and
-    no lines of source, since reading files may take any time. Threads that do the same are
-    shown once. The main thread comes first, the calling thread last.
+    Contains names of files and functions, and line numbers: no values, since some may be secret,
+    and no source lines, since reading files may block. Threads with equal stacks are shown once.
+    The main thread comes first, the calling thread last.
 
     Args:
-      limit: How long the text may be, in bytes as it travels. What does not fit is left out,
+      limit: The maximum size of the text, in bytes of UTF-8. Stacks that do not fit are omitted,
         and counted.
 
     Returns:
@@ -38,23 +38,23 @@ def text(limit: int = MOST_CHARACTERS) -> str:
         name = names.get(ident, f"{ident:#x}, unknown to Python")
         alike.setdefault(_calls(frame), []).append(name)
     blocks = [f"{_title(threads)}\n{calls}" for calls, threads in alike.items()]
-    # Paths may hold bytes that are no text.
+    # Paths may contain bytes that are not valid text.
     return _fit([b.encode(errors="replace").decode() for b in blocks], limit)
 
 
-def cleaned(said: str, limit: int = MOST_CHARACTERS) -> str:
-    r"""Returns what another task said, as it may be shown: it might steer a terminal.
+def cleaned(received: str, limit: int = MOST_CHARACTERS) -> str:
+    r"""Returns the text of another task without control characters, for a terminal.
 
     >>> cleaned("Thread x:\n  \x1b[2Jfile:1 in f")
     'Thread x:\n  ?[2Jfile:1 in f'
     """
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in said[:limit])
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in received[:limit])
 
 
 def _order(item: tuple[int, FrameType]) -> tuple[bool, bool, int]:
     ident = item[0]
-    is_asking = ident == threading.get_ident()
-    return is_asking, ident != threading.main_thread().ident, ident
+    is_own = ident == threading.get_ident()
+    return is_own, ident != threading.main_thread().ident, ident
 
 
 def _title(threads: list[str]) -> str:
@@ -80,7 +80,7 @@ def _calls(newest: FrameType) -> str:
 
 
 def _fit(blocks: list[str], limit: int) -> str:
-    """Joins blocks of text as long as there is room, and says how many are left out."""
+    """Joins blocks of text up to a size, and appends the number of omitted ones."""
     room = limit - 64
     shown: list[str] = []
     for block in blocks:

@@ -1,6 +1,6 @@
-"""Tracebacks of errors in user code, without the frames of this library.
+"""Removes the frames of this library from the tracebacks of errors.
 
-JAX removes its own frames from tracebacks; this does the same for ours, where an error leaves the
+JAX removes its own frames from tracebacks; this module does the same where an error leaves the
 library. REPLICAX_TRACEBACK=full, or JAX_TRACEBACK_FILTERING=off, shows all frames.
 """
 
@@ -24,23 +24,22 @@ _OF_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _PLUMBING = contextlib.__file__
 
 
-def hide_own_frames(error: BaseException, is_meant: bool = False) -> None:
+def hide_own_frames(error: BaseException, is_expected: bool = False) -> None:
     """Removes the frames of this library from the traceback of an error, and of its causes.
 
-    Called where the error leaves the library, before a bare `raise`, which leaves the
-    traceback as it is. An error that this library did not mean to raise keeps the frames
-    between the user's code and the place where it happened.
+    Called where the error leaves the library, before a bare `raise`, which keeps the traceback. An
+    unexpected error inside of the library keeps the frames between the user's code and its origin.
 
     Args:
       error: The error.
-      is_meant: Whether the library raised it for the user's code, whatever its type.
+      is_expected: Whether the library raised it deliberately, whatever its type.
     """
     if _shows_all():
         return
     has_hidden = False
     for link in _chain(error):
         frames = list(_frames(link.__traceback__))
-        kept = _kept(frames, is_meant or isinstance(link, errors.DistributeError))
+        kept = _kept(frames, is_expected or isinstance(link, errors.DistributeError))
         if len(kept) < len(frames):
             link.__traceback__ = _joined(kept)
             has_hidden = True
@@ -68,12 +67,12 @@ def _frames(link: TracebackType | None) -> Iterator[TracebackType]:
         link = link.tb_next
 
 
-def _kept(frames: list[TracebackType], is_meant: bool) -> list[TracebackType]:
+def _kept(frames: list[TracebackType], is_expected: bool) -> list[TracebackType]:
     paths = [frame.tb_frame.f_code.co_filename for frame in frames]
     is_own = [path.startswith(_OWN) or path == _PLUMBING for path in paths]
     first_kept = len(frames)
-    if frames and is_own[-1] and not is_meant:
-        # A mistake in the library, or of a value that it could not use: show where.
+    if frames and is_own[-1] and not is_expected:
+        # An unexpected error inside of the library: show its origin.
         is_user = [
             not own and not p.startswith(_OF_JAX) for own, p in zip(is_own, paths, strict=True)
         ]

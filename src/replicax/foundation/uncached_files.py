@@ -1,8 +1,8 @@
-"""Long files that are written past the cache of the system.
+"""Large files that are written without the page cache (O_DIRECT).
 
-A gigabyte that goes through the cache takes a gigabyte of memory from everybody else, and its fresh
-pages cost more processor time than all the rest of writing it. A file that is only read after a
-crash is better written straight to the disk.
+A gigabyte in the page cache takes a gigabyte of memory from other processes, and allocating its
+pages costs more processor time than the rest of the write. A file that is only read after a crash
+is better written directly to the disk.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 
 import numpy as np
 
-# Disks are written in blocks: memory, place and length of a write must be multiples of this.
+# The memory address, the offset and the length of a direct write must be multiples of this.
 BLOCK_BYTES = 4096
 _BUFFER_BYTES = 4 << 20
 
 
 class UncachedFile:
-    """A new file that is written forwards, in blocks; what is skipped reads as zeros.
+    """A new file that is written sequentially, in blocks; skipped ranges read as zeros.
 
-    Going back is allowed to the beginning of a block; the rest of the block that is written last
-    there becomes zero, so only blocks that nothing else was written to may be gone back to.
+    Seeking back is permitted to the start of a block; the rest of the last block that is written
+    there becomes zero, so no other data may be in that block.
 
-    Where a file system cannot do without its cache, the file goes through it.
+    On file systems without direct writes, the page cache is used.
 
     Args:
       path: The file; it must be new.
@@ -37,33 +37,33 @@ class UncachedFile:
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o600)
-        # Asked for afterwards: to open a file so where it is not possible fails, and makes it.
+        # Set afterwards: opening with the flag creates the file even if it fails.
         with contextlib.suppress(OSError):
             self._bypass_cache(True)
         self._buffer = np.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), np.uint8)
-        # Where in the file the buffer belongs, and how much of it counts.
+        # The offset of the buffer in the file, and its used size.
         self._start = 0
         self._filled = 0
 
-    def seek(self, place: int) -> None:
-        """Goes to a byte of the file."""
-        skipped = place - self._start - self._filled
+    def seek(self, offset: int) -> None:
+        """Moves to an offset in the file."""
+        skipped = offset - self._start - self._filled
         if 0 <= skipped <= _BUFFER_BYTES - self._filled:
             self._buffer[self._filled : self._filled + skipped] = 0
             self._filled += skipped
             return
         self._flush()
-        self._filled = place % BLOCK_BYTES
+        self._filled = offset % BLOCK_BYTES
         assert skipped > 0 or not self._filled, "only whole blocks are written again"
-        self._start = place - self._filled
+        self._start = offset - self._filled
         self._buffer[: self._filled] = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Writes bytes, and goes behind them."""
+        """Writes bytes, and moves behind them."""
         octets = np.frombuffer(data, np.uint8)
         while octets.size:
             count = min(octets.size, _BUFFER_BYTES - self._filled)
-            # Unlike that of a memoryview, this copy lets other threads run.
+            # Unlike a copy by a memoryview, this one releases the GIL.
             np.copyto(self._buffer[self._filled : self._filled + count], octets[:count])
             self._filled += count
             octets = octets[count:]
@@ -71,17 +71,17 @@ class UncachedFile:
                 self._flush()
 
     def truncate(self, size: int) -> None:
-        """Makes the file end at a byte."""
+        """Truncates the file."""
         self._flush()
         os.ftruncate(self._descriptor, size)
 
     def sync(self) -> None:
-        """Waits until all that was written is on the disk."""
+        """Flushes everything that was written to the disk."""
         self._flush()
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Closes the file; what is in the buffer is dropped."""
+        """Closes the file; buffered data is dropped."""
         os.close(self._descriptor)
 
     def _flush(self) -> None:
@@ -91,17 +91,17 @@ class UncachedFile:
         written = 0
         while written < end:
             try:
-                place = self._start + written
-                written += os.pwrite(self._descriptor, self._buffer[written:end].data, place)
+                offset = self._start + written
+                written += os.pwrite(self._descriptor, self._buffer[written:end].data, offset)
             except OSError as error:
-                # Other blocks, or a limit within one: only the cache can do that.
+                # Another block size, or a file size limit within a block: needs the cache.
                 if error.errno != errno.EINVAL or not self._bypass_cache(False):
                     raise
         self._start += end
         self._filled = 0
 
     def _bypass_cache(self, is_wanted: bool) -> bool:
-        """Writes past the cache from now on, or not; tells whether that is a change."""
+        """Enables or disables direct writes; returns whether that is a change."""
         bypass = getattr(os, "O_DIRECT", 0)
         before = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         after = before | bypass if is_wanted else before & ~bypass
@@ -111,7 +111,7 @@ class UncachedFile:
 
 @contextlib.contextmanager
 def synced(path: Path) -> Iterator[UncachedFile]:
-    """Opens a new file for writing; it is on the disk when the block ends."""
+    """Opens a new file for writing; it is flushed to the disk when the block ends."""
     file = UncachedFile(path)
     try:
         yield file

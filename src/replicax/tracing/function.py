@@ -143,7 +143,7 @@ class Function(Generic[P, R]):
             arguments.key,
             frame.mode,
             weakref.ref(frame.strategy),
-            jax_compat.caller_settings(),
+            jax_compat.thread_settings(),
             read_cache.open_scope.get() is not None,
         )
 

@@ -64,7 +64,7 @@ def is_row_wise(sample: Sample) -> bool:
     extra = {name: _stand_in(value) for name, value in sample.extra.items()}
     if None in extra.values():
         return False
-    trial = _Trial(dataclasses.replace(sample, extra=extra), jax_compat.caller_settings())
+    trial = _Trial(dataclasses.replace(sample, extra=extra), jax_compat.thread_settings())
     try:
         # In another thread: the caller may be tracing, and the trial must not be traced.
         with futures.ThreadPoolExecutor(1) as pool:
