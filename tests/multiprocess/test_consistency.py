@@ -129,7 +129,7 @@ class Table:
         self.queue.finish(closure, (Result(has_stepped), ()))
 
     def lose(self, worker: int) -> None:
-        """The worker goes, and a new life of it comes; its closure is put back."""
+        """The worker goes, and a new incarnation of it comes; its closure is put back."""
         (closure,) = self.pool.workers[worker].assigned.values()
         self.leave(worker)
         for server in range(len(self.clocks)):
@@ -215,7 +215,7 @@ def test_a_worker_that_runs_ahead_waits_for_the_slow_one() -> None:
     assert table.dispatch() == {1: 5, 0: 6}
 
 
-def test_a_closure_that_is_put_back_counts_anew_and_what_it_did_counts_too() -> None:
+def test_a_closure_that_is_requeued_counts_again_and_what_it_did_counts_too() -> None:
     table = Table(2, BoundedStaleness(1))
     table.put(3)
     assert table.dispatch() == {0: 1, 1: 2}
@@ -226,11 +226,11 @@ def test_a_closure_that_is_put_back_counts_anew_and_what_it_did_counts_too() -> 
     assert sorted(table.dispatch().values()) == [1, 3]
 
 
-def test_errands_do_not_count() -> None:
+def test_pinned_closures_do_not_count() -> None:
     table = Table(2, BoundedStaleness(0))
     table.put(1)
-    errand = Closure(0, None, pin=1)  # type: ignore[arg-type]
-    table.pool.workers[1].pinned_closures.append(errand)
+    pinned = Closure(0, None, pin=1)  # type: ignore[arg-type]
+    table.pool.workers[1].pinned_closures.append(pinned)
     assert table.dispatch() == {0: 1, 1: 0}
 
 
@@ -279,7 +279,7 @@ def test_a_closure_of_a_lost_worker_runs_again_in_its_round() -> None:
     table.lose(1)
     table.pool.workers[1].state = WorkerState.CONNECTING
     table.pool.update(table.pool.workers[1])
-    assert table.dispatch() == {0: 2}, "there is nobody else"
+    assert table.dispatch() == {0: 2}, "there is no other worker"
     table.finish(0)
     assert table.dispatch() == {0: 3}
     table.finish(0)
@@ -436,7 +436,7 @@ def test_sync_a_closure_contributes_once_however_often_it_runs() -> None:
     caller = store(2)
     for _ in range(3):
         assert contribute(caller, 5, full(1.0)) == []
-    assert contribute(caller, 5, full(8.0), incarnation=3) == [], "it ran again elsewhere"
+    assert contribute(caller, 5, full(8.0), incarnation=3) == [], "it ran again on another worker"
     assert not caller.read(0).any() and caller.counters()["duplicates"] == 3
     contribute(caller, 6, full(3.0))
     for closure in (5, 6):
@@ -498,7 +498,7 @@ def test_a_coordinator_that_takes_over_begins_with_whole_rounds() -> None:
     assert caller.counters()["waiting_gradients"] == 0 and clock_of(caller) == 1
 
 
-def test_apply_rest_is_for_the_coordinator_and_harmless_without_sync() -> None:
+def test_apply_rest_is_for_the_coordinator_and_has_no_effect_without_sync() -> None:
     caller = store(None)
     assert caller.ask(messages.FlushGradients()) == (messages.Done(), ())
     with pytest.raises(errors.PermissionDeniedError):
@@ -739,7 +739,7 @@ def test_sync_training_is_that_of_one_process_on_all_batches(
         coordinator.schedule(training.step, args=batch(number))
     coordinator.join(60)
     assert_close(training.values(), alone(transformation, 10, 2))
-    becomes(lambda: total(coordinator, "clock") == 20, "the beats tell")
+    becomes(lambda: total(coordinator, "clock") == 20, "heartbeats report it")
     assert coordinator.status().max_staleness == 0
 
 
@@ -835,7 +835,7 @@ def test_sync_with_a_backup_worker_does_not_wait_for_a_slow_one() -> None:
             dropped = total(coordinator, "stale_dropped")
             return dropped > 0 and abs(total(coordinator, "clock") - (180 - dropped) / 2) <= 2
 
-        # Counters come with beats.
+        # Counters arrive with heartbeats.
         becomes(fits, "late ones are dropped, and all others make steps")
         done = [w.num_done for w in coordinator.status().workers]
         assert sum(done) == 90 and done[0] < min(done[1:])

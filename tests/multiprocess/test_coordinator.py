@@ -35,10 +35,10 @@ from replicax.transport.service import Service
 from replicax.variables.per_worker import PerWorkerVariables
 from replicax.worker.worker import WorkerTask
 
-# Nobody is given up because the machine has much else to do. Tests of what is done when a time is
+# No task is lost because the machine is busy. Tests of what is done when a time is
 # over make that one time short.
 STEADY = Timing(beat_s=0.05, dead_s=60.0, cancel_s=60.0, no_workers_s=60.0)
-# Whoever waits so long for something that must happen waits in vain.
+# The timeout for events that must happen.
 SECONDS = 60.0
 _names = itertools.count()
 
@@ -66,9 +66,9 @@ def shared() -> Iterator[Shared]:
 class Session:
     """A worker's side of the job without variables: closures arrive when they end."""
 
-    def __init__(self, worker: FakeWorker, life: int) -> None:
+    def __init__(self, worker: FakeWorker, incarnation: int) -> None:
         self.strategy = rx.OneDeviceStrategy("CPU:0")
-        self._worker, self._life = worker, life
+        self._worker, self._life = worker, incarnation
         self._ended: list[tuple[int, Exception | None]] = []
 
     def begin(self, closure: int) -> None:
@@ -109,12 +109,12 @@ class FakeWorker:
         self.thread = threading.Thread(target=self.task.run_forever)
         self.thread.start()
 
-    def make_session(self, attach: Any, job: str, epoch: int, life: int) -> Session:
+    def make_session(self, attach: Any, job: str, epoch: int, incarnation: int) -> Session:
         assert job == "job" and epoch == 3
-        return Session(self, life)
+        return Session(self, incarnation)
 
     def mute(self) -> None:
-        """Like SIGSTOP: the socket is there, and nobody answers."""
+        """Like SIGSTOP: the socket is open, and there are no replies."""
         self.task._service._handler = lambda *_: None
 
     def die(self) -> None:
@@ -127,13 +127,13 @@ class FakeWorker:
 
 
 class FakeServer:
-    """A parameter server that counts beats and fences."""
+    """A parameter server that counts heartbeats and fences."""
 
     def __init__(self, index: int, location: addresses.Location) -> None:
         self.location, self.index = location, index
         self.fenced: list[int] = []
         self.settled: list[int] = []
-        self.refusal: errors.DistributeError | None = None
+        self.error_reply: errors.DistributeError | None = None
         self.is_slow = False
         self.start()
 
@@ -142,8 +142,8 @@ class FakeServer:
         self.service.start()
 
     def handle(self, caller: Any, envelope: Any, buffers: Any) -> Any:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.error_reply is not None:
+            raise self.error_reply
         body = envelope.body
         if isinstance(body, messages.Ping):
             self.settled.append(body.settled)
@@ -604,20 +604,20 @@ def test_per_worker_value_of_a_lost_worker_is_made_again(make: Any) -> None:
 # Faults.
 
 
-def test_T111_closures_of_a_lost_worker_run_elsewhere(make: Any, shared: Shared) -> None:
+def test_T111_closures_of_a_lost_worker_run_on_another_worker(make: Any, shared: Shared) -> None:
     setting = make(workers=2, servers=2)
     coordinator = setting.coordinator
     setting.until_ready(0, 1)
     value = coordinator.schedule(wait_at_gate, args=(1,))
     assert shared.started.wait(SECONDS)
     busy = next(i for i in (0, 1) if coordinator.status().workers[i].num_closures)
-    life = setting.workers[busy].task.incarnation
+    incarnation = setting.workers[busy].task.incarnation
     setting.workers[busy].die()
-    setting.until(lambda: len(shared.log) == 2, "nobody else runs it")
+    setting.until(lambda: len(shared.log) == 2, "no other worker runs it")
     shared.gate.set()
     coordinator.join(timeout=SECONDS)
     assert value.fetch() == 1
-    assert [server.fenced for server in setting.servers] == [[life], [life]]
+    assert [server.fenced for server in setting.servers] == [[incarnation], [incarnation]]
 
 
 def test_bar4_bar5_a_worker_that_does_not_answer_is_given_up(make: Any, shared: Shared) -> None:
@@ -774,14 +774,14 @@ def test_bar16_lost_messages_are_said_again(make: Any, monkeypatch: pytest.Monke
 def test_a_coordinator_that_was_replaced_says_so(make: Any) -> None:
     setting = make(workers=1)
     setting.until_ready(0)
-    setting.servers[0].refusal = errors.FencedError("epoch 4 has taken over")
+    setting.servers[0].error_reply = errors.FencedError("epoch 4 has taken over")
     with pytest.raises(errors.FencedError, match="epoch 4"):
         setting.until(lambda: not setting.coordinator.done())
     with pytest.raises(errors.FencedError, match="epoch 4"):
         setting.coordinator.schedule(add, args=(1,))
 
 
-def test_beats_carry_the_watermark(make: Any) -> None:
+def test_heartbeats_carry_the_watermark(make: Any) -> None:
     setting = make(workers=1)
     setting.coordinator.schedule(add, args=(1,)).fetch(timeout=SECONDS)
     setting.until(lambda: setting.servers[0].settled[-1:] == [2])

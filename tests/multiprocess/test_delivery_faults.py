@@ -87,7 +87,7 @@ def count_through_faults(desk: Desk, num_updates: int, timeout: float) -> None:
     # Each step has seen its own update.
     assert {float(r.fetch()) for r in results} <= set(range(1, num_updates + 1))
     assert counting.num_restarts() == 0
-    # The coordinator's beats tell the server which closures need not be remembered.
+    # The coordinator announces settled closures with its heartbeats.
     figures: dict[str, int | float] = {}
 
     def is_forgotten() -> bool:
@@ -137,7 +137,7 @@ def test_bar26_a_worker_that_cannot_reach_a_server_gives_its_closures_back(desk:
     desk.cluster.cut("ps", 0, caller=("worker", 0))
     results = [counting.coordinator.schedule(step) for _ in range(60)]
     counting.coordinator.join(timeout=90)
-    # It tries to reach the server, in vain.
+    # It cannot reach the server.
     assert ("worker", 0) in counting.proxy.callers
     desk.cluster.mend("ps", 0)
     assert float(counting.counter.numpy()) == 60.0

@@ -236,7 +236,7 @@ class BlockedStore:
         return self._handle(role, incarnation, body, *args, **kwargs)
 
 
-def test_slow_requests_hold_up_nobody_else() -> None:
+def test_slow_requests_delay_no_other() -> None:
     location = addresses.resolve("localhost:6001")
     task = ParameterServerTask(0, location)
     blocked = BlockedStore(task)
@@ -247,7 +247,7 @@ def test_slow_requests_hold_up_nobody_else() -> None:
             create = channel.send(fill(0), [])
             push = messages.Push(0, [messages.Update(0, "assign", 0)])
             change = channel.send(messages.Exchange([push], []), [np.ones(4, np.float32)])
-            # Another connection is answered, and its beats too.
+            # Another connection is answered, and its heartbeats too.
             answer, _ = other.request(messages.Ping(0), timeout=60)
             assert isinstance(answer, messages.Pong)
             assert other.request(messages.Exchange([], []), timeout=60)[0] == messages.Exchanged(
@@ -277,7 +277,7 @@ def test_a_slow_request_that_fails_is_answered() -> None:
         assert channel.request(fill(0), timeout=60)[0] == messages.Done()
 
 
-def test_a_bad_closure_of_the_lane_is_logged_and_answered(
+def test_a_bad_request_is_logged_and_answered(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Server({"ps": ["localhost:6003"]}) as server, channel_to("localhost:6003") as channel:
@@ -314,7 +314,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[tuple[str, in
     """Which threads make the sessions of workers: those that run closures."""
     made: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
 
-    def make(attach: Any, job: str, epoch: int, life: int, index: int, keys: Any) -> Session:
+    def make(attach: Any, job: str, epoch: int, incarnation: int, index: int, keys: Any) -> Session:
         return Session(made, index)
 
     monkeypatch.setattr(roles, "ParameterServerSession", make)
@@ -344,7 +344,7 @@ def test_a_worker_computes_in_the_thread_that_joins(
         assert not joined.is_alive()
 
 
-def test_a_worker_computes_also_if_nobody_joins(
+def test_a_worker_computes_also_without_a_join(
     sessions: queue.SimpleQueue[tuple[str, int, int]],
 ) -> None:
     with Server(CLUSTER, "worker", 2) as server, attached(server):

@@ -353,7 +353,7 @@ def test_T122_a_stall_is_told_with_all_stacks_until_it_is_over(desk: Desk, tmp_p
     assert watched.file.getvalue() == told, "then there is nothing to tell"
 
 
-def test_T122_a_frozen_worker_is_called_silent_and_nobody_waits_for_it(
+def test_T122_a_frozen_worker_is_called_silent_and_not_waited_for(
     desk: Desk, tmp_path: Path
 ) -> None:
     watched = Watched(desk, tmp_path)
@@ -446,7 +446,7 @@ def test_T122_it_ends_with_its_coordinator_and_keeps_none_alive(desk: Desk) -> N
     desk.leave()
     strategy = rx.ParameterServerStrategy(desk.cluster.resolver)
     rx.coordinator.Watchdog(rx.coordinator.ClusterCoordinator(strategy))
-    # Nobody holds the coordinator: it has ended, and its watchdog with it.
+    # The coordinator is unreferenced: it has ended, and its watchdog with it.
     becomes(lambda: not is_there(), "the end of what was dropped")
     strategy.close()
 

@@ -1,4 +1,4 @@
-"""A worker behind a real socket: closures, resources, errors, and the ends of its lives."""
+"""A worker behind a real socket: closures, resources, errors, and the ends of its incarnations."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ class Desk:
         self.thread = threading.Thread(target=self.worker.run_forever, name="worker")
         self.thread.start()
         self.inbox: queue.Queue[tuple[messages.Envelope, list[memoryview]]] = queue.Queue()
-        self.lives: queue.Queue[int] = queue.Queue()
+        self.incarnations: queue.Queue[int] = queue.Queue()
         self.pool = ClientPool(
             Task("coordinator", 0),
             None,
             lambda task, envelope, buffers: self.inbox.put((envelope, buffers)),
-            lambda task, welcome: self.lives.put(welcome.incarnation),
+            lambda task, welcome: self.incarnations.put(welcome.incarnation),
             lambda task, reason: None,
         )
         self.pool.job, self.pool.epoch = "job", 1
@@ -409,7 +409,7 @@ def test_bar17_closures_that_come_twice_run_once(desk: Desk) -> None:
     assert desk.session.begun == [first.closure, first.closure, last]
 
 
-def test_beats_are_answered_while_a_closure_computes(desk: Desk) -> None:
+def test_heartbeats_are_answered_while_a_closure_computes(desk: Desk) -> None:
     closure = desk.run(wait_at_gate)
     waiting = desk.run(lambda: 1)
     assert desk.session.started.wait(30)
@@ -564,7 +564,7 @@ def test_T100_a_failed_resource_fails_the_closures_that_use_it(desk: Desk) -> No
             desk.value(closure)
     with pytest.raises(errors.ClosureInputError, match="no such file"):
         desk.value(desk.run_on(next, iterator))
-    assert desk.value(desk.run(lambda: "unused is harmless")) == "unused is harmless"
+    assert desk.value(desk.run(lambda: "unused is ignored")) == "unused is ignored"
 
 
 def test_T99_resources_are_made_before_closures_that_wait(desk: Desk) -> None:
@@ -616,39 +616,39 @@ def test_resources_that_come_twice_are_made_once(desk: Desk) -> None:
     assert made == [None, None]
 
 
-# Lives.
+# Incarnations.
 
 
 def test_bar5_a_fenced_worker_drops_everything_and_begins_a_new_life(desk: Desk) -> None:
     old = desk.session
-    first_life = desk.lives.get(timeout=30)
+    first_incarnation = desk.incarnations.get(timeout=30)
 
     def fenced() -> None:
-        raise RuntimeError("push failed") from errors.FencedError("this life is over")
+        raise RuntimeError("push failed") from errors.FencedError("this incarnation is over")
 
     assert desk.error(desk.run(fenced)).cause == "fenced"
     assert old.closed.wait(30)
     # The next message tells the pool.
     with contextlib.suppress(errors.DistributeError):
         desk.ping()
-    second_life = desk.lives.get(timeout=30)
-    assert second_life != first_life == old.incarnation
+    second_incarnation = desk.incarnations.get(timeout=30)
+    assert second_incarnation != first_incarnation == old.incarnation
     assert desk.attach() == messages.Done()
-    assert desk.session is not old and desk.session.incarnation == second_life
+    assert desk.session is not old and desk.session.incarnation == second_incarnation
     desk.shipped.clear()
     assert desk.value(desk.run(lambda: 1)) == 1
 
 
 def test_a_released_worker_begins_a_new_life(desk: Desk) -> None:
-    first_life = desk.lives.get(timeout=30)
+    first_incarnation = desk.incarnations.get(timeout=30)
     desk.run(wait_at_gate)
     assert desk.session.started.wait(30)
     desk.pool.send(WORKER, messages.Detach())
-    assert desk.lives.get(timeout=30) != first_life
+    assert desk.incarnations.get(timeout=30) != first_incarnation
     old = desk.session
     old.gate.set()
     assert old.closed.wait(30)
-    # What the old life was doing is not reported by the new one.
+    # What the old incarnation was doing is not reported by the new one.
     desk.attach()
     assert desk.value(desk.run(lambda: 2)) == 2
     assert list(desk.results) == [2]
@@ -669,7 +669,7 @@ def test_bar5_a_worker_that_was_declared_dead_ends() -> None:
         assert "declared it dead" in str(desk.worker.ending)
 
 
-def test_bar5_what_another_coordinator_says_ends_nobody() -> None:
+def test_bar5_messages_of_another_coordinator_end_no_worker() -> None:
     with opened() as desk:
         desk.attach()
         epoch, desk.pool.epoch = desk.pool.epoch, desk.pool.epoch - 1
@@ -680,7 +680,7 @@ def test_bar5_what_another_coordinator_says_ends_nobody() -> None:
 
 
 @pytest.mark.parametrize(("orphan", "ends"), [(5.0, True), (5, True), (None, False), ("5", False)])
-def test_a_job_without_beats_is_an_orphan(orphan: Any, ends: bool) -> None:
+def test_a_job_without_heartbeats_is_an_orphan(orphan: Any, ends: bool) -> None:
     job = Job("job", 1, 1, messages.Attach([], {"orphan": orphan}), None, 0)
     job.last_seen_s = 100.0
     assert not job.is_orphaned(104.9) and job.is_orphaned(105.1) is ends

@@ -71,9 +71,9 @@ class Desk:
         return {a.worker: [c.id for c in a.closures] for a in actions}
 
     def finish(self, worker: int, *ids: int) -> None:
-        life = self.policy.pool.workers[worker].incarnation
+        incarnation = self.policy.pool.workers[worker].incarnation
         for number in ids:
-            closure = self.policy.worker_policy.take_ended(worker, life, number)
+            closure = self.policy.worker_policy.take_ended(worker, incarnation, number)
             assert closure is not None
             self.queue.finish(closure, None)
         self.policy.worker_policy.record_finished(worker, len(ids), self.now)
@@ -173,11 +173,11 @@ def test_bar10_idle_workers_get_what_a_slow_one_has_not_started() -> None:
     assert desk.dispatch() == {1: [1]}
 
 
-def test_T99_errands_go_to_their_worker_before_closures_and_do_not_count() -> None:
+def test_T99_pinned_closures_go_to_their_worker_before_closures_and_do_not_count() -> None:
     desk = Desk(2)
     desk.put(1)
-    errand = Closure(7, Shipped(), pin=1)
-    desk.policy.pool.workers[1].pinned_closures.append(errand)
+    pinned = Closure(7, Shipped(), pin=1)
+    desk.policy.pool.workers[1].pinned_closures.append(pinned)
     desk.ready(0, 1)
     assert desk.dispatch() == {0: [0]}
     desk.ready(1, 2)
@@ -220,7 +220,7 @@ def test_bar5_results_of_a_life_that_was_given_up_are_ignored() -> None:
     assert desk.workers.take_ended(0, 12, 0) is not None
 
 
-def test_bar4_a_silent_worker_is_fenced_and_told_to_begin_anew() -> None:
+def test_bar4_a_silent_worker_is_fenced_and_released() -> None:
     desk = Desk(2)
     desk.ready(0, 11)
     desk.ready(1, 12)
@@ -231,12 +231,12 @@ def test_bar4_a_silent_worker_is_fenced_and_told_to_begin_anew() -> None:
     done = desk.tick(0.5, heard=(1,))
     assert done == [act.FenceAt([0, 1], 11), act.Release(0, is_dead=True)]
     assert desk.policy.pool.workers[0].state is WorkerState.FENCED
-    # The same life comes back: it is of no use, and is told so again.
+    # The same incarnation comes back: it is of no use, and is told so again.
     assert desk.do(desk.workers.connected(0, 11, desk.now)) == [act.Release(0)]
     assert act.RequestAttach(0) in desk.do(desk.workers.connected(0, 13, desk.now))
 
 
-def test_bar11_nobody_dies_because_the_coordinator_was_busy() -> None:
+def test_bar11_no_task_is_lost_because_the_coordinator_was_busy() -> None:
     desk = Desk(1)
     desk.ready(0, 11)
     desk.now += 30.0
@@ -275,13 +275,13 @@ def test_bar16_what_was_lost_on_the_way_is_said_again() -> None:
 def test_bar8_a_closure_that_ends_three_workers_is_not_tried_again() -> None:
     desk = Desk(1)
     closures = desk.put(2)
-    for life, given in ((11, [0, 1]), (12, [0]), (13, [0])):
-        desk.ready(0, life)
+    for incarnation, given in ((11, [0, 1]), (12, [0]), (13, [0])):
+        desk.ready(0, incarnation)
         assert desk.dispatch() == {0: given}
         # Its results would be here by now.
         desk.now += 1.0
         desk.do(desk.workers.lost(0, "gone", desk.now))
-        desk.acknowledge(life)
+        desk.acknowledge(incarnation)
     assert isinstance(closures[0].error, errors.PoisonClosureError)
     assert "Closure 0" in str(closures[0].error)
     assert closures[1].num_deaths == 0, "only the first of the window can be to blame"
@@ -296,15 +296,15 @@ def test_bar8_a_worker_that_has_not_reported_may_have_been_at_any_closure(poison
     desk = Desk(1)
     closures = desk.put(3)
     lost = 0
-    for life in range(11, 20):
-        desk.ready(0, life)
+    for incarnation in range(11, 20):
+        desk.ready(0, incarnation)
         while given := desk.dispatch().get(0):
-            assert len(given) == 1 or life == 11, "suspects run alone"
+            assert len(given) == 1 or incarnation == 11, "suspects run alone"
             if poison in given:
                 # What it has finished before is not reported.
                 lost += 1
                 desk.do(desk.workers.lost(0, "gone", desk.now))
-                desk.acknowledge(life)
+                desk.acknowledge(incarnation)
                 break
             desk.finish(0, *given)
     assert lost == 3, "the first loss counts for all that it may have come from"
@@ -312,7 +312,7 @@ def test_bar8_a_worker_that_has_not_reported_may_have_been_at_any_closure(poison
     assert [c.state for c in closures].count(State.FINISHED) == 2
 
 
-def test_bar8_nobody_is_condemned_for_what_another_may_have_done() -> None:
+def test_bar8_only_the_first_suspect_reaches_the_limit() -> None:
     desk = Desk(1, timing=dataclasses.replace(FAST, poison_limit=1))
     closures = desk.put(2)
     desk.ready(0, 11)
@@ -323,7 +323,7 @@ def test_bar8_nobody_is_condemned_for_what_another_may_have_done() -> None:
     assert closures[1].state is State.QUEUED
 
 
-def test_bar6_closures_that_wait_for_a_worker_in_vain_end_in_an_error() -> None:
+def test_bar6_closures_that_wait_too_long_for_a_worker_end_in_an_error() -> None:
     desk = Desk(2)
     assert desk.tick(2 * FAST.no_workers_s) == [], "nothing waits"
     closures = desk.put(2)
@@ -500,13 +500,13 @@ class Sim:
         self.desk = Desk(num_workers=self.random.randint(1, 4), timing=timing)
         self.queue, self.policy = self.desk.queue, self.desk.policy
         self.pool = self.policy.pool
-        self.lives = iter(range(1, 1_000_000))
-        # The life each worker's process has now, None while it is down, and what it has to do.
-        self.life: list[int | None] = [None] * len(self.pool.workers)
+        self.incarnations = iter(range(1, 1_000_000))
+        # The incarnation of each worker, None while it is down, and its closures.
+        self.running: list[int | None] = [None] * len(self.pool.workers)
         self.todo: list[list[int]] = [[] for _ in self.pool.workers]
         self.wire: list[tuple[Any, ...]] = []
         self.fences: list[set[int]] = [set(), set()]
-        # Which life made a closure's update count, at each server.
+        # Which incarnation made a closure's update count, at each server.
         self.effects: dict[tuple[int, int], int] = {}
         self.results: dict[int, int] = {}
         self.released: set[int] = set()
@@ -516,14 +516,14 @@ class Sim:
             match action:
                 case act.Requeue(closures) | act.Abandon(closures, _):
                     for closure in closures:
-                        life = self.given[closure.id]
+                        incarnation = self.given[closure.id]
                         # See Note [Fence before requeue].
-                        assert all(life in fences for fences in self.fences)
+                        assert all(incarnation in fences for fences in self.fences)
                 case act.Dispatch(worker, closures):
-                    life = self.pool.workers[worker].incarnation
+                    incarnation = self.pool.workers[worker].incarnation
                     for closure in closures:
-                        self.given[closure.id] = life
-                    self.wire.append(("run", worker, life, [c.id for c in closures]))
+                        self.given[closure.id] = incarnation
+                    self.wire.append(("run", worker, incarnation, [c.id for c in closures]))
                 case act.Resend(worker):
                     state = self.pool.workers[worker]
                     self.wire.append(("run", worker, state.incarnation, list(state.assigned)))
@@ -531,11 +531,11 @@ class Sim:
                     self.wire.append(("attach", worker, self.pool.workers[worker].incarnation))
                 case act.Release(worker):
                     self.released.add(self.pool.workers[worker].incarnation)
-                case act.FenceAt(servers, life):
-                    self.wire += [("fence", server, life) for server in servers]
+                case act.FenceAt(servers, incarnation):
+                    self.wire += [("fence", server, incarnation) for server in servers]
                 case act.Recall(worker, ids):
-                    life = self.pool.workers[worker].incarnation
-                    self.wire.append(("cancel", worker, life, ids))
+                    incarnation = self.pool.workers[worker].incarnation
+                    self.wire.append(("cancel", worker, incarnation, ids))
         self.desk.do(actions)
 
     given: dict[int, int]
@@ -561,15 +561,15 @@ class Sim:
             server.last_seen_s = desk.now
         for worker in self.pool.workers:
             worker.last_seen_s = desk.now
-        worker = rng.randrange(len(self.life))
+        worker = rng.randrange(len(self.running))
         choice = rng.random()
         if is_faulty and choice < 0.04:
             self.crash(worker)
-        elif is_faulty and choice < 0.06 and self.life[worker] is not None:
+        elif is_faulty and choice < 0.06 and self.running[worker] is not None:
             self.break_connection(worker)
         elif is_faulty and choice < 0.08:
             self.declare_dead(worker)
-        elif choice < 0.2 and self.life[worker] is None:
+        elif choice < 0.2 and self.running[worker] is None:
             self.start(worker)
         elif choice < 0.3:
             self.carry_out(self.policy.tick(self.queue, desk.now))
@@ -581,22 +581,22 @@ class Sim:
             self.compute(worker)
 
     def start(self, worker: int) -> None:
-        life = self.life[worker] = next(self.lives)
-        self.carry_out(self.policy.worker_policy.connected(worker, life, self.desk.now))
+        incarnation = self.running[worker] = next(self.incarnations)
+        self.carry_out(self.policy.worker_policy.connected(worker, incarnation, self.desk.now))
 
     def crash(self, worker: int) -> None:
-        if self.life[worker] is not None:
-            self.life[worker], self.todo[worker] = None, []
+        if self.running[worker] is not None:
+            self.running[worker], self.todo[worker] = None, []
             self.carry_out(self.policy.worker_policy.lost(worker, "crashed", self.desk.now))
 
     def break_connection(self, worker: int) -> None:
-        life = self.life[worker]
-        assert life is not None
+        incarnation = self.running[worker]
+        assert incarnation is not None
         self.wire = [m for m in self.wire if m[0] == "fence" or m[1] != worker]
-        self.carry_out(self.policy.worker_policy.connected(worker, life, self.desk.now))
+        self.carry_out(self.policy.worker_policy.connected(worker, incarnation, self.desk.now))
 
     def declare_dead(self, worker: int) -> None:
-        """The worker lives, but is not heard: a zombie that goes on with what it has."""
+        """The worker runs, but sends nothing: a zombie that continues its closures."""
         state = self.pool.workers[worker]
         if state.state is WorkerState.READY:
             state.last_seen_s = self.desk.now - 100
@@ -604,11 +604,11 @@ class Sim:
             self.carry_out(self.policy.tick(self.queue, self.desk.now))
 
     def compute(self, worker: int) -> None:
-        life = self.life[worker]
-        if life is None:
+        incarnation = self.running[worker]
+        if incarnation is None:
             return
-        if life in self.released and self.random.random() < 0.2:
-            # It hears at last that it was given up, and begins anew.
+        if incarnation in self.released and self.random.random() < 0.2:
+            # It is released at last, and begins a new incarnation.
             self.todo[worker] = []
             self.carry_out(self.policy.worker_policy.lost(worker, "restarted", self.desk.now))
             self.start(worker)
@@ -617,11 +617,11 @@ class Sim:
             return
         closure = self.todo[worker].pop(0)
         for server, fences in enumerate(self.fences):
-            if life in fences:
+            if incarnation in fences:
                 return
             # The servers' own table of updates: the first arrival wins.
-            self.effects.setdefault((server, closure), life)
-        self.wire.append(("finished", worker, life, [closure]))
+            self.effects.setdefault((server, closure), incarnation)
+        self.wire.append(("finished", worker, incarnation, [closure]))
 
     def deliver(self, is_faulty: bool) -> None:
         # In order for each pair of tasks; pairs are independent.
@@ -638,7 +638,7 @@ class Sim:
             self.carry_out(self.policy.server_policy.fence_confirmed(task, message[2], now))
         elif kind == "finished":
             self.take_results(message)
-        elif self.life[task] != message[2]:
+        elif self.running[task] != message[2]:
             return
         elif kind == "attach":
             self.policy.worker_policy.attached(task, now)
@@ -656,9 +656,9 @@ class Sim:
             self.policy.worker_policy.record_finished(task, 0, now)
 
     def take_results(self, message: tuple[Any, ...]) -> None:
-        _, worker, life, ids = message
+        _, worker, incarnation, ids = message
         for number in ids:
-            closure = self.policy.worker_policy.take_ended(worker, life, number)
+            closure = self.policy.worker_policy.take_ended(worker, incarnation, number)
             if closure is not None:
                 self.queue.finish(closure, None)
                 self.results[number] = self.results.get(number, 0) + 1
@@ -672,7 +672,7 @@ def test_bar1_every_closure_finishes_once_in_any_history(seed: int) -> None:
     sim.run(num_closures=60)
 
 
-def test_bar1_the_histories_are_not_harmless() -> None:
+def test_bar1_the_histories_contain_faults() -> None:
     attempts = restarts = 0
     for seed in range(10):
         sim = Sim(seed)

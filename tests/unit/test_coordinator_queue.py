@@ -174,14 +174,14 @@ def test_bar13_a_full_queue_is_cancelled_with_one_error_for_all() -> None:
 # Closures that may still be made somewhere.
 
 
-def test_bar9_closures_in_doubt_are_settled_last() -> None:
+def test_bar9_unconfirmed_closures_are_settled_last() -> None:
     queue, closures = filled(4)
     queue.take(4, 0)
     for closure in closures[1:3]:
         closure.unconfirmed = (77,)
     assert queue.requeue([closures[1]]) == []
     assert queue.fail(closures[0], ValueError("bad")) == [closures[0]]
-    # One waited, one still runs and comes back, and one is not in doubt.
+    # One was queued, one still runs and is returned, and one is not unconfirmed.
     assert queue.requeue(closures[2:]) == [closures[3]]
     assert [c.state for c in closures[1:3]] == [State.QUEUED, State.IN_FLIGHT]
     assert queue.list_unconfirmed() == closures[1:3]
@@ -195,7 +195,7 @@ def test_bar9_closures_in_doubt_are_settled_last() -> None:
 
 
 @pytest.mark.parametrize("cancels", [True, False])
-def test_bar9_a_closure_in_doubt_that_fails_keeps_its_error(cancels: bool) -> None:
+def test_bar9_an_unconfirmed_closure_that_fails_keeps_its_error(cancels: bool) -> None:
     queue, closures = filled(2)
     queue.take(1, 0)
     closures[0].unconfirmed = (77,)
@@ -207,7 +207,7 @@ def test_bar9_a_closure_in_doubt_that_fails_keeps_its_error(cancels: bool) -> No
     assert closures[0].state is State.FAILED and closures[0].error is error
 
 
-def test_bar9_another_attempt_may_settle_a_closure_in_doubt() -> None:
+def test_bar9_another_attempt_may_settle_an_unconfirmed_closure() -> None:
     queue, closures = filled(1)
     queue.take(1, 0)
     closures[0].unconfirmed = (77,)

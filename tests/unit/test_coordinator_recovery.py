@@ -18,7 +18,7 @@ from replicax.ps.process import mirror_log
 
 
 def saved_desk(num_workers: int = 2) -> Desk:
-    """A desk whose servers keep snapshots, with workers in lives 11, 12, ..."""
+    """A desk whose servers keep snapshots, with workers of incarnations 11, 12, ..."""
     desk = Desk(num_workers)
     for server in desk.policy.servers:
         server.is_saved = True
@@ -36,12 +36,12 @@ def test_bar21_a_server_that_keeps_snapshots_is_waited_for() -> None:
     closures = desk.put(2)
     desk.dispatch()
     actions = lose(desk)
-    # Nothing is raised; both lives are given up, at the server that is left.
+    # Nothing is raised; both incarnations are fenced, at the remaining server.
     assert not of(act.Raise, actions)
     assert of(act.FenceAt, actions) == [act.FenceAt([0], 11), act.FenceAt([0], 12)]
     assert of(act.Release, actions) == [act.Release(0), act.Release(1)], "no process has to end"
-    for life in (11, 12):
-        desk.do(desk.servers.fence_confirmed(0, life, desk.now))
+    for incarnation in (11, 12):
+        desk.do(desk.servers.fence_confirmed(0, incarnation, desk.now))
     assert [c.state for c in closures] == [State.QUEUED, State.QUEUED]
     assert [c.num_deaths for c in closures] == [0, 0], "closures are not blamed"
     # Workers may join again, and get nothing until the server is there.
@@ -171,10 +171,10 @@ def test_bar23_a_server_that_was_restarted_before_it_was_met_is_noticed(is_saved
 
 def give_back(desk: Desk, worker: int, server: int, number: int) -> Closure:
     """A worker gets no answer from a server; what it has sent may be there."""
-    life = desk.policy.pool.workers[worker].incarnation
-    closure = desk.workers.take_ended(worker, life, number)
+    incarnation = desk.policy.pool.workers[worker].incarnation
+    closure = desk.workers.take_ended(worker, incarnation, number)
     assert closure is not None
-    closure.unconfirmed += (life,)
+    closure.unconfirmed += (incarnation,)
     blamed = desk.servers.reported_unreachable(worker, server, False, desk.now)
     desk.do([*blamed, act.Requeue([closure])])
     return closure
@@ -192,8 +192,8 @@ def test_bar9_a_cancelled_closure_is_settled_when_no_server_can_make_it_any_more
     desk.do([act.Fail(failed, ValueError("bad"), cancels=True)])
     assert not doubted.is_settled and desk.queue.take_error() is None
     assert of(act.FenceAt, desk.tick(0.1, heard=(0, 1))) == [act.FenceAt([0, 1], 11)]
-    assert desk.policy.pool.workers[0].state is WorkerState.FENCED, "it begins a new life"
-    assert desk.policy.pool.workers[1].state is WorkerState.READY, "it sent nothing in doubt"
+    assert desk.policy.pool.workers[0].state is WorkerState.FENCED, "it begins a new incarnation"
+    assert desk.policy.pool.workers[1].state is WorkerState.READY, "it has no unconfirmed updates"
     desk.do(desk.servers.fence_confirmed(0, 11, desk.now))
     assert not of(act.Requeue, desk.tick(0.3, heard=(0, 1))) and not doubted.is_settled
     desk.do(desk.servers.fence_confirmed(1, 11, desk.now))
@@ -202,7 +202,7 @@ def test_bar9_a_cancelled_closure_is_settled_when_no_server_can_make_it_any_more
     assert isinstance(desk.queue.take_error(), ValueError)
 
 
-def test_bar9_a_life_that_was_given_up_before_leaves_no_doubt() -> None:
+def test_bar9_a_fenced_incarnation_leaves_nothing_unconfirmed() -> None:
     desk = Desk(1)
     desk.ready(0, 11)
     desk.put(1)
@@ -215,7 +215,7 @@ def test_bar9_a_life_that_was_given_up_before_leaves_no_doubt() -> None:
     assert doubted.state is State.CANCELLED and desk.queue.is_error_ready
 
 
-def test_bar9_doubts_about_a_server_that_stays_silent_have_an_end() -> None:
+def test_bar9_unconfirmed_closures_of_a_silent_server_are_settled() -> None:
     desk = Desk(1)
     desk.ready(0, 11)
     desk.put(1)
@@ -229,11 +229,11 @@ def test_bar9_doubts_about_a_server_that_stays_silent_have_an_end() -> None:
     assert desk.servers.lost_server is not None
 
 
-# Servers that come back, and help nobody.
+# Servers that recover without effect.
 
 
-def come_back(desk: Desk, server: int, lives: tuple[int, ...]) -> None:
-    """A server answers its next beat; workers join again in new lives."""
+def come_back(desk: Desk, server: int, incarnations: tuple[int, ...]) -> None:
+    """A server answers its next heartbeat; workers attach again with new incarnations."""
     desk.now += FAST.beat_s
     desk.do(desk.servers.heartbeat(server, desk.now))
     incarnation = desk.policy.servers[server].incarnation
@@ -241,13 +241,13 @@ def come_back(desk: Desk, server: int, lives: tuple[int, ...]) -> None:
     for known in sorted(desk.policy.fencing.fenced):
         desk.acknowledge(known)
     assert desk.policy.servers[server].is_available
-    for worker, life in enumerate(lives):
-        desk.ready(worker, life)
+    for worker, incarnation in enumerate(incarnations):
+        desk.ready(worker, incarnation)
     desk.dispatch()
 
 
 def blame(desk: Desk, server: int = 1) -> list[Any]:
-    """Each worker waits as long as it does, in vain, and gives its closure back."""
+    """Each worker waits until its timeout, and returns its closure."""
     desk.tick(FAST.data_s, heard=tuple(range(len(desk.policy.pool.workers))))
     done: list[Any] = []
     for worker in desk.policy.pool.workers:
@@ -275,8 +275,8 @@ def test_bar20_a_server_that_is_blamed_again_and_again_while_nothing_ends_is_giv
         raised = of(act.Raise, blame(desk))
         if not raised and desk.policy.servers[1].is_away:
             num_returns += 1
-            lives = tuple(20 * num_returns + w for w in range(num_workers))
-            come_back(desk, 1, lives)
+            incarnations = tuple(20 * num_returns + w for w in range(num_workers))
+            come_back(desk, 1, incarnations)
     assert desk.now - began_s > FAST.return_s
     assert num_returns >= 3
     assert isinstance(raised[0].error, errors.PSUnavailableError)
@@ -288,14 +288,14 @@ def test_bar20_a_closure_that_ends_is_progress() -> None:
     desk = saved_desk(2)
     desk.put(100)
     desk.dispatch()
-    for life in range(20, 20 + 4 * 10, 2):
+    for incarnation in range(20, 20 + 4 * 10, 2):
         busy = [w for w in desk.policy.pool.workers if w.assigned]
         if busy:
             desk.finish(busy[0].index, next(iter(busy[0].assigned)))
             desk.dispatch()
         assert not of(act.Raise, blame(desk))
         if desk.policy.servers[1].is_away:
-            come_back(desk, 1, (life, life + 1))
+            come_back(desk, 1, (incarnation, incarnation + 1))
     assert desk.policy.servers[1].num_returns > 3
     assert desk.now - 100.0 > 2 * FAST.return_s
 
@@ -304,11 +304,11 @@ def test_bar22_a_server_that_gives_its_mirror_everything_may_take_its_time() -> 
     desk = saved_desk(1)
     desk.put(2)
     desk.dispatch()
-    for life in range(20, 40):
+    for incarnation in range(20, 40):
         desk.policy.servers[1].counters = {"mirror_state": mirror_log.State.SEEDING}
         assert not of(act.Raise, blame(desk))
         if desk.policy.servers[1].is_away:
-            come_back(desk, 1, (life,))
+            come_back(desk, 1, (incarnation,))
     assert desk.policy.servers[1].num_returns > 3
     assert desk.now - 100.0 > 2 * FAST.return_s
 
@@ -317,23 +317,23 @@ def test_bar20_a_server_that_ends_each_time_it_is_used_is_given_up() -> None:
     desk = saved_desk(1)
     desk.put(1)
     desk.dispatch()
-    began_s, life, raised = desk.now, 20, []
+    began_s, incarnation, raised = desk.now, 20, []
     while not raised:
         assert desk.now - began_s < 10 * FAST.return_s, "it goes on for ever"
         raised = of(act.Raise, lose(desk))
         if not raised:
             desk.tick(1.0)
-            life += 1
-            come_back(desk, 1, (life,))
+            incarnation += 1
+            come_back(desk, 1, (incarnation,))
     assert desk.now - began_s > FAST.return_s
     assert "the connection was closed" in str(raised[0].error)
 
 
 def test_a_server_may_be_restarted_any_number_of_times_while_nothing_waits() -> None:
     desk = saved_desk(1)
-    for life in range(20, 40):
+    for incarnation in range(20, 40):
         assert not of(act.Raise, lose(desk))
-        come_back(desk, 1, (life,))
+        come_back(desk, 1, (incarnation,))
         assert not of(act.Raise, desk.tick(FAST.return_s / 4, heard=(0,)))
 
 
@@ -375,7 +375,7 @@ def test_bar22_a_server_is_not_alone_when_its_mirror_confirms_or_is_waited_for()
     lose(desk, 1)
     assert not of(act.Raise, alone(desk, FAST.return_s / 2, 0, heard=(0,)))
     come_back(desk, 1, (21,))
-    assert not of(act.Raise, alone(desk, FAST.return_s - 1.0, 0)), "it is given everything anew"
+    assert not of(act.Raise, alone(desk, FAST.return_s - 1.0, 0)), "it is seeded again"
     assert of(act.Raise, alone(desk, 2.0, 0))
 
 
@@ -383,15 +383,15 @@ def test_bar22_two_mirrors_that_are_blamed_in_turn_are_still_alone() -> None:
     """Blamed, they are away for a beat; both answer all the time."""
     desk = saved_desk(1)
     raised: list[Any] = []
-    began_s, life = desk.now, 20
+    began_s, incarnation = desk.now, 20
     while not raised:
         assert desk.now - began_s < 2 * FAST.return_s, "it goes on for ever"
         raised = of(act.Raise, alone(desk, 4.0, 0, 1))
-        server = life % 2
+        server = incarnation % 2
         if not raised:
             desk.do(desk.servers._wait_for(desk.policy.servers[server], "blamed", desk.now))
-            life += 1
-            come_back(desk, server, (life,))
+            incarnation += 1
+            come_back(desk, server, (incarnation,))
     assert "its mirror" in str(raised[0].error)
 
 
@@ -414,11 +414,11 @@ def test_bar8_a_closure_that_is_always_late_is_given_up_by_name() -> None:
     desk = Desk(1)
     closure = Closure(0, Shipped(), deadline_s=0.5)
     desk.queue.put(closure)
-    for life in (11, 12, 13):
-        desk.ready(0, life)
+    for incarnation in (11, 12, 13):
+        desk.ready(0, incarnation)
         desk.dispatch()
         desk.tick(0.7, heard=(0,))
-        desk.acknowledge(life)
+        desk.acknowledge(incarnation)
     assert isinstance(closure.error, errors.PoisonClosureError)
     assert "deadline being 0.5 s" in str(closure.error)
 
@@ -460,12 +460,12 @@ def test_bar10_the_first_result_settles_and_the_second_changes_nothing(first: in
     desk, closures = slow_desk()
     desk.now += 0.1
     desk.policy.pool.speculate(desk.queue, desk.now)
-    lives = {0: 11, 1: 12}
-    closure = desk.workers.take_ended(first, lives[first], 0)
+    incarnations = {0: 11, 1: 12}
+    closure = desk.workers.take_ended(first, incarnations[first], 0)
     assert closure is closures[0]
     desk.queue.finish(closure, None)
     assert desk.queue.is_idle
-    again = desk.workers.take_ended(1 - first, lives[1 - first], 0)
+    again = desk.workers.take_ended(1 - first, incarnations[1 - first], 0)
     assert again is closures[0], "the slower worker is busy until it says so"
     assert again.is_settled
 

@@ -40,7 +40,7 @@ SCALE = 3
 
 
 class ServerVariable:
-    """Stands for a variable that lives on servers."""
+    """Stands for a variable on servers."""
 
     def __init__(self, number: int, owner: Any) -> None:
         self.number, self.owner, self.name = number, owner, f"v{number}"
@@ -298,7 +298,7 @@ def test_bad_input_what_cannot_be_pickled_is_named(make: Any, words: str) -> Non
 
 def test_S163_variables_of_the_coordinator_are_refused() -> None:
     local = rx.Variable(1.0, name="local")
-    with pytest.raises(errors.InvalidArgumentError, match=r"'local' lives on the coord.*'local'"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"'local' is on the coord.*'local'"):
         serialization.ship(rx.function(lambda: local + 1))
     with pytest.raises(errors.InvalidArgumentError, match=r"args\[0\]\['w'\]"):
         serialization.pack_arguments(({"w": local},), None)

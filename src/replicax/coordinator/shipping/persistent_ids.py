@@ -160,7 +160,7 @@ def _reject_local_variable(variable: Variable, strategy: Strategy | None) -> NoR
     raise NotShippableError(
         errors.InvalidArgumentError,
         "A closure may use variables that live on parameter servers",
-        f"variable {variable.name!r} lives on the coordinator, or belongs to another strategy",
+        f"variable {variable.name!r} is on the coordinator, or belongs to another strategy",
         "Create it inside `with strategy.scope():`, or pass its value as an argument.",
     )
 
