@@ -108,8 +108,8 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
         few, many = (added[count, devices] / count for count in (COUNTS[1], COUNTS[3]))
         case = f"{COUNTS[3]} to {COUNTS[1]} variables, {_devices(devices)}"
         texts = f"{many:.2f} µs", f"{few:.2f} µs"
-        verdict = at_most(LINEAR_LIMIT, many / few)
-        rows.append(Row("added cost per variable", case, *texts, many / few, *verdict))
+        outcome = at_most(LINEAR_LIMIT, many / few)
+        rows.append(Row("added cost per variable", case, *texts, many / few, *outcome))
     return measured, rows
 
 

@@ -83,8 +83,8 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
     found = measured["both", CASES[0]]
     own, peer = found["central_ms"], found["mirrored_ms"]
     texts = f"{own:.3f} ms", f"{peer:.3f} ms"
-    verdict = at_most(LIMIT, own / peer)
-    return measured, [Row("central storage / mirrored", CASES[0], *texts, own / peer, *verdict)]
+    outcome = at_most(LIMIT, own / peer)
+    return measured, [Row("central storage / mirrored", CASES[0], *texts, own / peer, *outcome)]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Checkpoints of 256 MB: how long training waits for one, and how long saving takes.
 
 A case `asyncxM` is a save of M MB in the background: what counts is how long the training
-loop is blocked by it. The limit is a plain copy of as many bytes, without which the values
+loop is blocked by it. The limit is a plain copy of the same size, without which the values
 could change while they are written. A case `syncxM` is a save that is over when it returns
 (with us everything is then on disk, with TensorFlow in the hands of the operating system),
 and a restore. The peer is TensorFlow's `CheckpointManager`.
@@ -123,14 +123,14 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
     measured = compete(__name__, ("ours", "copy"), (ASYNC,), settings, report)
     own, peer = measured["ours", ASYNC]["ms"], measured["copy", ASYNC]["ms"]
     texts = f"{own:.0f} ms", f"{peer:.0f} ms"
-    verdict = at_most(COPY_LIMIT, own / peer)
-    rows = [Row("wait for a save / plain copy", ASYNC, *texts, own / peer, *verdict)]
+    outcome = at_most(COPY_LIMIT, own / peer)
+    rows = [Row("wait for a save / plain copy", ASYNC, *texts, own / peer, *outcome)]
     if "tensorflow" in settings.peers:
         measured |= compete(__name__, ("ours", "tensorflow"), (SYNC,), settings, report)
         own, peer = (sum(measured[name, SYNC].values()) for name in ("ours", "tensorflow"))
         texts = f"{own:.0f} ms", f"{peer:.0f} ms"
-        verdict = at_least(TENSORFLOW_LIMIT, peer / own)
-        rows.append(Row("TF save and restore / ours", SYNC, *texts, peer / own, *verdict))
+        outcome = at_least(TENSORFLOW_LIMIT, peer / own)
+        rows.append(Row("TF save and restore / ours", SYNC, *texts, peer / own, *outcome))
     return measured, rows
 
 

@@ -162,15 +162,15 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
     for case in CASES:
         own = measured["ours", case]["ms"]
         peer = measured["handwritten", case]["ms"]
-        verdict = at_most(LIMITS[case], own / peer)
+        outcome = at_most(LIMITS[case], own / peer)
         texts = f"{own:.3f} ms", f"{peer:.3f} ms"
-        rows.append(Row("compiled step / hand-written", case, *texts, own / peer, *verdict))
+        rows.append(Row("compiled step / hand-written", case, *texts, own / peer, *outcome))
     for case in CASES if "tensorflow" in settings.peers else ():
         own = measured["ours", case]["ms"]
         peer = measured["tensorflow", case]["ms"]
-        verdict = at_least(TENSORFLOW_LIMIT, peer / own)
+        outcome = at_least(TENSORFLOW_LIMIT, peer / own)
         texts = f"{own:.3f} ms", f"{peer:.3f} ms"
-        rows.append(Row("TF MirroredStrategy / compiled step", case, *texts, peer / own, *verdict))
+        rows.append(Row("TF MirroredStrategy / compiled step", case, *texts, peer / own, *outcome))
     return measured, rows
 
 

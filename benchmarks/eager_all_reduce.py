@@ -78,10 +78,10 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
     for case in CASES if "tensorflow" in settings.peers else ():
         own = measured["ours", case]["ms"]
         peer = measured["tensorflow", case]["ms"]
-        verdict = at_least(LIMIT, peer / own)
+        outcome = at_least(LIMIT, peer / own)
         texts = f"{own:.3f} ms", f"{peer:.3f} ms"
         what = "TF eager / eager all_reduce"
-        rows.append(Row(what, "10 tensors of 16 floats", *texts, peer / own, *verdict))
+        rows.append(Row(what, "10 tensors of 16 floats", *texts, peer / own, *outcome))
     return measured, rows
 
 

@@ -152,7 +152,7 @@ def our_traffic(case: str, coordinator: Any, step: Any, args: Any) -> dict[str, 
 
     def totals() -> tuple[float, float]:
         coordinator.join()
-        # Figures come with beats, one a second.
+        # Counters arrive with heartbeats, one per second.
         time.sleep(2.5)
         servers = coordinator.status().servers
         received = sum(server.figures["bytes_received"] for server in servers)
@@ -324,17 +324,17 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
     ):
         for case in CASES:
             per_second = 1e6 / found[name, case]["us"]
-            texts, ratio, verdict = (f"{per_second:,.0f}/s", ""), None, ("", None)
+            texts, ratio, outcome = (f"{per_second:,.0f}/s", ""), None, ("", None)
             if "tensorflow" in settings.peers:
                 theirs = 1e6 / found["tensorflow", case]["us"]
                 texts, ratio = (texts[0], f"{theirs:,.0f}/s"), per_second / theirs
-                verdict = at_least(TARGETS[case], ratio) if name != "curve" else verdict
-            rows.append(Row(what, case, *texts, ratio, *verdict))
+                outcome = at_least(TARGETS[case], ratio) if name != "curve" else outcome
+            rows.append(Row(what, case, *texts, ratio, *outcome))
     for way in ("in", "out"):
         ratio = found["ours", "embedding"][f"{way}_ratio"]
-        verdict = at_most(1.2, ratio)
+        outcome = at_most(1.2, ratio)
         rows.append(
-            Row("bytes on the wire / of rows", f"embedding, {way}", "", "", ratio, *verdict)
+            Row("bytes on the wire / of rows", f"embedding, {way}", "", "", ratio, *outcome)
         )
     return found, rows
 

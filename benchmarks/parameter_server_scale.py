@@ -94,12 +94,12 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
     for count in WORKERS:
         share = 1 / measured["ours", f"sleep {count}"]["stretch"]
         text = f"{count * share / NAP_S:,.0f}/s", f"{count / NAP_S:,.0f}/s"
-        verdict = at_least(0.9, share)
-        rows.append(Row("closures/s / linear", f"{count} workers", *text, share, *verdict))
+        outcome = at_least(0.9, share)
+        rows.append(Row("closures/s / linear", f"{count} workers", *text, share, *outcome))
     peak = measured["ours", "table 10GB"]["peak_mb"]
     text = f"{peak:,.0f} MB", f"{MOST_MB} MB"
-    verdict = at_most(1.0, peak / MOST_MB)
-    rows.append(Row("coordinator's memory", "table of 10 GB", *text, peak / MOST_MB, *verdict))
+    outcome = at_most(1.0, peak / MOST_MB)
+    rows.append(Row("coordinator's memory", "table of 10 GB", *text, peak / MOST_MB, *outcome))
     return measured, rows
 
 

@@ -104,7 +104,7 @@ def main() -> int:
             f"{who} {case}": best for (who, case), best in measured.items()
         }
 
-    # A table that is cut to 80 columns says little; a pipe has no width of its own.
+    # A table cut to 80 columns loses its cells; a pipe has no width of its own.
     console = Console() if sys.stdout.isatty() else Console(width=130)
     console.print(table_of(rows))
     path = OUT / "benchmarks.json"
@@ -125,10 +125,10 @@ def table_of(rows: Sequence[Row]) -> Table:
     for column in ("ours", "peer", "ratio", "target"):
         table.add_column(column, justify="right")
     table.add_column("pass", justify="center")
-    verdicts = {True: "[green]yes", False: "[red]no", None: ""}
+    outcomes = {True: "[green]yes", False: "[red]no", None: ""}
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
-        cells = (row.what, row.case, row.ours, row.peer, ratio, row.target, verdicts[row.passed])
+        cells = (row.what, row.case, row.ours, row.peer, ratio, row.target, outcomes[row.passed])
         is_last = following is not None and following.what != row.what
         table.add_row(*cells, end_section=is_last)
     return table

@@ -3,7 +3,7 @@
 Contestants: this project's channel and service, in two processes; and bare ZeroMQ sockets on
 loopback TCP without any security, which exchange the same bytes. Cases: `stream` sends 64 MiB at
 a time and waits for a short answer; `round trip` a question of some bytes; `handshake` opens a new
-connection and asks one question.
+connection and sends one request.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def ours(case: str, seconds: float) -> dict[str, float]:
                     new.request(messages.Ping(0))
 
             if case == "handshake":
-                # The context, which all connections of a process share, is there already.
+                # The context, which all connections of a process share, exists already.
                 with connected() as other:
                     other.request(messages.Ping(0))
                     return {"ms": 1e3 * best_of(shake_hands, seconds)}
@@ -117,18 +117,18 @@ def bare(case: str, seconds: float) -> dict[str, float]:
             socket.connect(f"tcp://{address}")
             return socket
 
-        def ask(socket: Any, data: bytes) -> None:
+        def request(socket: Any, data: bytes) -> None:
             socket.send(data, copy=len(data) < 1 << 19)
             socket.recv()
 
         def shake_hands() -> None:
             with connected() as new:
-                ask(new, bytes(64))
+                request(new, bytes(64))
 
         with connected() as socket:
             size = STREAM_BYTES if case == "stream" else 64
             data = bytes(size)
-            step = shake_hands if case == "handshake" else lambda: ask(socket, data)
+            step = shake_hands if case == "handshake" else lambda: request(socket, data)
             found = {"ms": 1e3 * best_of(step, seconds)}
     context.term()
     return found

@@ -130,11 +130,11 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
     for case in CASES:
         found = measured["ours", case]
         rates = [BURST * 1e3 / found[f"{when}_ms"] for when in ("saving", "between")]
-        verdict = at_most(MOST_SLOWDOWN, found["slower"])
+        outcome = at_most(MOST_SLOWDOWN, found["slower"])
         texts = f"{rates[0]:,.0f}/s", f"{rates[1]:,.0f}/s"
         name = f"{case}, {found['snapshot_s']:.0f} s"
         rows.append(
-            Row("slower during a snapshot of 1 GB", name, *texts, found["slower"], *verdict)
+            Row("slower during a snapshot of 1 GB", name, *texts, found["slower"], *outcome)
         )
     return measured, rows
 

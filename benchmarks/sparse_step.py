@@ -99,15 +99,15 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
     for case in CASES:
         own, peer = measured["ours", case]["ms"], measured["dense", case]["ms"]
         texts = f"{own:.3f} ms", f"{peer:.3f} ms"
-        verdict = at_most(LIMIT, own / peer)
-        rows.append(Row("sparse step / dense gradient", case, *texts, own / peer, *verdict))
+        outcome = at_most(LIMIT, own / peer)
+        rows.append(Row("sparse step / dense gradient", case, *texts, own / peer, *outcome))
     for name in ("ours", "one_device") if "torch" in settings.peers else ():
         what = "two replicas" if name == "ours" else "one device"
         for case in CASES:
             own, peer = measured[name, case]["ms"], measured["torch", case]["ms"]
             texts = f"{own:.3f} ms", f"{peer:.3f} ms"
-            verdict = at_least(TORCH_LIMIT, peer / own)
-            rows.append(Row(f"torch / sparse step, {what}", case, *texts, peer / own, *verdict))
+            outcome = at_least(TORCH_LIMIT, peer / own)
+            rows.append(Row(f"torch / sparse step, {what}", case, *texts, peer / own, *outcome))
     return measured, rows
 
 

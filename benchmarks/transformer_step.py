@@ -200,9 +200,9 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
     for case in CASES:
         found = measured["both", case]
         own, peer = found["ours_ms"], found["twin_ms"]
-        verdict = at_most(LIMITS[case], own / peer)
+        outcome = at_most(LIMITS[case], own / peer)
         texts = f"{own:.3f} ms", f"{peer:.3f} ms"
-        rows.append(Row("transformer / jit + NamedSharding", case, *texts, own / peer, *verdict))
+        rows.append(Row("transformer / jit + NamedSharding", case, *texts, own / peer, *outcome))
     return measured, rows
 
 

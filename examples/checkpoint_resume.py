@@ -22,7 +22,7 @@ import optax
 
 parser = argparse.ArgumentParser(description="Fits a line, with checkpoints.")
 parser.add_argument("directory")
-parser.add_argument("--stop-after", type=int, help="stop after so many steps of this run")
+parser.add_argument("--stop-after", type=int, help="stop after this number of steps of this run")
 options = parser.parse_args()
 
 GLOBAL_BATCH, STEPS = 16, 96

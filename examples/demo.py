@@ -123,7 +123,7 @@ def train(strategy: rx.Strategy, after_step: Callable[[int, float], None]) -> Re
 
 
 def train_all(console: Console) -> dict[str, Result]:
-    """Trains under every strategy: with a bar on a terminal, with plain lines elsewhere."""
+    """Trains under every strategy: with a progress bar on a terminal, else with plain lines."""
     results: dict[str, Result] = {}
     steps = EPOCHS * -(-1437 // GLOBAL_BATCH)
     with Progress(console=console, disable=not console.is_terminal) as progress:

@@ -35,7 +35,7 @@ KILL_S, RESTART_S, END_S, LATEST_S = 5.0, 7.5, 18.0, 40.0
 
 
 def ratings() -> dict[str, np.ndarray]:
-    """Returns ratings in half stars, from tastes that nobody tells the model."""
+    """Returns ratings in half stars, from tastes that are hidden from the model."""
     rng = np.random.default_rng(7)
     members, films = rng.integers(0, MEMBERS, RATINGS), rng.integers(0, FILMS, RATINGS)
     tastes, styles = rng.normal(0, 0.6, (MEMBERS, 6)), rng.normal(0, 0.6, (FILMS, 6))

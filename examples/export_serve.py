@@ -1,4 +1,4 @@
-"""Train under a strategy, export, and serve in a process that knows nothing of the model.
+"""Train under a strategy, export, and serve in a process without the code of the model.
 
 The exported directory holds a compiled program for batches of any size, and the variables.
 """

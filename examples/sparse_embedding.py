@@ -1,6 +1,6 @@
 """A table of a million rows: only the rows that a batch looks up get a gradient.
 
-Users and items of a made-up shop are vectors; the program learns who likes what. The table
+Users and items of a made-up shop are vectors; the program learns their preferences. The table
 is read through `rx.nn.embedding_lookup`, so its gradient is an `rx.IndexedSlices` and a step
 costs as much as the batch is large, however large the table is.
 """

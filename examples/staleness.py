@@ -84,7 +84,7 @@ def slowly(pixels: Any) -> Any:
 
 
 def judge(weights: list[np.ndarray]) -> tuple[float, float]:
-    """Returns loss and accuracy on digits that nobody trains with."""
+    """Returns loss and accuracy on the held-out digits."""
     pixels, labels = (array[-TEST:] for array in digits())
     w1, b1, w2, b2 = weights
     with np.errstate(all="ignore"):
@@ -173,7 +173,7 @@ def draw(runs: dict[str, Run], picture: Path) -> None:
         bars.text(run.max_staleness, i, text, va="center")
     by_update.set_xlim(0, min(300, max(run.updates[-1] for run in runs.values())))
     by_update.set(title="Per update, fresh gradients learn more", xlabel="updates")
-    by_second.set(title="Per second, who waits makes fewer updates", xlabel="seconds")
+    by_second.set(title="Per second, waiting workers make fewer updates", xlabel="seconds")
     for axes in (by_update, by_second):
         axes.set(yscale="log", ylabel="loss on unseen digits")
     by_second.legend(fontsize="small")
