@@ -17,18 +17,20 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode, StrategyHooks
-from replicax.contexts.overlay import Change, View
+from replicax.contexts.overlay import Change, TracedState, View
 from replicax.exporting import structures
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.types import Tree
 from replicax.tracing import capture as capturing
 from replicax.tracing.function import Function, translated_errors
 from replicax.variables import row_numbers, updates
@@ -96,25 +98,25 @@ class _OneReplicaOverlay(capturing.CapturingOverlay):
         super().__init__(None, View.READ)
         self.creations: list[Variable] = []
 
-    def note_creation(self, variable: Any) -> None:
-        self.creations.append(variable)
+    def note_creation(self, variable: object) -> None:
+        self.creations.append(cast(Variable, variable))
 
-    def holds(self, variable: Any) -> bool:
+    def holds(self, variable: TracedState) -> bool:
         # One in parts is exported as a whole.
         return isinstance(variable, ShardedVariable) or super().holds(variable)
 
-    def first_read(self, variable: Any) -> Any:
-        whole = getattr(variable, "container", variable)
+    def first_read(self, variable: TracedState) -> Tree:
+        whole: Any = getattr(variable, "container", variable)
         if whole is not variable:
             return whole.piece_of(variable, self.read(whole))
         with jax_compat.eagerly():
-            stand_in = self._logical(variable)
-        self.stand_ins[id(stand_in)] = (variable, stand_in)
+            stand_in = self._logical(whole)
+        self.stand_ins[id(stand_in)] = (whole, stand_in)
         return jnp.copy(stand_in)
 
-    def read_rows(self, variable: Any, ids: Any) -> Any:
+    def read_rows(self, variable: TracedState, ids: ArrayLike) -> jax.Array:
         # A model that is loaded has no servers to ask for rows.
-        return row_numbers.take(variable.read(frames.current()), ids)
+        return row_numbers.take(cast(Variable, variable).read(frames.current()), ids)
 
     def record(self, change: Change) -> None:
         """Makes a change of what lives on servers here, where the model will run."""
@@ -135,7 +137,7 @@ class _OneReplicaOverlay(capturing.CapturingOverlay):
             self.values = {v: a for v, a in self.values.items() if id(v) not in parts}
         self.write(whole, value)
 
-    def _logical(self, variable: Any) -> jax.Array:
+    def _logical(self, variable: Variable) -> jax.Array:
         if variable.is_per_replica or variable.stored is None:
             return jnp.zeros(variable.shape, variable.dtype)
         # The primary copy, as an object of its own over the same buffer.

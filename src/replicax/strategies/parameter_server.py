@@ -158,7 +158,7 @@ class ParameterServerExtended(StrategyExtended):
                 parts.append(next_creator(**dict(own, dtype=dtype, initial_value=part)))
         return ShardedVariable(parts, name=name)
 
-    def _owned(self, variable: Any) -> Any:
+    def _owned(self, variable: object) -> object:
         """Sets the owner of a variable that a creator has created by itself."""
         if isinstance(variable, Variable) and variable.owner is None:
             variable.owner = self
