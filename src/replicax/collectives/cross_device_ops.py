@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -210,6 +210,15 @@ def _gather_in_trace(value: PerReplica, axis: int) -> jax.Array:
     )[0]
 
 
+class _Batch(NamedTuple):
+    """Values to combine: a column of components, and devices for the result, of each."""
+
+    op: ReduceOp
+    columns: Sequence[Sequence[Component]]
+    targets: Sequence[Targets]
+    options: CommunicationOptions
+
+
 class _PackedReduction(CrossDeviceOps):
     """Shared by the algorithms of this library: eager, in replica code, in a trace around it."""
 
@@ -240,39 +249,26 @@ class _PackedReduction(CrossDeviceOps):
                 )
         traced = _traced_layout(values)
         if traced is None:
-            return self._eager_on(reduce_op, [v.values for v in values], targets, options)
+            columns = [value.values for value in values]
+            return self._eager_on(_Batch(reduce_op, columns, targets, options))
         if all(isinstance(v, TracedPerReplica) for v in values):
             local = [v.local for v in values if isinstance(v, TracedPerReplica)]
-            results = self.in_trace(reduce_op, local, traced.num_replicas, options)
+            results = self.in_trace(reduce_op, local, traced.num_replicas, options.bytes_per_pack)
         else:
-            results = self._in_outer_trace(reduce_op, values, traced, options)
+            results = self._in_outer_trace(reduce_op, values, traced, options.bytes_per_pack)
         return place_all(results, targets)
 
     def in_trace(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Component],
-        count: int,
-        options: CommunicationOptions,
+        self, op: ReduceOp, leaves: Sequence[Component], count: int, pack_bytes: int
     ) -> list[Component]:
-        """Combines inside compiled replica code."""
+        """Combines inside compiled replica code, in packs of `pack_bytes` if that is not 0."""
         raise NotImplementedError
 
-    def _eager_on(
-        self,
-        op: ReduceOp,
-        columns: Sequence[Sequence[Component]],
-        targets: Sequence[Targets],
-        options: CommunicationOptions,
-    ) -> list[Tree]:
-        return place_all(self._eager(op, columns, targets, options), targets)
+    def _eager_on(self, batch: _Batch) -> list[Tree]:
+        return place_all(self._eager(batch), batch.targets)
 
     def _in_outer_trace(
-        self,
-        op: ReduceOp,
-        values: Sequence[PerReplica],
-        layout: ReplicaLayout,
-        options: CommunicationOptions,
+        self, op: ReduceOp, values: Sequence[PerReplica], layout: ReplicaLayout, pack_bytes: int
     ) -> list[Component]:
         """Combines stored arrays inside compiled code that acts for all replicas."""
         stored: list[jax.Array] = []
@@ -293,30 +289,24 @@ class _PackedReduction(CrossDeviceOps):
         def on_replica(*local: jax.Array) -> list[jax.Array]:
             flat = iter(local)
             trees = [jax.tree.unflatten(v.treedef, [next(flat) for _ in v.scalars]) for v in values]
-            results = self.in_trace(op, trees, layout.num_replicas, options)
+            results = self.in_trace(op, trees, layout.num_replicas, pack_bytes)
             treedefs[:] = [jax.tree.structure(r) for r in results]
             return jax.tree.leaves(results)
 
         outs = iter(layout.map_replicas(on_replica, stored, (), scalars, num_equal=len(stored)))
         return [jax.tree.unflatten(t, [next(outs) for _ in range(t.num_leaves)]) for t in treedefs]
 
-    def _eager(
-        self,
-        op: ReduceOp,
-        columns: Sequence[Sequence[Component]],
-        targets: Sequence[Targets],
-        options: CommunicationOptions,
-    ) -> list[Component]:
-        del options
+    def _eager(self, batch: _Batch) -> list[Component]:
         by_device: dict[Device, list[int]] = {}
-        for i, target in enumerate(targets):
+        for i, target in enumerate(batch.targets):
             by_device.setdefault(target[0], []).append(i)
         results: dict[int, Component] = {}
         for device, indices in by_device.items():
-            reduced = eager.reduce_to_device(op, [columns[i] for i in indices], device)
+            columns = [batch.columns[i] for i in indices]
+            reduced = eager.reduce_to_device(batch.op, columns, device)
             for i, result in zip(indices, reduced, strict=True):
                 results[i] = result
-        return [results[i] for i in range(len(columns))]
+        return [results[i] for i in range(len(batch.columns))]
 
 
 class CollectiveAllReduce(_PackedReduction):
@@ -330,27 +320,18 @@ class CollectiveAllReduce(_PackedReduction):
         self._is_cpu_mesh = is_cpu_mesh
 
     def in_trace(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Component],
-        count: int,
-        options: CommunicationOptions,
+        self, op: ReduceOp, leaves: Sequence[Component], count: int, pack_bytes: int
     ) -> list[Component]:
         array_sum = in_replica.by_size(count) if self._is_cpu_mesh else in_replica.psum
-        size = options.bytes_per_pack
-        return in_replica.all_reduce(op, leaves, count, array_sum=array_sum, bytes_per_pack=size)
+        return in_replica.all_reduce(
+            op, leaves, count, array_sum=array_sum, bytes_per_pack=pack_bytes
+        )
 
-    def _eager_on(
-        self,
-        op: ReduceOp,
-        columns: Sequence[Sequence[Component]],
-        targets: Sequence[Targets],
-        options: CommunicationOptions,
-    ) -> list[Tree]:
-        if len(set(targets)) == 1 and eager.are_small(columns):
-            copies = eager.reduce_packed(op, columns, targets[0])
+    def _eager_on(self, batch: _Batch) -> list[Tree]:
+        if len(set(batch.targets)) == 1 and eager.are_small(batch.columns):
+            copies = eager.reduce_packed(batch.op, batch.columns, batch.targets[0])
             return [parts[0] if len(parts) == 1 else mirrored(parts) for parts in copies]
-        return super()._eager_on(op, columns, targets, options)
+        return super()._eager_on(batch)
 
 
 class ReductionToOneDevice(_PackedReduction):
@@ -372,29 +353,18 @@ class ReductionToOneDevice(_PackedReduction):
         return f"rx.ReductionToOneDevice({shown})"
 
     def in_trace(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Component],
-        count: int,
-        options: CommunicationOptions,
+        self, op: ReduceOp, leaves: Sequence[Component], count: int, pack_bytes: int
     ) -> list[Component]:
         array_sum = in_replica.gather_and_add(self.accumulation_fn, count)
         return in_replica.all_reduce(op, leaves, count, array_sum=array_sum, num_packs=0)
 
-    def _eager(
-        self,
-        op: ReduceOp,
-        columns: Sequence[Sequence[Component]],
-        targets: Sequence[Targets],
-        options: CommunicationOptions,
-    ) -> list[Component]:
-        del options
+    def _eager(self, batch: _Batch) -> list[Component]:
         results: list[Component] = []
-        for column, target in zip(columns, targets, strict=True):
+        for column, target in zip(batch.columns, batch.targets, strict=True):
             device = target[0]
             if self.reduce_to_device is not None:
                 device = devices.resolve(self.reduce_to_device)
-            results += eager.reduce_to_device(op, [column], device, self.accumulation_fn)
+            results += eager.reduce_to_device(batch.op, [column], device, self.accumulation_fn)
         return results
 
 
@@ -423,42 +393,33 @@ class _AllReduce(_PackedReduction):
         return in_replica.psum
 
     def in_trace(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Component],
-        count: int,
-        options: CommunicationOptions,
+        self, op: ReduceOp, leaves: Sequence[Component], count: int, pack_bytes: int
     ) -> list[Component]:
         return in_replica.all_reduce(
             op,
             leaves,
             count,
             array_sum=self._array_sum(count),
-            bytes_per_pack=options.bytes_per_pack,
-            num_packs=None if options.bytes_per_pack else self.num_packs,
+            bytes_per_pack=pack_bytes,
+            num_packs=None if pack_bytes else self.num_packs,
         )
 
-    def _eager(
-        self,
-        op: ReduceOp,
-        columns: Sequence[Sequence[Component]],
-        targets: Sequence[Targets],
-        options: CommunicationOptions,
-    ) -> list[Component]:
+    def _eager(self, batch: _Batch) -> list[Component]:
+        columns = batch.columns
         for column in columns:
             eager.require_same_shape(column)
         layout = _mesh_of(columns[0])
         if layout is None or any(_mesh_of(c) != layout for c in columns):
-            return super()._eager(op, columns, targets, options)
+            return super()._eager(batch)
         values = [PerReplica(column, layout) for column in columns]
         stored = [value.stored(layout) for value in values]
         if any(arrays is None for arrays in stored):
-            return super()._eager(op, columns, targets, options)
+            return super()._eager(batch)
         kinds = tuple((v.scalars, v.treedef) for v in values)
-        key = (op, layout, options.bytes_per_pack, kinds)
+        key = (batch.op, layout, batch.options.bytes_per_pack, kinds)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._compile(op, layout, options, kinds)
+            program = self._programs[key] = self._compile(*key)
         with gate.state():
             gate.wait_for_previous()
             results, token = program(stored)
@@ -466,14 +427,14 @@ class _AllReduce(_PackedReduction):
         return [jax.tree.map(lambda a: a.addressable_shards[0].data, r) for r in results]
 
     def _compile(
-        self, op: ReduceOp, layout: ReplicaLayout, options: CommunicationOptions, kinds: _Kinds
+        self, op: ReduceOp, layout: ReplicaLayout, pack_bytes: int, kinds: _Kinds
     ) -> Callable[..., tuple[list[Component], jax.Array]]:
         def reduce_all(stored: list[tuple[jax.Array, ...]]) -> tuple[list[Component], jax.Array]:
             values = [
                 PerReplica.from_stored(arrays, scalars, treedef, layout)
                 for arrays, (scalars, treedef) in zip(stored, kinds, strict=True)
             ]
-            return self._in_outer_trace(op, values, layout, options), jnp.zeros(())
+            return self._in_outer_trace(op, values, layout, pack_bytes), jnp.zeros(())
 
         return jax.jit(reduce_all)
 

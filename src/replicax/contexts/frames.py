@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import enum
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,6 +127,7 @@ class ReplicaExecutor(Protocol):
     def shared_variable(self, name: str, create: Callable[[], _T]) -> _T: ...
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Frame:
     """One entry of the stack; immutable.
 
@@ -147,54 +149,20 @@ class Frame:
       opened_at: Where in the user's code the frame was opened, for messages.
     """
 
-    __slots__ = (
-        "eager_reads",
-        "executor",
-        "hooks",
-        "is_default",
-        "is_scope",
-        "layout",
-        "mode",
-        "opened_at",
-        "overlay",
-        "reducer",
-        "rendezvous",
-        "replica_context",
-        "replica_id",
-        "strategy",
-    )
-
-    def __init__(
-        self,
-        mode: Mode,
-        hooks: StrategyHooks,
-        layout: ReplicaLayout | None,
-        reducer: Reducer,
-        *,
-        replica_id: int | None = None,
-        replica_context: ReplicaContext | None = None,
-        executor: ReplicaExecutor | None = None,
-        rendezvous: Rendezvous | None = None,
-        overlay: Overlay | None = None,
-        eager_reads: EagerReads | None = None,
-        is_scope: bool = False,
-        is_default: bool = False,
-        opened_at: str = "",
-    ) -> None:
-        self.mode = mode
-        self.strategy = hooks.container_strategy
-        self.hooks = hooks
-        self.layout = layout
-        self.reducer = reducer
-        self.replica_id = replica_id
-        self.replica_context = replica_context
-        self.executor = executor
-        self.rendezvous = rendezvous
-        self.overlay = overlay
-        self.eager_reads = eager_reads
-        self.is_scope = is_scope
-        self.is_default = is_default
-        self.opened_at = opened_at
+    mode: Mode
+    strategy: Strategy
+    hooks: StrategyHooks
+    layout: ReplicaLayout | None
+    reducer: Reducer
+    replica_id: int | None = None
+    replica_context: ReplicaContext | None = None
+    executor: ReplicaExecutor | None = None
+    rendezvous: Rendezvous | None = None
+    overlay: Overlay | None = None
+    eager_reads: EagerReads | None = None
+    is_scope: bool = False
+    is_default: bool = False
+    opened_at: str = ""
 
     def describe(self) -> str:
         """Describes the frame for messages."""
@@ -214,36 +182,25 @@ class Frame:
         eager_reads: EagerReads | None = None,
     ) -> Frame:
         """Returns a frame of the same strategy, for code that is called from this one."""
-        inner = Frame.__new__(Frame)
-        inner.mode = mode
-        inner.strategy = self.strategy
-        inner.hooks = self.hooks
-        inner.layout = self.layout
-        inner.reducer = self.reducer
-        inner.replica_id = replica_id
-        inner.replica_context = replica_context
-        inner.executor = executor
-        inner.rendezvous = rendezvous
-        inner.overlay = overlay
-        inner.eager_reads = eager_reads
-        inner.is_scope = False
-        inner.is_default = self.is_default
-        inner.opened_at = self.opened_at
-        return inner
+        return Frame(
+            mode,
+            self.strategy,
+            self.hooks,
+            self.layout,
+            self.reducer,
+            replica_id,
+            replica_context,
+            executor,
+            rendezvous,
+            overlay,
+            eager_reads,
+            is_default=self.is_default,
+            opened_at=self.opened_at,
+        )
 
     def with_overlay(self, overlay: Overlay | None) -> Frame:
         """Returns the same frame with other variable values on top."""
-        inner = self.entered(
-            self.mode,
-            replica_id=self.replica_id,
-            replica_context=self.replica_context,
-            executor=self.executor,
-            rendezvous=self.rendezvous,
-            overlay=overlay,
-            eager_reads=self.eager_reads,
-        )
-        inner.is_scope = self.is_scope
-        return inner
+        return dataclasses.replace(self, overlay=overlay)
 
 
 _stack: contextvars.ContextVar[tuple[Frame, ...]] = contextvars.ContextVar(

@@ -178,6 +178,7 @@ def _replica_frame(frame: Frame, owner: StrategyHooks) -> Frame:
     """Returns the frame of the only replica; see Note [One replica]."""
     return Frame(
         Mode.REPLICA,
+        owner.container_strategy,
         owner,
         None,
         frame.reducer,

@@ -66,6 +66,7 @@ class DefaultExtended(StrategyExtended):
         executor = SingleExecutor()
         executor.frame = Frame(
             Mode.REPLICA,
+            self.container_strategy,
             self,
             None,
             self.reductions.ops,

@@ -127,6 +127,7 @@ class StrategyExtended:
         """Returns the frame of code in the scope of the strategy."""
         return Frame(
             Mode.CROSS_REPLICA,
+            self.container_strategy,
             self,
             self.layout,
             self.reductions.ops,

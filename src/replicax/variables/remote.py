@@ -136,14 +136,6 @@ class RemoteVariableBase(Variable):
             return kind, payload
         return as_rows(self, kind, payload, lambda ids: self.read_rows(frame, ids))
 
-    def touches(self, variable: object) -> bool:
-        """Returns whether a change of this variable also changes `variable`."""
-        return variable is self
-
-    def follows(self, change: Change) -> bool:
-        """Returns whether `value_after` can apply a change to a value of this variable."""
-        return change.target is self
-
     @override
     def describe(self) -> str:
         head = f"<rx.Variable '{self.name}:0' shape={self.shape} dtype={self.dtype}"
