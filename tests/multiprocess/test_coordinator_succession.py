@@ -73,7 +73,7 @@ def test_the_next_coordinator_gets_in_when_the_last_is_gone_and_not_before(proto
             train(cluster)
         # A process that is stopped is not gone.
         first.send_signal(signal.SIGSTOP)
-        time.sleep(1.5 * jobs.GONE_S)
+        time.sleep(1.5 * jobs.DISCONNECTED_S)
         with refused(errors.PermissionDeniedError, f"process {first.pid} on"):
             train(cluster)
         first.send_signal(signal.SIGCONT)
@@ -105,7 +105,7 @@ def test_a_job_with_a_name_is_kept_for_its_next_coordinator() -> None:
 def held(now: float, is_kept: bool = False) -> jobs.Job:
     job = jobs.Job("old")
     job.owner, job.is_kept = "process 1 on here", is_kept
-    job.take(1, 77, 300.0, now)
+    job.attach(1, 77, 300.0, now)
     return job
 
 
@@ -116,12 +116,12 @@ def test_a_coordinator_that_is_gone_is_given_the_time_to_connect_again() -> None
     job = held(now=100.0)
     with refused(errors.PermissionDeniedError, "process 1 on here"):
         free(job, 250.0, 77)
-    with pytest.raises(errors.UnavailableError, match=r"heard 1\.0 s ago"):
+    with pytest.raises(errors.UnavailableError, match=r"last request 1\.0 s ago"):
         free(job, 101.0)
     job.renew(101.0)
-    with pytest.raises(errors.UnavailableError, match=r"heard 0\.7 s ago"):
+    with pytest.raises(errors.UnavailableError, match=r"last request 0\.7 s ago"):
         free(job, 101.7)
-    free(job, 101.0 + jobs.GONE_S, 78)
+    free(job, 101.0 + jobs.DISCONNECTED_S, 78)
     with refused(errors.PermissionDeniedError, "in 100 s"):
         free(held(now=0.0, is_kept=True), 200.0)
     free(held(now=0.0, is_kept=True), 300.0)
