@@ -77,7 +77,7 @@ def _before_a_key(rng: random.Random) -> Iterator[bytes]:
         yield rng.randbytes(rng.randrange(1, 300))
         yield CURVE[: rng.randrange(len(CURVE))]
         yield CURVE + rng.randbytes(rng.randrange(1, 300))
-        # A command of the right size and name, full of rubbish; and names that nobody knows.
+        # A command of the right size and name, full of rubbish; and unknown names.
         yield CURVE + b"\x04\xc8\x05HELLO\x01\x00" + rng.randbytes(192)
         yield CURVE + b"\x04\x08\x07UNKNOWN"
         yield CURVE + b"\x04" + bytes([rng.randrange(256)]) + rng.randbytes(40)
@@ -119,13 +119,13 @@ def _flood_known(task: WatchedTask, num_frames: int, good: Channel) -> float:
     stream = _after_hello(random.Random(45))
     sent = 0
     while sent < num_frames:
-        with task.stranger() as stranger, contextlib.suppress(zmq.Again):
-            stranger.socket.sndtimeo = 200
-            stranger.connect()
-            stranger.hello("worker")
-            stranger.hear()
+        with task.raw_peer() as raw_peer, contextlib.suppress(zmq.Again):
+            raw_peer.socket.sndtimeo = 200
+            raw_peer.connect()
+            raw_peer.hello("worker")
+            raw_peer.receive()
             for _ in range(50):
-                stranger.socket.send_multipart(next(stream))
+                raw_peer.socket.send_multipart(next(stream))
                 sent += 1
         worst = max(worst, served(good))
     return worst
@@ -135,9 +135,7 @@ def _flood_known(task: WatchedTask, num_frames: int, good: Channel) -> float:
 @pytest.mark.parametrize(
     "num_frames", [1_000, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
 )
-def test_bar44_malformed_frames_do_no_harm(
-    watched: WatchedTask, when: str, num_frames: int
-) -> None:
+def test_bar44_malformed_parts_do_no_harm(watched: WatchedTask, when: str, num_frames: int) -> None:
     flood = _flood_raw if when == "before a key" else _flood_known
     with watched.channel("worker") as good:
         served(good)
@@ -148,14 +146,14 @@ def test_bar44_malformed_frames_do_no_harm(
 
 
 def test_bar44_one_malformed_message_ends_its_connection(watched: WatchedTask) -> None:
-    with watched.stranger() as stranger:
-        monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        stranger.connect()
-        stranger.hello("worker")
-        assert type(stranger.hear()) is messages.Welcome
-        stranger.socket.send_multipart([b"\x97rubbish"])
+    with watched.raw_peer() as raw_peer:
+        monitor = raw_peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        raw_peer.connect()
+        raw_peer.hello("worker")
+        assert type(raw_peer.receive()) is messages.Welcome
+        raw_peer.socket.send_multipart([b"\x97rubbish"])
         assert monitor.poll(60_000)
-        stranger.socket.disable_monitor()
+        raw_peer.socket.disable_monitor()
         monitor.close()
 
 
@@ -217,7 +215,7 @@ def test_bar45_a_size_beyond_the_limit_closes_at_once(
         check_promptness(claim, 2.0)
 
 
-def test_bar45_no_memory_is_taken_on_a_strangers_word(watched: WatchedTask) -> None:
+def test_bar45_no_memory_is_allocated_for_claimed_sizes(watched: WatchedTask) -> None:
     """Sizes that are allowed, of messages that do not come."""
     begin = CURVE if watched.keys else NULL + READY
     with unharmed(watched, MIB), contextlib.ExitStack() as stack:
@@ -229,8 +227,8 @@ def test_bar45_no_memory_is_taken_on_a_strangers_word(watched: WatchedTask) -> N
         assert watched.figures()["rss"] > 0
 
 
-def test_bar45_strangers_that_send_much_are_cut_off(watched_ps: WatchedTask) -> None:
-    """Before a key was shown nobody may fill the memory, byte by real byte."""
+def test_bar45_unauthenticated_peers_that_send_much_are_closed(watched_ps: WatchedTask) -> None:
+    """An unauthenticated peer cannot fill the memory."""
     with unharmed(watched_ps, 300 * MIB), watched_ps.dial() as raw:
         raw.sendall(CURVE + b"\x06" + (limits.MESSAGE - 1).to_bytes(8, "big"))
         piece, sent = bytes(64 << 10), 0
@@ -250,12 +248,12 @@ def test_bar45_declared_sizes_of_envelopes_are_not_believed(
     lying = codec._encoder.encode(
         messages.Envelope("j", 1, 99, 1, [size], envelope.body)  # type: ignore[arg-type]
     )
-    with unharmed(watched, MIB), watched.stranger() as stranger:
-        stranger.connect()
-        stranger.hello("worker")
-        assert type(stranger.hear()) is messages.Welcome
-        stranger.socket.send_multipart([lying, b"xyz"])
-        assert stranger.hear(0.3) is None
+    with unharmed(watched, MIB), watched.raw_peer() as raw_peer:
+        raw_peer.connect()
+        raw_peer.hello("worker")
+        assert type(raw_peer.receive()) is messages.Welcome
+        raw_peer.socket.send_multipart([lying, b"xyz"])
+        assert raw_peer.receive(0.3) is None
 
 
 def test_bar45_what_is_too_large_is_an_error_of_the_sender(watched_ps: WatchedTask) -> None:
@@ -300,7 +298,7 @@ def test_pending_connections_are_closed_when_late_or_too_many() -> None:
 
 
 class Dribble:
-    """Connections that never finish a greeting: half say nothing, half a byte now and then."""
+    """Connections that never finish a handshake: half say nothing, half a byte now and then."""
 
     def __init__(self, address: str, num_each: int) -> None:
         self.all = [dial(address) for _ in range(2 * num_each)]
@@ -328,7 +326,7 @@ class Dribble:
             one.close()
 
 
-def _knock(place: Place) -> float:
+def _connect_seconds(place: Place) -> float:
     begin = time.monotonic()
     with place.channel() as good:
         assert good.request(PING, timeout=60)[0] == PING
@@ -336,7 +334,7 @@ def _knock(place: Place) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-def test_bar46_silent_and_slow_callers_are_closed(
+def test_bar46_silent_and_slow_peers_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     num_each = 500
@@ -346,18 +344,18 @@ def test_bar46_silent_and_slow_callers_are_closed(
         begin = time.monotonic()
         crowd = Dribble(service.address, num_each)
         try:
-            waits = [_knock(place) for _ in range(5)]
+            waits = [_connect_seconds(place) for _ in range(5)]
             # T_handshake + 1 s, on a machine with nothing else to do; or never.
             crowd.wait_closed(time.monotonic() + 30.0)
             closed_s = time.monotonic() - begin
-            waits.append(_knock(place))
+            waits.append(_connect_seconds(place))
         finally:
             crowd.close()
         print(f"{2 * num_each} closed after {closed_s:.2f} s, served in {max(waits):.3f} s")
         assert max(waits) < 20.0, "1 s, on a machine with nothing else to do"
 
 
-def test_bar46_a_caller_that_never_says_hello_is_closed(
+def test_bar46_a_peer_that_never_says_hello_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has finished ZeroMQ's handshake: only we can tell that it says nothing."""
@@ -376,7 +374,7 @@ def test_bar46_a_caller_that_never_says_hello_is_closed(
             assert quiet._connection is connection
 
 
-def test_bar46_the_oldest_stranger_makes_room(
+def test_bar46_the_oldest_pending_connection_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "HANDSHAKE", 60.0)
@@ -388,11 +386,11 @@ def test_bar46_the_oldest_stranger_makes_room(
         ]
         for one in crowd[:20]:
             seconds_until_closed(one)
-        assert crowd[-1].recv(100), "the listener's own greeting"
+        assert crowd[-1].recv(100), "the listener's own signature"
         crowd[-1].settimeout(0.2)
         with pytest.raises(TimeoutError):
             crowd[-1].recv(100)
-        assert _knock(place) < limits.HANDSHAKE / 2
+        assert _connect_seconds(place) < limits.HANDSHAKE / 2
 
 
 # Running out of file descriptors.

@@ -70,11 +70,11 @@ def test_keys_of_another_cluster_are_named_at_once(directory: Path, tmp_path: Pa
     other = key_files.make(tmp_path / "other")
     with (
         Server(directory) as server,
-        channel(other, server) as stranger,
+        channel(other, server) as raw_peer,
         # Long before the time is over, or nothing would be said of keys.
         refused(errors.PermissionDeniedError, "their keys do not match"),
     ):
-        stranger.request(PING, timeout=60)
+        raw_peer.request(PING, timeout=60)
 
 
 def test_missing_keys_are_named_at_once(directory: Path, short_directory: None) -> None:
@@ -82,13 +82,13 @@ def test_missing_keys_are_named_at_once(directory: Path, short_directory: None) 
         where = addresses.resolve(server.service.address)
         assert where.scheme == "ipc"
         with (
-            Channel(where, Task("coordinator", 0), peer=PS) as stranger,
+            Channel(where, Task("coordinator", 0), peer=PS) as raw_peer,
             refused(errors.PermissionDeniedError, "this process has none"),
         ):
-            stranger.request(PING, timeout=60)
+            raw_peer.request(PING, timeout=60)
 
 
-def test_keys_that_only_the_caller_has_are_named_at_once(
+def test_keys_that_only_the_peer_has_are_named_at_once(
     directory: Path, short_directory: None
 ) -> None:
     # Nothing listens at the port itself.
@@ -99,14 +99,14 @@ def test_keys_that_only_the_caller_has_are_named_at_once(
         Service(addresses.resolve(address), PS, lambda *_: (messages.Done(), ())) as service,
         Channel(
             addresses.resolve(address, "tcp", keys), Task("coordinator", 0), keys, peer=PS
-        ) as stranger,
+        ) as raw_peer,
     ):
         service.start()
         with refused(errors.PermissionDeniedError, "it was started without keys"):
-            stranger.request(PING, timeout=60)
+            raw_peer.request(PING, timeout=60)
 
 
-def test_bar50_callers_with_a_new_key_are_let_in_by_servers_that_run(directory: Path) -> None:
+def test_bar50_peers_with_a_new_key_are_accepted_by_servers_that_run(directory: Path) -> None:
     with Server(directory) as server, channel(directory, server) as old:
         assert is_answered(old)
         before = key_files.load(directory, "coordinator")
@@ -124,7 +124,7 @@ def test_bar50_callers_with_a_new_key_are_let_in_by_servers_that_run(directory: 
             assert is_answered(new)
 
 
-def test_bar50_callers_follow_a_server_to_its_new_key(directory: Path) -> None:
+def test_bar50_peers_follow_a_server_to_its_new_key(directory: Path) -> None:
     with Server(directory) as server, channel(directory, server) as running:
         assert is_answered(running)
         key_files.renew(directory, "ps")
@@ -174,7 +174,7 @@ def test_bar50_keys_are_renewed_and_retired_by_command(directory: Path) -> None:
     new = (directory / "worker.secret").read_text().strip()
     assert len((directory / "worker.public").read_text().split()) == 1
     assert new != old and new not in result.output
-    assert runner.invoke(app, ["keys", "renew", str(directory), "nobody"]).exit_code == 1
+    assert runner.invoke(app, ["keys", "renew", str(directory), "unknown"]).exit_code == 1
     assert sorted(p.name for p in directory.iterdir()) == sorted(
         f"{role}.{kind}"
         for role in ("coordinator", "worker", "ps")
@@ -182,7 +182,9 @@ def test_bar50_keys_are_renewed_and_retired_by_command(directory: Path) -> None:
     )
 
 
-def test_bar50_a_coordinator_whose_key_is_good_no_more_leaves_in_order(directory: Path) -> None:
+def test_bar50_a_coordinator_whose_key_was_retired_leaves_in_order(
+    directory: Path,
+) -> None:
     spec = {"ps": ["127.0.0.1:0", "127.0.0.1:0"]}
     servers = [rx.Server(spec, "ps", i, protocol="tcp", keys=directory) for i in range(2)]
     found = rx.train.ClusterSpec({"worker": ["127.0.0.1:1"], "ps": [s.address for s in servers]})

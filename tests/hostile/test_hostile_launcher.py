@@ -20,7 +20,7 @@ NUM_LAUNCHERS = 5
 
 
 def _has_ended(pid: int) -> bool:
-    # Nobody may be there to bury an orphan: a zombie has ended.
+    # There may be no process that reaps an orphan: a zombie has exited.
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

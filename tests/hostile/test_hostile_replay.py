@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hostile_partners import ByteProxy, dial, seconds_until_closed
-from transport_partners import COORDINATOR, PS, Place, Stranger
+from transport_partners import COORDINATOR, PS, Place, RawPeer
 
 from replicax import errors
 from replicax.protocol import limits, messages
@@ -29,7 +29,7 @@ class Reached:
     def __init__(self) -> None:
         self.numbers: list[int] = []
 
-    def __call__(self, caller: Any, envelope: Any, buffers: Any) -> Any:
+    def __call__(self, session: Any, envelope: Any, buffers: Any) -> Any:
         self.numbers.append(envelope.body.settled)
         return messages.Done(), ()
 
@@ -132,7 +132,7 @@ def test_bar47_a_handshake_that_is_reflected_opens_nothing(
 
 
 def test_bar47_recorded_messages_change_nothing_on_one_machine(tmp_path: Path) -> None:
-    """On `ipc` bytes are not signed: the server counts every update once, whoever repeats it."""
+    """On `ipc` bytes are not signed: each update counts once."""
     place = Place("ipc", tmp_path)
     server = ParameterServerTask(0, place.resolve("ps"))
     server.start()
@@ -151,16 +151,16 @@ def test_bar47_recorded_messages_change_nothing_on_one_machine(tmp_path: Path) -
                 number = channel.send(messages.Exchange([push], []), [one])
                 recorded.append([bytes(f) for f in channel._in_flight[number]])
                 assert channel.receive(20) is not None
-            with Stranger(place.address) as stranger:
-                stranger.connect()
+            with RawPeer(place.address) as raw_peer:
+                raw_peer.connect()
                 # Without a word about itself; as another life; as the life that said them.
                 for life in (None, 98, 99):
                     if life is not None:
-                        stranger.hello("worker", incarnation=life)
-                        assert type(stranger.hear()) is messages.Welcome
+                        raw_peer.hello("worker", incarnation=life)
+                        assert type(raw_peer.receive()) is messages.Welcome
                     for i in range(NUM_FRAMES):
-                        stranger.socket.send_multipart(recorded[i % 100])
-                        answer = stranger.hear()
+                        raw_peer.socket.send_multipart(recorded[i % 100])
+                        answer = raw_peer.receive()
                         assert type(answer) is messages.Exchanged or "hello first" in answer.text
                         assert (type(answer) is messages.Exchanged) <= (life == 99)
             question = messages.Exchange([], [messages.Read(1, -1, False)])

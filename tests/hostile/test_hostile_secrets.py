@@ -97,11 +97,11 @@ def test_bar48_files_of_keys_are_for_their_user_alone(tmp_path: Path) -> None:
 
 def test_bar48_a_key_that_is_a_link_to_another_users_file_is_refused(tmp_path: Path) -> None:
     directory = key_files.make(tmp_path / "keys")
-    elsewhere = tmp_path / "shared"
-    elsewhere.write_bytes((directory / "ps.secret").read_bytes())
-    elsewhere.chmod(0o644)
+    shared = tmp_path / "shared"
+    shared.write_bytes((directory / "ps.secret").read_bytes())
+    shared.chmod(0o644)
     (directory / "ps.secret").unlink()
-    (directory / "ps.secret").symlink_to(elsewhere)
+    (directory / "ps.secret").symlink_to(shared)
     with pytest.raises(rx.errors.PermissionDeniedError):
         key_files.load(directory, "ps")
 

@@ -48,7 +48,7 @@ class Liar:
         self.service = Service(addresses.resolve(address), WORKER, self._handle)
         self.service.start()
 
-    def _handle(self, caller: Any, envelope: Any, buffers: Any) -> Any:
+    def _handle(self, session: Any, envelope: Any, buffers: Any) -> Any:
         body = envelope.body
         if isinstance(body, messages.Ping):
             return messages.Pong(len(self.ran), self.figures), ()
@@ -57,7 +57,7 @@ class Liar:
                 self.ran.append(closure.closure)
                 if self.lie is not None:
                     said, arrays = self.lie(closure.closure)
-                    self.service.send(caller, said, arrays)
+                    self.service.send(session, said, arrays)
             return None
         if isinstance(body, messages.CreateResource):
             error = RemoteError("input", "os.system", "id", "")
@@ -172,7 +172,7 @@ _BAD_NODES: list[tuple[str, Any, list[bytes], int | None]] = [
     ("no value", _NO_VALUE, [], None),
     ("a name that is code", NamedTuple("x: __import__('os').system('id')", (), []), [], None),
     ("fields that are code", NamedTuple("T", ("a=print(1)",), [None]), [], None),
-    ("a variable of nobody", Items("variable", ["os", "system"]), [], None),
+    ("a variable that does not exist", Items("variable", ["os", "system"]), [], None),
     ("a variable without sense", Items("variable", [Dict(["a"], [1])]), [], None),
     ("a variable without a number", Items("variable", ["variable"]), [], None),
     ("a variable of a list", Items("variable", ["variable", Items("list", []), 0]), [], None),
@@ -212,7 +212,7 @@ def test_bar43_errors_are_texts_of_known_classes(
     assert executed == []
 
 
-def test_bar43_figures_and_answers_to_nothing_do_nothing(scene: Scene, executed: list[Any]) -> None:
+def test_bar43_figures_and_replies_to_nothing_do_nothing(scene: Scene, executed: list[Any]) -> None:
     """Numbers of any size, results of closures that it was never given, and sudden words."""
     scene.liar.figures = {
         "open": float("nan"),
@@ -240,5 +240,5 @@ def test_bar43_a_liar_is_no_harm_to_the_variables_of_others(
     with scene.strategy.scope():
         variable = rx.Variable(np.zeros(3, np.float32))
     with pytest.raises(rx.errors.DistributeError):
-        scene.asked(_result(Items("variable", ["nobody"]), [])).fetch(60)
+        scene.asked(_result(Items("variable", ["unknown"]), [])).fetch(60)
     assert np.asarray(variable.read_value()).tolist() == [0, 0, 0]

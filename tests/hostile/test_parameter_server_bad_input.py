@@ -254,7 +254,7 @@ def test_a_second_coordinator_is_told_that_the_servers_are_taken(desk: Desk) -> 
         second.close()
 
 
-# What strangers can reach.
+# What unauthenticated peers can reach.
 
 
 def calls_of_pickle(path: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Bytes that nobody should have sent, and callers that should not have called."""
+"""Malformed messages, handshakes of wrong versions and roles, and unauthenticated peers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from transport_partners import COORDINATOR, PS, WORKER, Place, Stranger, random_body
+from transport_partners import COORDINATOR, PS, WORKER, Place, RawPeer, random_body
 
 from replicax import errors
 from replicax.protocol import codec, limits, messages
@@ -33,7 +33,7 @@ class Reached:
     def __init__(self) -> None:
         self.bodies: list[Any] = []
 
-    def __call__(self, caller: Any, envelope: Any, buffers: Any) -> Any:
+    def __call__(self, session: Any, envelope: Any, buffers: Any) -> Any:
         self.bodies.append(envelope.body)
         return messages.Done(), buffers
 
@@ -80,21 +80,21 @@ def test_bar44_malformed_messages_do_nothing(
     with (
         caplog.at_level(logging.WARNING),
         ipc.serve(reached) as service,
-        Stranger(service.url) as stranger,
+        RawPeer(service.url) as raw_peer,
         ipc.channel() as good,
     ):
-        stranger.connect()
+        raw_peer.connect()
         if is_known:
-            stranger.hello()
-            assert type(stranger.hear()) is messages.Welcome
+            raw_peer.hello()
+            assert type(raw_peer.receive()) is messages.Welcome
         good.request(PING, timeout=60)
         before = process.memory_info().rss
         num_fds = process.num_fds()
         stream = _malformed(random.Random(7))
         for i in range(1_000):
-            stranger.socket.send_multipart(next(stream))
-            while stranger.socket.poll(0):
-                stranger.socket.recv_multipart()
+            raw_peer.socket.send_multipart(next(stream))
+            while raw_peer.socket.poll(0):
+                raw_peer.socket.recv_multipart()
             if i % 100 == 0:
                 assert good.request(messages.Ping(i), timeout=60)[0] == messages.Done()
         assert good.request(PING, timeout=60)[0] == messages.Done()
@@ -107,11 +107,11 @@ def test_bar44_malformed_messages_do_nothing(
 
 
 def test_a_message_without_hello_is_told_so(ipc: Place, reached: Reached) -> None:
-    with ipc.serve(reached) as service, Stranger(service.url) as stranger:
-        stranger.connect()
+    with ipc.serve(reached) as service, RawPeer(service.url) as raw_peer:
+        raw_peer.connect()
         for body in (PING, messages.ShipFunction("0" * 64)):
-            stranger.say(body, [b"x" * 100_000])
-            answer = stranger.hear()
+            raw_peer.send(body, [b"x" * 100_000])
+            answer = raw_peer.receive()
             assert answer.code == "ProtocolError"
             assert answer.text.startswith("hello first")
     assert reached.bodies == []
@@ -128,24 +128,24 @@ def test_a_long_first_message_is_not_decoded(
         return decode(frames)
 
     monkeypatch.setattr(codec, "decode", watched)
-    with ipc.serve(reached) as service, Stranger(service.url) as stranger:
-        stranger.connect()
-        stranger.hello(library="x" * limits.HELLO)
-        assert stranger.hear().text.startswith("hello first")
+    with ipc.serve(reached) as service, RawPeer(service.url) as raw_peer:
+        raw_peer.connect()
+        raw_peer.hello(library="x" * limits.HELLO)
+        assert raw_peer.receive().text.startswith("hello first")
     assert decoded_by == {threading.main_thread().name}
 
 
 @pytest.mark.parametrize("size", [(1 << 31) + 1, 1 << 32, (1 << 63) - 1])
 def test_bar45_a_huge_frame_closes_the_connection(ipc: Place, reached: Reached, size: int) -> None:
     """Speaks the wire format by hand, as ZeroMQ itself would not send such a length."""
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
+    signature = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
     ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     with ipc.serve(reached), socket.socket(socket.AF_UNIX) as raw, ipc.channel() as good:
         good.request(PING, timeout=60)
         before = psutil.Process().memory_info().rss
         raw.settimeout(60)
         raw.connect(ipc.resolve("ps").path)
-        raw.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+        raw.sendall(signature + b"\x04" + bytes([len(ready)]) + ready)
         raw.sendall(b"\x02" + size.to_bytes(8, "big") + b"x" * 1000)
         while raw.recv(4096):
             pass
@@ -164,7 +164,7 @@ def test_bar46_silent_connections_are_closed(
         with tcp.channel() as good:
             assert good.request(PING, timeout=60)[0] == messages.Done()
         for one in silent:
-            while one.recv(100):  # the listener's own greeting, then the end
+            while one.recv(100):  # the listener's own signature, then the end
                 pass
             one.close()
 
@@ -185,15 +185,15 @@ def test_bar46_silent_connections_are_closed(
 def test_bar49_other_versions_are_refused_with_both(
     ipc: Place, reached: Reached, changes: Any, shown: str
 ) -> None:
-    with ipc.serve(reached) as service, Stranger(service.url) as stranger:
-        stranger.connect()
-        stranger.hello(**changes)
-        answer = stranger.hear()
+    with ipc.serve(reached) as service, RawPeer(service.url) as raw_peer:
+        raw_peer.connect()
+        raw_peer.hello(**changes)
+        answer = raw_peer.receive()
         assert answer.code == "ProtocolError"
         assert shown in answer.text
         assert f"protocol {messages.VERSION}, Python" in answer.text
-        stranger.say(PING)
-        assert stranger.hear().text.startswith("hello first")
+        raw_peer.send(PING)
+        assert raw_peer.receive().text.startswith("hello first")
     assert reached.bodies == []
 
 
@@ -267,29 +267,29 @@ def test_bar42_some_roles_may_not_call_at_all(
 
 
 @pytest.mark.parametrize("who", ["no key", "new key", "keys of another cluster"])
-def test_bar42_strangers_without_a_known_key_are_refused(
+def test_bar42_peers_without_a_known_key_are_refused(
     tcp: Place, tmp_path: Path, reached: Reached, who: str
 ) -> None:
-    with tcp.serve(reached) as service, Stranger(service.url) as stranger:
+    with tcp.serve(reached) as service, RawPeer(service.url) as raw_peer:
         if who != "no key":
             other = key_files.load(key_files.make(tmp_path / "other"), "coordinator")
             ours = tcp.key("worker")
             assert ours is not None
             server = ours.public_keys["ps"] if who == "new key" else other.public_keys["ps"]
-            guard_client(stranger.socket, other, server)
-        monitor = stranger.socket.get_monitor_socket(
+            guard_client(raw_peer.socket, other, server)
+        monitor = raw_peer.socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
         )
-        stranger.connect()
-        # When it was refused before it could speak, ZeroMQ has nobody to send to.
+        raw_peer.connect()
+        # When it was refused before it could speak, ZeroMQ has no connection to send to.
         with contextlib.suppress(zmq.Again):
-            stranger.hello()
+            raw_peer.hello()
         assert monitor.poll(60_000)
         event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
         assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
-        stranger.socket.disable_monitor()
+        raw_peer.socket.disable_monitor()
         monitor.close()
-        assert stranger.hear(0.2) is None
+        assert raw_peer.receive(0.2) is None
         with tcp.channel() as good:
             assert good.request(PING, timeout=60)[0] == messages.Done()
     assert reached.bodies == [PING]
@@ -298,15 +298,15 @@ def test_bar42_strangers_without_a_known_key_are_refused(
 def test_bar42_a_key_cannot_claim_another_role(tcp: Place, reached: Reached) -> None:
     keys = tcp.key("worker")
     assert keys is not None
-    with tcp.serve(reached) as service, Stranger(service.url) as stranger:
-        guard_client(stranger.socket, keys, keys.public_keys["ps"])
-        stranger.connect()
-        stranger.hello("coordinator")
-        answer = stranger.hear()
+    with tcp.serve(reached) as service, RawPeer(service.url) as raw_peer:
+        guard_client(raw_peer.socket, keys, keys.public_keys["ps"])
+        raw_peer.connect()
+        raw_peer.hello("coordinator")
+        answer = raw_peer.receive()
         assert answer.code == "PermissionDeniedError"
         assert "a coordinator with the key of a worker" in answer.text
-        stranger.say(messages.CreatePart(1, "v", (1,), "float32", messages.FromBuffer()))
-        assert stranger.hear().text.startswith("hello first")
+        raw_peer.send(messages.CreatePart(1, "v", (1,), "float32", messages.FromBuffer()))
+        assert raw_peer.receive().text.startswith("hello first")
     assert reached.bodies == []
 
 
@@ -324,7 +324,7 @@ def test_a_channel_with_unknown_keys_is_told_so(tcp: Place, tmp_path: Path) -> N
             channel.request(PING, timeout=60)
 
 
-def test_a_caller_does_not_talk_to_a_server_without_the_right_key(
+def test_a_peer_does_not_talk_to_a_server_without_the_right_key(
     tcp: Place, tmp_path: Path, reached: Reached
 ) -> None:
     """A worker's key cannot pose as a parameter server."""

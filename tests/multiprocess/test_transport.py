@@ -48,7 +48,7 @@ def ipc(tmp_path: Path) -> Place:
     return Place("ipc", tmp_path)
 
 
-# Frames.
+# Encoding.
 
 
 @pytest.mark.parametrize("kind", ALL_BODIES, ids=lambda k: k.__name__)
@@ -61,32 +61,32 @@ def test_every_body_survives_encoding(kind: type[messages.Body]) -> None:
             for _ in range(rng.randrange(5))
         ]
         buffers = [rng.randbytes(n) for n in sizes]
-        frames = codec.encode("job", 3, 1 << 62, 7, body, buffers)
-        envelope, received = codec.decode([bytes(f) for f in frames])
+        parts = codec.encode("job", 3, 1 << 62, 7, body, buffers)
+        envelope, received = codec.decode([bytes(f) for f in parts])
         assert envelope == messages.Envelope("job", 3, 1 << 62, 7, sizes, body)  # type: ignore[arg-type]
         assert [bytes(b) for b in received] == buffers
-        assert len(frames) == 1 + any(0 < n < limits.JOINED for n in sizes) + sum(
+        assert len(parts) == 1 + any(0 < n < limits.JOINED for n in sizes) + sum(
             n >= limits.JOINED for n in sizes
         )
 
 
 def test_small_buffers_are_aligned_in_their_frame() -> None:
-    frames = codec.encode("", 0, 1, 1, messages.Done(), [b"a", b"b" * 65, b"c"])
-    assert bytes(frames[1]) == b"a" + bytes(63) + b"b" * 65 + bytes(63) + b"c"
+    parts = codec.encode("", 0, 1, 1, messages.Done(), [b"a", b"b" * 65, b"c"])
+    assert bytes(parts[1]) == b"a" + bytes(63) + b"b" * 65 + bytes(63) + b"c"
 
 
 @pytest.mark.parametrize("more", [0, 1, limits.PART - 1, limits.PART])
-def test_bar50_long_buffers_are_cut_into_frames_and_put_together(more: int) -> None:
+def test_bar50_long_buffers_are_cut_into_parts_and_put_together(more: int) -> None:
     long = random.Random(more).randbytes(2 * limits.PART + more)
     buffers = [b"short", long, b"x" * limits.PART]
-    frames = codec.encode("", 0, 1, 1, messages.Done(), buffers)
-    assert max(map(len, frames)) <= limits.PART
-    _, received = codec.decode([bytes(f) for f in frames])
+    parts = codec.encode("", 0, 1, 1, messages.Done(), buffers)
+    assert max(map(len, parts)) <= limits.PART
+    _, received = codec.decode([bytes(f) for f in parts])
     assert [bytes(b) for b in received] == buffers
-    first, second = frames[2], frames[3]
+    first, second = parts[2], parts[3]
     for wrong in ([first[1:], bytes(second) + b"x"], [first[1:], second], [first]):
         with pytest.raises(errors.ProtocolError):
-            codec.decode([*frames[:2], *wrong, *frames[4:]])
+            codec.decode([*parts[:2], *wrong, *parts[4:]])
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_bar50_long_buffers_are_cut_into_frames_and_put_together(more: int) -> N
     ids=str,
 )
 def test_arrays_of_all_types_travel_as_their_bytes(array: np.ndarray) -> None:
-    frames = codec.encode("", 0, 1, 1, messages.Done(), [array])
-    _, (received,) = codec.decode([bytes(f) for f in frames])
+    parts = codec.encode("", 0, 1, 1, messages.Done(), [array])
+    _, (received,) = codec.decode([bytes(f) for f in parts])
     assert bytes(received) == array.tobytes()
 
 
@@ -131,7 +131,7 @@ def test_too_long_messages_are_refused_before_they_are_sent() -> None:
     [[-1], [1 << 31], [1 << 32], [(1 << 63) - 1], [2**64 - 1], [limits.MESSAGE, 1], [4], [1, 1, 1]],
     ids=str,
 )
-def test_bar45_sizes_that_do_not_fit_the_frames_are_refused(sizes: list[int]) -> None:
+def test_bar45_sizes_that_do_not_fit_the_parts_are_refused(sizes: list[int]) -> None:
     header = codec.encode("", 0, 1, 1, messages.Done())[0]
     fake = header.replace(b"\x90", codec._encoder.encode(sizes), 1)
     assert fake != header
@@ -140,9 +140,9 @@ def test_bar45_sizes_that_do_not_fit_the_frames_are_refused(sizes: list[int]) ->
             codec.decode([fake, *more])
 
 
-def test_frames_that_are_not_named_are_refused() -> None:
+def test_parts_that_are_not_named_are_refused() -> None:
     header = codec.encode("", 0, 1, 1, messages.Done())[0]
-    for frames in (
+    for parts in (
         [],
         [header, b""],
         [header, b"x"],
@@ -151,7 +151,7 @@ def test_frames_that_are_not_named_are_refused() -> None:
         [bytes(limits.HEADER + 1)],
     ):
         with pytest.raises(errors.ProtocolError):
-            codec.decode(frames)
+            codec.decode(parts)
 
 
 def test_deep_nesting_is_refused_and_not_followed() -> None:
@@ -164,16 +164,16 @@ def test_deep_nesting_is_refused_and_not_followed() -> None:
             codec.decode([begin + text[: limits.HEADER - 1000]])
 
 
-# Questions and answers.
+# Requests and replies.
 
 
-def test_every_body_travels_as_an_answer(place: Place) -> None:
+def test_every_body_travels_as_an_reply(place: Place) -> None:
     rng = random.Random(5)
     bodies = [
         random_body(k, rng) for k in ALL_BODIES if k not in (messages.Welcome, messages.ErrorReply)
     ]
 
-    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+    def handler(session: Any, envelope: Any, buffers: Any) -> Any:
         return bodies[envelope.body.settled], buffers
 
     with place.serve(handler), place.channel() as channel:
@@ -206,8 +206,8 @@ def _check_echo(place: Place, size: int) -> None:
 def test_handlers_see_who_asks_and_for_what(place: Place) -> None:
     seen: list[Any] = []
 
-    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
-        seen.append((caller.role, caller.task, caller.incarnation, envelope.job, envelope.epoch))
+    def handler(session: Any, envelope: Any, buffers: Any) -> Any:
+        seen.append((session.role, session.task, session.incarnation, envelope.job, envelope.epoch))
         return messages.Done(), ()
 
     with place.serve(handler), place.channel(Task("worker", 3), incarnation=44) as channel:
@@ -216,14 +216,14 @@ def test_handlers_see_who_asks_and_for_what(place: Place) -> None:
     assert seen == [("worker", 3, 44, "j", 5)]
 
 
-def test_errors_of_the_handler_reach_the_caller_with_their_type(place: Place) -> None:
+def test_errors_of_the_handler_reach_the_peer_with_their_type(place: Place) -> None:
     raised: list[BaseException] = [
         errors.NotFoundError("There is no part 3."),
         ValueError("of no class of ours"),
         errors.FencedError("You are dead."),
     ]
 
-    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+    def handler(session: Any, envelope: Any, buffers: Any) -> Any:
         raise raised[envelope.body.settled]
 
     with place.serve(handler), place.channel() as channel:
@@ -236,7 +236,7 @@ def test_errors_of_the_handler_reach_the_caller_with_their_type(place: Place) ->
             channel.request(messages.Ping(2), timeout=60)
 
 
-def test_posted_questions_are_answered_in_order(place: Place) -> None:
+def test_sent_requests_are_replied_in_order(place: Place) -> None:
     with place.serve(), place.channel() as channel:
         numbers = [channel.send(messages.Ping(i), [b"%d" % i]) for i in range(200)]
         assert channel.num_in_flight() == 200
@@ -248,15 +248,15 @@ def test_posted_questions_are_answered_in_order(place: Place) -> None:
         assert channel.receive(timeout=60) is None
 
 
-def test_a_request_between_posted_questions_gets_its_own_answer(ipc: Place) -> None:
+def test_a_request_between_sent_requests_gets_its_own_reply(ipc: Place) -> None:
     with ipc.serve(), ipc.channel() as channel:
         first = channel.send(messages.Ping(1))
         assert channel.request(messages.Ping(2), timeout=60)[0] == messages.Ping(2)
         assert channel.receive(timeout=60) == (first, messages.Ping(1), [])
 
 
-def test_refused_answers_to_posted_questions_are_returned(ipc: Place) -> None:
-    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+def test_refused_replies_to_sent_requests_are_returned(ipc: Place) -> None:
+    def handler(session: Any, envelope: Any, buffers: Any) -> Any:
         raise errors.NotFoundError("no")
 
     with ipc.serve(handler), ipc.channel() as channel:
@@ -268,7 +268,7 @@ def test_refused_answers_to_posted_questions_are_returned(ipc: Place) -> None:
         )
 
 
-def test_too_many_posted_questions_are_refused(ipc: Place) -> None:
+def test_too_many_sent_requests_are_refused(ipc: Place) -> None:
     with ipc.serve(lambda *_: None), ipc.channel() as channel:
         for _ in range(limits.IN_FLIGHT):
             channel.send(PING)
@@ -276,7 +276,7 @@ def test_too_many_posted_questions_are_refused(ipc: Place) -> None:
             channel.send(PING)
 
 
-def test_many_callers_get_their_own_answers(place: Place) -> None:
+def test_many_peers_get_their_own_replies(place: Place) -> None:
     wrong: list[Any] = []
 
     def ask(index: int) -> None:
@@ -314,8 +314,8 @@ def test_one_channel_serves_many_threads(ipc: Place) -> None:
     assert wrong == []
 
 
-def test_an_answer_that_does_not_come_ends_at_the_deadline(place: Place) -> None:
-    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+def test_an_reply_that_does_not_come_ends_at_the_deadline(place: Place) -> None:
+    def handler(session: Any, envelope: Any, buffers: Any) -> Any:
         return None if envelope.body.settled else (messages.Done(), ())
 
     with place.serve(handler), place.channel() as channel:
@@ -326,12 +326,12 @@ def test_an_answer_that_does_not_come_ends_at_the_deadline(place: Place) -> None
         assert channel.receive(timeout=0.05) is None
 
 
-def test_late_answers_and_notices_come_from_any_thread(ipc: Place) -> None:
+def test_late_replies_and_notices_come_from_any_thread(ipc: Place) -> None:
     threads: list[threading.Thread] = []
 
-    def handler(caller: Any, envelope: Any, buffers: Any) -> None:
+    def handler(session: Any, envelope: Any, buffers: Any) -> None:
         def late() -> None:
-            service.send(caller, messages.Done(), [b"late"], request=envelope.request)
+            service.send(session, messages.Done(), [b"late"], request=envelope.request)
 
         threads.append(threading.Thread(target=late))
         threads[-1].start()
@@ -344,8 +344,8 @@ def test_late_answers_and_notices_come_from_any_thread(ipc: Place) -> None:
         thread.join()
 
 
-def test_answers_too_long_for_a_message_become_an_error(ipc: Place) -> None:
-    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+def test_replies_too_long_for_a_message_become_an_error(ipc: Place) -> None:
+    def handler(session: Any, envelope: Any, buffers: Any) -> Any:
         return messages.ErrorReply("x", "y" * limits.HEADER), ()
 
     with ipc.serve(handler), ipc.channel() as channel, pytest.raises(errors.ResourceExhaustedError):
@@ -368,10 +368,10 @@ def test_regular_work_is_called_while_messages_come(ipc: Place) -> None:
     assert times == sorted(times)
 
 
-# Lives and deaths.
+# Restarts and lost tasks.
 
 
-def test_a_channel_waits_for_nobody_who_is_not_there(place: Place) -> None:
+def test_a_channel_does_not_wait_for_a_task_that_does_not_listen(place: Place) -> None:
     place.fix_port()
     with place.channel() as channel:
         with pytest.raises(errors.PSUnavailableError, match=r"/job:ps/task:0 .*nothing listens"):
@@ -387,7 +387,7 @@ def test_a_server_that_starts_in_time_is_found(ipc: Place) -> None:
             assert channel.receive(timeout=60) == (1, PING, [])
 
 
-def test_bar23_a_new_life_of_a_server_is_an_error_until_reset(place: Place) -> None:
+def test_bar23_a_new_incarnation_of_a_server_is_an_error_until_reset(place: Place) -> None:
     place.fix_port()
     with place.channel() as channel:
         with place.serve(incarnation=1):
@@ -408,7 +408,7 @@ def test_bar23_a_new_life_of_a_server_is_an_error_until_reset(place: Place) -> N
             assert channel.request(PING, timeout=60)[0] == PING
 
 
-def test_a_new_life_of_a_worker_is_unavailable(ipc: Place) -> None:
+def test_a_new_incarnation_of_a_worker_is_unavailable(ipc: Place) -> None:
     with ipc.channel(peer=WORKER) as channel:
         for life in (1, 2):
             with ipc.serve(task=WORKER, incarnation=life):
@@ -419,7 +419,7 @@ def test_a_new_life_of_a_worker_is_unavailable(ipc: Place) -> None:
                         channel.request(PING, timeout=60)
 
 
-def test_a_service_may_begin_a_new_life_behind_its_connections(ipc: Place) -> None:
+def test_a_service_may_begin_a_new_incarnation_behind_its_connections(ipc: Place) -> None:
     with ipc.serve(incarnation=1) as service, ipc.channel() as channel:
         channel.request(PING, timeout=60)
         service.incarnation = 2
@@ -427,21 +427,21 @@ def test_a_service_may_begin_a_new_life_behind_its_connections(ipc: Place) -> No
             channel.request(PING, timeout=60)
 
 
-def test_a_caller_may_begin_a_new_life(ipc: Place) -> None:
-    lives: list[int] = []
+def test_a_peer_may_begin_a_new_incarnation(ipc: Place) -> None:
+    incarnations: list[int] = []
 
-    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
-        lives.append(caller.incarnation)
+    def handler(session: Any, envelope: Any, buffers: Any) -> Any:
+        incarnations.append(session.incarnation)
         return messages.Done(), ()
 
     with ipc.serve(handler), ipc.channel(incarnation=1) as channel:
         channel.request(PING, timeout=60)
         channel.incarnation = 2
         channel.request(PING, timeout=60)
-    assert lives == [1, 2]
+    assert incarnations == [1, 2]
 
 
-def test_bar25_a_question_outlives_a_break_of_the_connection(place: Place) -> None:
+def test_bar25_a_request_outlives_a_break_of_the_connection(place: Place) -> None:
     """The same life listens again in time: what was not answered is asked again."""
     place.fix_port()
     with place.channel() as channel:
@@ -455,10 +455,10 @@ def test_bar25_a_question_outlives_a_break_of_the_connection(place: Place) -> No
                 assert channel.receive(timeout=60) == (number, messages.Ping(i), [])
 
 
-def test_bar25_a_connection_that_nobody_uses_breaks_once_and_holds_up_no_other(ipc: Place) -> None:
-    """A proxy whose server is away lets callers in, and closes; nobody looks at it meanwhile.
+def test_bar25_an_unused_connection_breaks_once_and_blocks_no_other(ipc: Place) -> None:
+    """A proxy without its server accepts connections and closes them, while the channel is unused.
 
-    Whoever goes on trying leaves behind what became of it, for as long as nobody looks.
+    Retries would queue events for as long as no thread handles them.
     """
     place = addresses.resolve(f"ipc://{Path(ipc.resolve('ps').path).parent}/away")
     with socket.socket(socket.AF_UNIX) as listener, ipc.serve(), ipc.channel() as good:
@@ -487,7 +487,7 @@ def test_bar25_a_connection_that_nobody_uses_breaks_once_and_holds_up_no_other(i
             assert 2 <= num_tries <= 50
 
 
-def test_forgotten_callers_say_hello_again(ipc: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_peers_say_hello_again(ipc: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SESSIONS", 1)
     with ipc.serve(), ipc.channel() as one, ipc.channel() as two:
         for i in range(5):
@@ -559,7 +559,7 @@ def test_a_service_that_was_never_started_is_closed(ipc: Place) -> None:
 
 
 def test_a_service_can_be_closed_by_its_handler(ipc: Place) -> None:
-    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+    def handler(session: Any, envelope: Any, buffers: Any) -> Any:
         service.close()
         return messages.Done(), ()
 
@@ -576,7 +576,7 @@ from replicax.transport import addresses, messages
 from replicax.transport.channel import Channel
 from replicax.transport.service import Service
 from replicax.protocol.tasks import Task
-echo = lambda caller, envelope, buffers: (envelope.body, buffers)
+echo = lambda session, envelope, buffers: (envelope.body, buffers)
 place = addresses.resolve("ipc://{tmp_path}/s")
 ps, me = Task("ps", 0), Task("coordinator", 0)
 with Service(place, ps, echo) as service, Channel(place, me, peer=ps) as mine:
@@ -593,7 +593,7 @@ with Service(place, ps, echo) as service, Channel(place, me, peer=ps) as mine:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=250)
 
 
-def test_the_answer_to_a_stranger_of_this_process_is_known() -> None:
+def test_the_reply_to_a_request_without_a_handshake_is_recognised() -> None:
     assert error_replies.is_hello_first(error_replies.hello_first())
     assert not error_replies.is_hello_first(messages.ErrorReply("ProtocolError", "else"))
     assert error_replies.to_error(messages.ErrorReply("message", "x")).args == ("x",)

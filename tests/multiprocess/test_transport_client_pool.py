@@ -69,7 +69,7 @@ def ipc(tmp_path: Path) -> Place:
     return Place("ipc", tmp_path)
 
 
-def test_the_hub_reports_connections_and_messages(recorder: Recorder, place: Place) -> None:
+def test_the_pool_reports_connections_and_messages(recorder: Recorder, place: Place) -> None:
     with place.serve(incarnation=5):
         recorder.pool.connect(PS, place.resolve("coordinator"))
         assert recorder.next() == ("connected", PS, 5)
@@ -80,7 +80,7 @@ def test_the_hub_reports_connections_and_messages(recorder: Recorder, place: Pla
     assert recorder.next()[:2] == ("lost", PS)
 
 
-def test_the_hub_speaks_over_tcp(tmp_path: Path) -> None:
+def test_the_pool_speaks_over_tcp(tmp_path: Path) -> None:
     place = Place("tcp", tmp_path)
     recorder = Recorder(keys=place.key("coordinator"))
     with recorder.pool as pool, place.serve():
@@ -101,8 +101,8 @@ def test_messages_wait_for_a_task_that_starts_later(recorder: Recorder, place: P
 
 
 def test_notices_of_a_task_arrive(recorder: Recorder, place: Place) -> None:
-    def handler(caller: Any, envelope: Any, buffers: Any) -> None:
-        service.send(caller, messages.Finished([]))
+    def handler(session: Any, envelope: Any, buffers: Any) -> None:
+        service.send(session, messages.Finished([]))
 
     with place.serve(handler, WORKER) as service:
         recorder.pool.connect(WORKER, place.resolve("coordinator"))
@@ -112,7 +112,7 @@ def test_notices_of_a_task_arrive(recorder: Recorder, place: Place) -> None:
     assert recorder.next()[:2] == ("lost", WORKER)
 
 
-def test_questions_of_other_threads_get_their_answers(recorder: Recorder, place: Place) -> None:
+def test_requests_of_other_threads_get_their_replies(recorder: Recorder, place: Place) -> None:
     wrong: list[int] = []
 
     def ask(index: int) -> None:
@@ -134,7 +134,7 @@ def test_questions_of_other_threads_get_their_answers(recorder: Recorder, place:
 
 
 def test_errors_of_a_task_are_raised_where_it_was_asked(recorder: Recorder, ipc: Place) -> None:
-    def handler(caller: Any, envelope: Any, buffers: Any) -> Any:
+    def handler(session: Any, envelope: Any, buffers: Any) -> Any:
         if envelope.body.settled:
             return None
         raise errors.NotFoundError("There is no such part.")
@@ -177,7 +177,7 @@ def test_a_task_restarted_at_once_is_lost_first(recorder: Recorder, place: Place
     with place.serve(incarnation=2):
         kind, task, reason = recorder.next()
         assert (kind, task) == ("lost", PS)
-        # Whoever asks in between finds nobody.
+        # A request in between fails.
         assert reason in ("it was restarted", "nothing listens there")
         assert recorder.next() == ("connected", PS, 2)
         recorder.pool.disconnect(PS)
@@ -193,7 +193,7 @@ def test_bar25_a_short_break_is_no_loss(
     answers: list[Any] = []
     asked = threading.Event()
 
-    def answer_the_second(caller: Any, envelope: Any, buffers: Any) -> Any:
+    def answer_the_second(session: Any, envelope: Any, buffers: Any) -> Any:
         is_first = not asked.is_set()
         asked.set()
         return None if is_first else (envelope.body, buffers)
@@ -279,7 +279,7 @@ def test_many_tasks_share_one_thread(recorder: Recorder, tmp_path: Path) -> None
         service.__exit__(None, None, None)
 
 
-def test_callbacks_that_fail_do_not_end_the_hub(ipc: Place) -> None:
+def test_callbacks_that_fail_do_not_end_the_pool(ipc: Place) -> None:
     called: queue.Queue[float] = queue.Queue()
 
     def fail(*_: Any) -> None:
@@ -296,7 +296,7 @@ def test_callbacks_that_fail_do_not_end_the_hub(ipc: Place) -> None:
         assert pool.request(PS, PING, timeout=60)[0] == PING
 
 
-def test_a_callback_cannot_wait_for_answers(ipc: Place) -> None:
+def test_a_callback_cannot_wait_for_replies(ipc: Place) -> None:
     caught: queue.Queue[BaseException] = queue.Queue()
 
     def on_connected(task: Task, welcome: Any) -> None:
@@ -313,7 +313,7 @@ def test_a_callback_cannot_wait_for_answers(ipc: Place) -> None:
         assert "thread" in str(caught.get(timeout=60))
 
 
-def test_a_hub_can_be_closed_by_a_callback_and_twice(ipc: Place) -> None:
+def test_a_pool_can_be_closed_by_a_callback_and_twice(ipc: Place) -> None:
     pool = ClientPool(COORDINATOR, None, lambda *_: None, lambda *_: pool.close(), lambda *_: None)
     with ipc.serve():
         pool.connect(PS, ipc.resolve("coordinator"))
@@ -326,7 +326,7 @@ def test_a_hub_can_be_closed_by_a_callback_and_twice(ipc: Place) -> None:
 def test_what_was_sent_before_closing_arrives(ipc: Place) -> None:
     arrived: queue.Queue[Any] = queue.Queue()
 
-    def handler(caller: Any, envelope: Any, buffers: Any) -> None:
+    def handler(session: Any, envelope: Any, buffers: Any) -> None:
         arrived.put(envelope.body)
 
     is_connected = threading.Event()

@@ -29,7 +29,7 @@ class Echo:
         self.offsets: list[list[int]] = []
         self.kept: list[memoryview] | None = None
 
-    def __call__(self, caller: Any, envelope: Any, buffers: list[memoryview]) -> Any:
+    def __call__(self, session: Any, envelope: Any, buffers: list[memoryview]) -> Any:
         self.offsets.append(envelope.offsets)
         if self.kept is not None:
             self.kept += buffers
@@ -49,7 +49,7 @@ def channel(echo: Echo, tmp_path: Path) -> Iterator[Channel]:
     with Service(place, PS, echo) as service:
         service.start()
         with Channel(place, WORKER, peer=PS) as found:
-            # The first question finds out that the other side shares the lane.
+            # The first request opens the shared memory.
             found.request(messages.Exchange([], []))
             yield found
 
@@ -76,7 +76,7 @@ def test_buffers_arrive_as_they_were_and_only_large_ones_are_shared(
     assert all(place % limits.ALIGNMENT == 0 for place in echo.offsets[-1] if place >= 0)
 
 
-def test_blocks_are_used_again_once_nobody_holds_them(channel: Channel, echo: Echo) -> None:
+def test_blocks_are_reused_after_the_last_view_is_gone(channel: Channel, echo: Echo) -> None:
     for seed in range(50):
         sent = data(1 << 20, seed)
         assert bytes(ask(channel, sent)[0]) == sent.tobytes()
@@ -105,7 +105,7 @@ def test_without_room_buffers_take_the_socket(channel: Channel, echo: Echo) -> N
     assert echo.offsets[-1][0] >= 0
 
 
-def test_posted_questions_keep_their_blocks_until_they_are_answered() -> None:
+def test_sent_requests_keep_their_blocks_until_they_are_replied() -> None:
     mine = shared_memory.SharedMemoryClient()
     try:
         found = shared_memory.attach(mine.offer())
@@ -137,7 +137,7 @@ def test_posted_questions_keep_their_blocks_until_they_are_answered() -> None:
         lambda name: "../" + name,
     ],
 )
-def test_bar42_only_regions_of_the_named_caller_are_opened(spoil: Any) -> None:
+def test_bar42_only_regions_of_the_named_peer_are_opened(spoil: Any) -> None:
     mine = shared_memory.SharedMemoryClient()
     try:
         name = mine.offer()

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from transport_partners import Stranger
+from transport_partners import RawPeer
 
 from replicax.protocol.tasks import Role, Task
 from replicax.transport import addresses
@@ -28,11 +28,11 @@ from replicax.transport.zmq.authenticator import guard_client
 PROGRAMS = Path(__file__).parent / "programs"
 
 # The first bytes of ZMTP 3: signature, version, mechanism, as-server, filler.
-_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
-NULL = _GREETING + b"NULL".ljust(20, b"\0") + bytes(32)
-CURVE = _GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+NULL = _SIGNATURE + b"NULL".ljust(20, b"\0") + bytes(32)
+CURVE = _SIGNATURE + b"CURVE".ljust(20, b"\0") + bytes(32)
 _READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
-# What a caller without keys says before its first message.
+# What a session without keys says before its first message.
 READY = b"\x04" + bytes([len(_READY)]) + _READY
 
 
@@ -120,14 +120,14 @@ class WatchedTask:
         return dial(self.address)
 
     @contextlib.contextmanager
-    def stranger(self, keys: key_files.Keys | None = None) -> Iterator[Stranger]:
+    def raw_peer(self, keys: key_files.Keys | None = None) -> Iterator[RawPeer]:
         """A ZeroMQ socket that is not connected yet; with keys, one that knows the task's."""
         keys = keys or self.key("worker")
         is_tcp = self.keys is not None
-        with Stranger(f"tcp://{self.address}" if is_tcp else self.address) as stranger:
+        with RawPeer(f"tcp://{self.address}" if is_tcp else self.address) as raw_peer:
             if is_tcp and keys is not None:
-                guard_client(stranger.socket, keys, keys.public_keys[self.task.role])
-            yield stranger
+                guard_client(raw_peer.socket, keys, keys.public_keys[self.task.role])
+            yield raw_peer
 
 
 def dial(address: str) -> socket.socket:
@@ -177,7 +177,7 @@ class ByteProxy:
 
     Args:
       target: Where the task listens, `host:port`.
-      change: Gets each piece that a caller sent, and returns what is passed on.
+      change: Gets each piece that a session sent, and returns what is passed on.
     """
 
     def __init__(self, target: str, change: Callable[[bytes], bytes] = lambda data: data) -> None:
@@ -185,9 +185,9 @@ class ByteProxy:
         self._change = change
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        # Per connection: what the caller sent, piece by piece.
+        # Per connection: what the session sent, piece by piece.
         self.sessions: list[list[bytes]] = []
-        # The last connection to the task, to say more there than the caller did.
+        # The last connection to the task, to say more there than the session did.
         self.upstream: socket.socket | None = None
         self._stop, self._stopped = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="byte-proxy", daemon=True)
@@ -210,11 +210,11 @@ class ByteProxy:
                     return
                 for one in ready:
                     if one is self._listener:
-                        caller, _ = self._listener.accept()
+                        session, _ = self._listener.accept()
                         task = dial(self._target)
-                        partners |= {caller: task, task: caller}
-                        records[caller] = []
-                        self.sessions.append(records[caller])
+                        partners |= {session: task, task: session}
+                        records[session] = []
+                        self.sessions.append(records[session])
                         self.upstream = task
                     elif one in partners:
                         self._pass(one, partners, records)

@@ -1,4 +1,4 @@
-"""Services, channels and strangers for the tests of the transport."""
+"""Services, channels and raw peers for the tests of the transport."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Place:
         return Channel(self.resolve(me.role), me, self.key(me.role), peer=peer, **more)
 
 
-class Stranger:
-    """A bare socket, for bytes that no task of ours would send."""
+class RawPeer:
+    """A raw ZeroMQ socket, for bytes that no task would send."""
 
     def __init__(self, url: str) -> None:
         self._context = zmq.Context()
@@ -85,7 +85,7 @@ class Stranger:
         self.socket.sndtimeo = 5_000
         self.url = url
 
-    def __enter__(self) -> Stranger:
+    def __enter__(self) -> RawPeer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,15 +95,15 @@ class Stranger:
     def connect(self) -> None:
         self.socket.connect(self.url)
 
-    def say(self, body: messages.Body, buffers: Any = (), request: int = 1) -> None:
+    def send(self, body: messages.Body, buffers: Any = (), request: int = 1) -> None:
         self.socket.send_multipart(codec.encode("job", 1, 99, request, body, buffers))
 
     def hello(self, role: Role = "coordinator", **changes: Any) -> None:
         hello = messages.Hello(messages.VERSION, library_version(), python_version(), role, 0, 99)
-        self.say(msgspec.structs.replace(hello, **changes))
+        self.send(msgspec.structs.replace(hello, **changes))
 
-    def hear(self, timeout: float = 30.0) -> Any:
-        """Returns the next body, or None if none came."""
+    def receive(self, timeout: float = 30.0) -> Any:
+        """Returns the next body; None at the timeout."""
         if not self.socket.poll(int(timeout * 1e3)):
             return None
         return codec.decode(self.socket.recv_multipart())[0].body
