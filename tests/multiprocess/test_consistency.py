@@ -449,7 +449,7 @@ def test_sync_a_second_step_of_a_closure_is_refused_with_advice() -> None:
     caller = store(2)
     contribute(caller, 0, full(1.0))
     (failure,) = contribute(caller, 0, full(1.0), call=1)
-    assert failure.error.code == "UnsupportedError" and "closure of its own" in failure.error.text
+    assert failure.error.code == "UnsupportedError" and "separate closure" in failure.error.text
     push = messages.Push(1, [APPLY(0, 9, []), APPLY(1, 9, [])])
     answer, _ = caller.ask(messages.Exchange([push], []), role="worker", incarnation=2)
     assert [f.error.code for f in answer.failures] == ["UnsupportedError"]
@@ -623,7 +623,7 @@ class Answering:
         self.pushes: list[messages.Push] = []
         self._answers: list[Any] = []
 
-    def post(self, body: messages.Exchange, buffers: Any) -> int:
+    def send(self, body: messages.Exchange, buffers: Any) -> int:
         self.pushes += body.pushes
         reads = [messages.ReadResult(self.clock, False) for _ in body.reads]
         values = [memoryview(bytes(8))] * len(reads)
@@ -631,7 +631,7 @@ class Answering:
         self._answers.append((number, messages.Exchanged(reads, [], self.clock), values))
         return number
 
-    def collect(self, timeout: float) -> Any:
+    def receive(self, timeout: float) -> Any:
         found = [answer for answer in self._answers if answer is not None]
         if found:
             self._answers[found[0][0] - 1] = None

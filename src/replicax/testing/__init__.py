@@ -1,13 +1,13 @@
-"""Clusters of real processes on this machine, and the faults to try them with.
+"""Clusters of real processes on this machine, and faults to inject into them.
 
 with rx.testing.LocalCluster(workers=3, ps=2, timing="fast", proxied=("ps",)) as cluster:
     ...
     cluster.kill("worker", 1)  # A process ends.
     cluster.restart("worker", 1)
-    cluster.stop("worker", 2)  # One is frozen, and goes on.
+    cluster.stop("worker", 2)  # One is frozen, and continues.
     cluster.cont("worker", 2)
     cluster.slow("worker", 0, throttle=0.1)  # One is ten times slower.
-    cluster.cut("ps", 0)  # Nothing passes, and nobody is told.
+    cluster.cut("ps", 0)  # All messages are held back silently.
     cluster.mend("ps", 0)
     cluster.blip("ps", 1)  # All connections break once.
     cluster.proxy("ps", 1).harm(drop_requests=0.1, duplicate_requests=0.1)

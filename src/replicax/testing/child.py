@@ -1,4 +1,4 @@
-"""One task of a local cluster: its process, its signals, and what it printed."""
+"""One task of a local cluster: its process, its signals, and its log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TAIL_BYTES = 64 << 10
 
 
 class Child:
-    """A task that runs `replicax serve`, again and again if it is restarted.
+    """A task that runs `replicax serve`, with one process after the other if it is restarted.
 
     The process is the leader of its own group, so that a signal reaches what it started.
     It says where it listens through a pipe, which closes if it dies before.
@@ -26,14 +26,14 @@ class Child:
     def __init__(self, job: str, index: int, log: Path) -> None:
         self.job = job
         self.index = index
-        # Where it listens; with port 0 until it has said so.
+        # Its address; with port 0 until it has reported its port.
         self.address = ""
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
-        # Held by the thread that restarts it, until it listens or the time is over.
+        # Held by the thread that restarts it, until it listens or times out.
         self.restarting = threading.RLock()
-        # The reading end of the pipe; None when it has spoken, or died. Any thread may look
-        # into it, and any may end or start the process meanwhile: `_listening` protects both.
+        # The reading end of the pipe; None when the process has reported, or died. Any thread may
+        # read it, and any may stop or start the process meanwhile: `_listening` protects both.
         self._pipe: int | None = None
         self._said = b""
         self._listening = threading.Lock()
@@ -43,23 +43,23 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The id of its process, the last one if it has ended."""
+        """The id of its current or last process."""
         return self._process.pid if self._process is not None else None
 
     @property
     def exit_code(self) -> int | None:
-        """How its process ended; None while it runs or before it was started."""
+        """The exit code; None while it runs or before it was started."""
         return self._process.poll() if self._process is not None else None
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process is there; a stopped one is."""
+        """Whether its process runs or is stopped."""
         return self._process is not None and self._process.poll() is None
 
     def spawn(self, options: Sequence[str], env: Mapping[str, str]) -> None:
         """Starts the process.
 
-        The kernel ends it when the calling thread ends: call this from one that lives.
+        The kernel kills it when the calling thread exits.
         """
         self.close_pipe()
         reading, writing = os.pipe()
@@ -87,11 +87,11 @@ class Child:
 
     @property
     def is_starting(self) -> bool:
-        """Whether the process was started, and has not said yet that it listens."""
+        """Whether the process was started, and has not reported yet that it listens."""
         return self._pipe is not None
 
     def hear(self) -> bool:
-        """Reads what the process has said about itself, without waiting.
+        """Reads the report of the process without blocking.
 
         Returns:
           False if it has ended before it said that it listens; True if it listens, if it may
@@ -113,7 +113,7 @@ class Child:
             return is_complete or bool(piece)
 
     def close_pipe(self) -> None:
-        """Listens no more to what the process says about itself."""
+        """Closes the pipe."""
         with self._listening:
             self._close_pipe()
 
@@ -123,13 +123,13 @@ class Child:
             self._pipe = None
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the process and what it started, if it is alive."""
+        """Sends a signal to the process and its children, if it runs."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
     def freeze(self, timeout: float = 30.0) -> None:
-        """Stops the process, and waits until none of its threads runs any more.
+        """Stops the process, and waits until none of its threads runs.
 
         The kernel tells one thread, which stops the others once it gets its turn: on a busy
         machine they may answer for a while.
@@ -145,11 +145,11 @@ class Child:
         try:
             return os.waitid(os.P_PID, self._process.pid, how) is not None
         except ChildProcessError:
-            # Another thread has seen its end.
+            # Another thread has reaped it.
             return True
 
     def reap(self, timeout: float) -> bool:
-        """Waits until the process has ended; returns False if it has not."""
+        """Waits until the process has exited; returns False on timeout."""
         if self._process is None:
             return True
         try:
@@ -159,13 +159,13 @@ class Child:
         return True
 
     def kill(self, timeout: float = 30.0) -> None:
-        """Ends the process at once and waits until it is gone."""
+        """Kills the process, and waits until it has exited."""
         self.send(signal.SIGKILL)
         self.reap(timeout)
         self.close_pipe()
 
     def tail(self, lines: int) -> str:
-        """The last lines that it printed, of all its lives."""
+        """Returns the last lines of its log, of all its processes."""
         try:
             with self._log.open("rb") as log:
                 log.seek(0, os.SEEK_END)

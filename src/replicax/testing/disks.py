@@ -18,7 +18,7 @@ _PIECE = bytes(1 << 20)
 
 @contextlib.contextmanager
 def small_disk(num_bytes: int) -> Iterator[Path]:
-    """A disk of some size, which is gone at the end of the block.
+    """A disk of a given size, which is removed at the end of the block.
 
         with rx.testing.small_disk(1 << 20) as disk:
             manager = rx.train.CheckpointManager(checkpoint, disk, max_to_keep=1)
@@ -43,7 +43,7 @@ def small_disk(num_bytes: int) -> Iterator[Path]:
         try:
             yield directory
         finally:
-            # Also while somebody has a file open there: it is gone when that is closed.
+            # Lazily: open files keep it until they are closed.
             _run("umount", "--lazy", str(directory))
     finally:
         directory.rmdir()
@@ -70,7 +70,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def fill(path: str | os.PathLike[str], spare: int = 0) -> Iterator[int]:
-    """Fills the disk that a directory is on until nothing fits any more; frees it at the end.
+    """Fills the disk of a directory, and frees it at the end of the block.
 
         with rx.testing.small_disk(1 << 20) as disk, rx.testing.fill(disk):
             ...  # Every write to it fails with ENOSPC.

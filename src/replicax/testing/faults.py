@@ -1,4 +1,4 @@
-"""What happens to the messages between two tasks, by chance: pure decisions of one seed."""
+"""Random faults of the messages between two tasks: pure decisions from one seed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Direction = Literal["request", "reply"]
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """How often what happens to a message; of each message at most one of these.
+    """The probabilities of faults; at most one fault happens to a message.
 
     Attributes:
-      drop_requests: A request does not arrive; its connection lives on.
-      drop_replies: A reply does not arrive; its connection lives on.
+      drop_requests: A request is lost; its connection stays open.
+      drop_replies: A reply is lost; its connection stays open.
       duplicate_requests: A request arrives twice.
       duplicate_replies: A reply arrives twice.
       break_before_reply: A request arrives, and its connection is closed before the reply.
       reorder_requests: A request arrives after the next one.
       reorder_replies: A reply arrives after the next one.
       delay: A message takes `delay_s` longer, in both directions, and so do those behind it.
-      flips: One bit of a piece of the stream is another one; over TCP, where keys protect it.
+      flips: One bit of a piece of the stream is flipped; over TCP, where keys protect it.
       delay_s: How much longer, in seconds.
       bytes_per_s: How fast the stream may be, in both directions; None for no limit.
-      only: The names of the requests that it happens to, with their replies, such as "Exchange",
+      only: The names of the requests that are affected, with their replies, such as "Exchange",
         and of notices, such as "Run" and "Finished"; all by default.
 
     Example:
@@ -65,7 +65,7 @@ class Faults:
 
     @property
     def needs_messages(self) -> bool:
-        """Whether some of it happens to messages, which encryption hides."""
+        """Whether there are faults of messages, which encryption hides."""
         return any(getattr(self, name) for name in (*REQUESTS, *REPLIES))
 
 
@@ -80,7 +80,7 @@ REPLIES = ("drop_replies", "duplicate_replies", "reorder_replies", "delay")
 
 
 class Dice:
-    """Decides about each message, in the order in which they come.
+    """Decides the fault of each message, in order.
 
     Attributes:
       faults: How often what happens; may be replaced at any time.
@@ -101,7 +101,7 @@ class Dice:
         self._random = random.Random(seed)
 
     def throw(self, direction: Direction, name: str) -> str:
-        """Returns what happens to a message: a name of `Faults`, or nothing."""
+        """Returns the fault of a message: a name of `Faults`, or an empty string."""
         faults = self.faults
         if faults.only and name not in faults.only:
             return ""
@@ -114,7 +114,7 @@ class Dice:
         return ""
 
     def flip(self, data: bytes) -> bytes:
-        """Returns a piece of the stream, perhaps with one other bit."""
+        """Returns a piece of the stream, possibly with one flipped bit."""
         if self._random.random() >= self.faults.flips:
             return data
         self.landed["flips"] += 1

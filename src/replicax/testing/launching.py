@@ -1,4 +1,4 @@
-"""How the processes of a local cluster are started and ended."""
+"""Starts and stops the processes of a local cluster."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from replicax.testing.supervisor import Supervisor
 from replicax.testing.throttle import Throttles
 from replicax.transport import expected_exits, keys
 
-# The name of a socket in a directory has to fit into what the kernel keeps for it.
+# The path of a Unix socket is limited by the kernel.
 _LONGEST_DIRECTORY = 80
-# Ending: the time to end in order, and then to be gone after SIGKILL.
+# The time to shut down, and then to exit after SIGKILL.
 _ORDERLY_SECONDS = 3.0
 _KILLED_SECONDS = 10.0
 _START_SECONDS = 30.0
-# Seconds between two looks at processes that are starting.
+# Seconds between two checks of starting processes.
 _LOOK_S = 0.01
-# Seconds until all processes must listen. Those that die before are told of at once, so this
-# ends only what hangs: where two cores start ten processes that import JAX, that takes a minute.
+# Seconds until all processes must listen. Processes that die before are reported at once, so this
+# only limits hangs: two cores need a minute to start ten processes that import JAX.
 PATIENCE = 180.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a local cluster is made of; see `LocalCluster`."""
+    """The configuration of a local cluster; see `LocalCluster`."""
 
     counts: Mapping[str, int]
     protocol: str
@@ -51,15 +51,15 @@ class Plan:
 
 
 class ProcessGroup:
-    """The running processes of a cluster, and what acts on them. It does not know its cluster.
+    """The running processes of a cluster, with their proxies, throttles and supervisor.
 
     Attributes:
-      directory: Where sockets, keys and logs are.
+      directory: The directory of sockets, keys and logs.
       children: The processes, by job and index.
       proxies: The proxies in front of them.
-      throttle: Which of them are slow.
+      throttles: The throttled processes.
       keys_directory: The keys, with "tcp".
-      snapshots_directory: Where parameter servers keep snapshots; None if they keep none.
+      snapshots_directory: The directory of the servers' snapshots; None if there are none.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -72,11 +72,11 @@ class ProcessGroup:
         self.keys_directory: Path | None = None
         self.snapshots_directory: Path | None = None
         self._supervisor: Supervisor | None = None
-        # The kernel ends a child when the thread that started it ends. This one lives as
-        # long as the cluster, whichever thread the caller is in.
+        # The kernel kills a child when the thread that started it exits. This thread exists as long
+        # as the cluster.
         self._launcher = concurrent.futures.ThreadPoolExecutor(1, "replicax-local-cluster")
-        # Who starts a process, and who ends one: the caller and the supervisor both may.
-        self.changing = threading.RLock()
+        # Serializes starting and stopping by the caller and the supervisor.
+        self.process_lock = threading.RLock()
 
     # Starting.
 
@@ -104,7 +104,7 @@ class ProcessGroup:
             self.spawn(child)
         wait_until_ready(self.children.values(), timeout)
         for key in self.children:
-            # A port may have been that of another cluster before.
+            # Another cluster may have used a port before.
             expected_exits.forget(self._addresses(key))
         for number, (key, child) in enumerate(self.children.items()):
             if key[0] in plan.proxied:
@@ -127,7 +127,7 @@ class ProcessGroup:
             options += ["--snapshot-every", f"{plan.snapshot_every:g}"]
         cluster: dict[str, list[str]] = {}
         for (job, _), other in self.children.items():
-            # Where it listens itself; those who call are told of proxies.
+            # Its own address; peers get the address of its proxy.
             cluster.setdefault(job, []).append(other.address)
         config = {"cluster": cluster, "task": {"type": child.job, "index": child.index}}
         changes = {**plan.env, settings.TF_CONFIG: json.dumps(config)}
@@ -135,30 +135,30 @@ class ProcessGroup:
         num_threads = _num_threads(child.job, plan.counts["worker"]) if is_shared else None
         env = settings.for_task(changes, num_threads)
         expected_exits.forget(self._addresses((child.job, child.index)))
-        with self.changing:
+        with self.process_lock:
             self._launcher.submit(child.spawn, options, env).result(timeout=_START_SECONDS)
 
     def expect_end(self, tasks: Iterable[tuple[str, int]]) -> None:
-        """Says to coordinators in this process that tasks are about to end as asked."""
+        """Announces to coordinators in this process that tasks are stopped on purpose."""
         for key in tasks:
             expected_exits.expect(self._addresses(key))
 
     def _addresses(self, key: tuple[str, int]) -> list[str]:
-        """Returns where a task is called: where it listens, and where its proxy does."""
+        """Returns the address of a task, and that of its proxy."""
         proxy = self.proxies.get(key)
         return [self.children[key].address, *([] if proxy is None else [proxy.address])]
 
     def _start_again(self, child: Child, pid: int) -> None:
-        with self.changing:
+        with self.process_lock:
             if child.pid == pid:
                 self.spawn(child)
 
-    # Ending.
+    # Stopping.
 
     def end(self) -> None:
-        """Ends all processes, together, and removes the directory."""
+        """Stops all processes, and removes the directory."""
         if os.getpid() != self._owner:
-            # A fork of the owner: the cluster is not its own.
+            # A fork of the owner.
             return
         self.expect_end(self.children)
         if self._supervisor is not None:
@@ -190,7 +190,7 @@ def wait_until_ready(children: Iterable[Child], timeout: float) -> None:
       DeadlineExceededError: If one does not listen in time.
     """
     deadline = time.monotonic() + timeout
-    # Looked at again and again: other threads may end and start processes meanwhile.
+    # Polled, because other threads may stop and start processes.
     while waiting := [child for child in children if child.is_starting]:
         for child in waiting:
             if not child.hear():
@@ -202,12 +202,12 @@ def wait_until_ready(children: Iterable[Child], timeout: float) -> None:
 
 
 def _num_threads(job: str, num_workers: int) -> int:
-    """Returns a number of threads with which the tasks of one machine do not wait, spinning."""
+    """Returns a number of threads with which the tasks of one machine do not spin."""
     return max(1, (os.cpu_count() or 1) // num_workers) if job == "worker" else 1
 
 
 def _short_directory() -> Path:
-    """A new directory that only this user can enter, with a short name."""
+    """Creates a directory with a short path that only this user can access."""
     made = Path(tempfile.mkdtemp(prefix="rx-"))
     if len(os.fsencode(made)) <= _LONGEST_DIRECTORY:
         return made
@@ -225,7 +225,7 @@ def _died(child: Child) -> errors.UnavailableError:
 
 
 def late(children: Sequence[Child], timeout: float) -> errors.DeadlineExceededError:
-    """The error for processes that do not listen in time."""
+    """Returns the error for processes that do not listen in time."""
     names = ", ".join(map(str, children))
     return errors.DeadlineExceededError(
         f"Every task of a local cluster must listen within {timeout:g} s",

@@ -1,4 +1,4 @@
-"""One connection through a proxy: two streams, and what happens to what they carry."""
+"""One connection through a proxy: two streams, and the faults of their messages."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from replicax.testing.faults import Dice, Direction
 from replicax.testing.zmtp import Splitter, Unit, joined
 
 _PIECE = 1 << 18
-# No more is read while so much waits to be written.
+# Reading pauses while this much waits to be written.
 _MOST_WAITING = 8 << 20
-# A message that waits for the next one, to arrive after it, waits no longer than this.
+# The longest delay of a message that is reordered after the next one.
 _LONGEST_WAIT_S = 0.05
-# Greetings with keys come before this many bytes; bits are flipped after them.
+# Handshakes with keys are shorter than this; bits are flipped after them.
 _HANDSHAKE = 1024
 _MOST_NAMES = 4096
-# Closing with unsent data thrown away: the other side is told by a reset.
+# Discards unsent data on close: the peer gets a reset.
 _RESET = struct.pack("ii", 1, 0)
 
 
 class Stream:
-    """One direction: what was read at one end and is not yet written at the other."""
+    """One direction: data that was read at one end and is not written at the other yet."""
 
     def __init__(self, source: socket.socket, sink: socket.socket, sees_messages: bool) -> None:
         self.source = source
@@ -35,11 +35,11 @@ class Stream:
         self.splitter = Splitter() if sees_messages else None
         self.num_bytes = 0
         self.is_ended = False
-        # Whole pieces and when each may be written; what is being written.
+        # Whole pieces and when each may be written; the piece being written.
         self._waiting: collections.deque[tuple[float, bytes]] = collections.deque()
         self._num_waiting = 0
         self._current = memoryview(b"")
-        # A message to be sent after the next one, and when at the latest.
+        # A message to be sent after the next one, and its deadline.
         self.held: tuple[float, bytes] | None = None
         self._allowance = 0.0
         self._allowed_s = 0.0
@@ -50,20 +50,20 @@ class Stream:
         return not self.is_ended and self._num_waiting < _MOST_WAITING
 
     def put(self, raw: bytes, due_s: float) -> None:
-        """Lets a piece go on, not before some time and not before those put before it."""
+        """Queues a piece, to be written not before a given time."""
         if self._waiting:
             due_s = max(due_s, self._waiting[-1][0])
         self._waiting.append((due_s, raw))
         self._num_waiting += len(raw)
 
     def release(self, now: float, is_due: bool = False) -> None:
-        """Puts the message that is held back, now that another has passed it or time is up."""
+        """Queues the message that was held back for reordering."""
         if self.held is not None and (is_due or now >= self.held[0]):
             raw, self.held = self.held[1], None
             self.put(raw, now)
 
     def next_s(self, now: float) -> float:
-        """Returns when there may be something to write; infinity if nothing waits."""
+        """Returns when the next piece may be written; infinity if there is none."""
         if self._current:
             return now if self._allowance >= 0 else now + 0.005
         times = [self._waiting[0][0]] if self._waiting else []
@@ -72,7 +72,7 @@ class Stream:
         return min(times, default=float("inf"))
 
     def write(self, now: float, bytes_per_s: float | None) -> None:
-        """Writes what may be written by now.
+        """Writes the pieces that are due.
 
         Raises:
           OSError: The other end is gone.
@@ -101,7 +101,7 @@ class Stream:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether something could be written if the other end had room."""
+        """Whether a piece is due."""
         return bool(self._current)
 
     @property
@@ -111,12 +111,12 @@ class Stream:
 
 
 class Link:
-    """A caller, the task that it calls, and the two streams between them.
+    """A peer, the task that it is connected to, and the two streams between them.
 
     Attributes:
-      caller: Who calls, if its greeting could be read.
-      requests: From the caller to the task.
-      replies: From the task to the caller.
+      caller: The peer, if its handshake could be read.
+      requests: From the peer to the task.
+      replies: From the task to the peer.
       is_broken: Whether it is to be closed now.
     """
 
@@ -130,14 +130,14 @@ class Link:
         self.is_broken = False
         # The request whose reply breaks the connection; 0, of a notice, stands for any reply.
         self._breaks_on: int | None = None
-        # Where what has come is put first: new memory of this size for each piece, of which only
-        # a part is kept, leaves holes in the memory of a process that runs for long.
+        # The receive buffer, reused: a new one for each piece would fragment the memory of a
+        # process that runs for long.
         self._room = memoryview(bytearray(_PIECE))
         # The names of the requests that have no reply yet, by number.
         self._names: collections.OrderedDict[int, str] = collections.OrderedDict()
 
     def read(self, stream: Stream, dice: Dice, now: float) -> None:
-        """Reads what has come, and decides what happens to it."""
+        """Reads data, and decides the faults of its messages."""
         try:
             data = bytes(self._room[: stream.source.recv_into(self._room)])
         except BlockingIOError:
@@ -167,7 +167,7 @@ class Link:
         assert unit.frames is not None
         number, name = self._look(direction, unit.frames)
         if name == "Hello":
-            stream.put(joined([_without_lane(unit.frames[0], self)]), now)
+            stream.put(joined([_without_shared_memory(unit.frames[0], self)]), now)
             return
         if name in ("Welcome", ""):
             stream.put(unit.raw, now)
@@ -214,7 +214,7 @@ class Link:
         return number, self._names.get(number, name)
 
     def close(self, is_reset: bool = False) -> None:
-        """Closes both ends; with a reset, where the kind of socket has such."""
+        """Closes both ends; with a reset, if the kind of socket supports it."""
         for end in (self.near, self.far):
             if is_reset:
                 with contextlib.suppress(OSError):
@@ -222,8 +222,8 @@ class Link:
             end.close()
 
 
-def _without_lane(frame: bytes, link: Link) -> bytes:
-    """Returns a greeting that shares no memory, which would go past the proxy."""
+def _without_shared_memory(frame: bytes, link: Link) -> bytes:
+    """Returns a handshake without shared memory, which would bypass the proxy."""
     found = codec.decode_hello([frame])
     if found is None:
         return frame

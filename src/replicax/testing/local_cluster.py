@@ -1,4 +1,4 @@
-"""A cluster of real processes on this machine, and the ways to harm it."""
+"""A cluster of real processes on this machine, with fault injection."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from replicax.testing.proxy import Proxy
 
 
 class LocalCluster:
-    """Starts workers and parameter servers as processes of this machine.
+    """Starts workers and parameter servers as processes on this machine.
 
         with rx.testing.LocalCluster(workers=3, ps=2) as cluster:
             strategy = rx.ParameterServerStrategy(cluster.resolver)
@@ -28,28 +28,28 @@ class LocalCluster:
             cluster.kill("worker", 1)
             cluster.restart("worker", 1)
 
-    The processes end with the block, and with this process however it ends. They compute on
-    CPU devices unless `env` says otherwise (`JAX_PLATFORMS`), and use sockets in a directory
-    that only this user can enter, or TCP on this machine with keys made for this cluster.
+    The processes end with the block, and with this process however it ends. They use CPU devices
+    unless `env` sets `JAX_PLATFORMS`, and communicate over sockets in a directory that only this
+    user can access, or over TCP with keys that are generated for this cluster.
 
-    A process that ends itself, because the others have given it up (exit code 75) or because it
-    cannot go on (SIGABRT), is started again, as a platform would; one that is killed stays away
-    until `restart`.
+    A process that stops itself, because it was declared dead (exit code 75) or because of a fatal
+    error (SIGABRT), is restarted, as by a cluster manager; one that is killed is not, until
+    `restart`.
 
     Args:
       workers: The number of workers.
       ps: The number of parameter servers.
       protocol: "ipc" or "tcp".
       timing: "fast" shortens the time after which tasks count as dead, for tests.
-      env: Environment variables of the processes, beside those of this one.
+      env: Environment variables of the processes, in addition to those of this one.
       devices_per_worker: The CPU devices of each worker, for several replicas on each.
-      log_directory: Where the output of the processes is kept; else it goes with the cluster.
-      snapshots: Whether parameter servers keep snapshots, or the directory where they do.
+      log_directory: The directory of the logs; by default, they are removed with the cluster.
+      snapshots: Whether parameter servers save snapshots, or the directory of the snapshots.
       snapshot_every: The seconds between two snapshots.
-      proxied: The jobs whose tasks are called through a `Proxy`, such as ("ps",): what is
-        between them and their callers can then be harmed as well. It is slower.
-      restarts: Whether processes that ask for it are started again.
-      seed: What the proxies do by chance follows from it.
+      proxied: The jobs whose tasks are behind a `Proxy`, such as ("ps",), which injects faults into
+        their connections. It is slower.
+      restarts: Whether processes that stop themselves are restarted.
+      seed: The seed of random faults.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class LocalCluster:
             raise
 
     def close(self) -> None:
-        """Ends every process and removes what the cluster wrote; again is harmless."""
+        """Stops all processes, and removes the files of the cluster. Idempotent."""
         if self._end is not None:
             self._end()
         self._running = self._end = None
 
     @property
     def cluster_spec(self) -> ClusterSpec:
-        """Where the tasks are called: where they listen, or where their proxies do."""
+        """The addresses of the tasks, or of their proxies."""
         group = self._group("where its tasks listen")
         found: dict[str, list[str]] = {}
         for key, child in group.children.items():
@@ -134,7 +134,7 @@ class LocalCluster:
 
     @property
     def resolver(self) -> SimpleClusterResolver:
-        """Says to this process that it is the coordinator of the cluster."""
+        """Configures this process as the coordinator of the cluster."""
         layer = "tcp" if self._plan.protocol == "tcp" else None
         return SimpleClusterResolver(
             self.cluster_spec, task_type="chief", task_id=0, rpc_layer=layer
@@ -142,7 +142,7 @@ class LocalCluster:
 
     @property
     def directory(self) -> Path:
-        """Where the cluster keeps sockets, keys and logs; it goes when the cluster ends."""
+        """The directory of sockets, keys and logs, which is removed with the cluster."""
         return self._group("its directory").directory
 
     @property
@@ -152,7 +152,7 @@ class LocalCluster:
 
     @property
     def snapshots_directory(self) -> Path | None:
-        """Where parameter servers keep snapshots, each in a directory `ps-<index>`."""
+        """The directory of the servers' snapshots, with one directory `ps-<index>` each."""
         return self._group("its snapshots").snapshots_directory
 
     def wait_until_ready(self, timeout: float = launching.PATIENCE) -> None:
@@ -167,44 +167,44 @@ class LocalCluster:
     # Processes.
 
     def kill(self, job: str, index: int) -> None:
-        """Ends a process at once (SIGKILL)."""
+        """Kills a process (SIGKILL)."""
         group, child = self._task(job, index)
         group.throttles.set(child, 1)
-        with group.changing:
+        with group.process_lock:
             child.kill()
 
     def stop(self, job: str, index: int) -> None:
-        """Freezes a process (SIGSTOP): it keeps its sockets and says nothing."""
+        """Freezes a process (SIGSTOP): its sockets stay open."""
         group, child = self._task(job, index)
         group.throttles.set(child, 1)
         child.freeze()
 
     def cont(self, job: str, index: int) -> None:
-        """Lets a frozen or slow process go on (SIGCONT)."""
+        """Continues a frozen or throttled process (SIGCONT)."""
         group, child = self._task(job, index)
         group.throttles.set(child, 1)
         child.send(signal.SIGCONT)
 
     def slow(self, job: str, index: int, throttle: float) -> None:
-        """Lets a process run for a part of the time only: it is stopped and goes on in turn.
+        """Throttles a process: it is stopped and continued in turn.
 
         Args:
           job: Its job.
           index: Its index.
-          throttle: The part of the time that it runs; 0.1 makes it ten times slower, 1 ends it.
+          throttle: The share of the time that it runs; 0.1 is ten times slower, 1 is full speed.
         """
         group, child = self._task(job, index)
         group.throttles.set(child, throttle)
 
     def terminate(self, job: str, index: int, timeout: float = 10.0) -> int | None:
-        """Asks a process to end (SIGTERM), waits, and returns its exit code.
+        """Terminates a process (SIGTERM), waits, and returns its exit code.
 
         One that has not ended in time is killed.
         """
         group, child = self._task(job, index)
         group.throttles.set(child, 1)
         group.expect_end([(job, index)])
-        with group.changing:
+        with group.process_lock:
             child.send(signal.SIGTERM)
             child.send(signal.SIGCONT)
             if not child.reap(timeout):
@@ -221,7 +221,7 @@ class LocalCluster:
         timeout: float = launching.PATIENCE,
         empty: bool = False,
     ) -> None:
-        """Starts a process again at the same address; kills it first if it is alive.
+        """Restarts a process at the same address; kills it first if it is running.
 
         Any thread may call it. Of several that restart one task, each waits for the one before.
 
@@ -242,7 +242,7 @@ class LocalCluster:
             raise launching.late([child], timeout)
         try:
             group.throttles.set(child, 1)
-            with group.changing:
+            with group.process_lock:
                 child.kill()
                 if empty and group.snapshots_directory is not None:
                     shutil.rmtree(group.snapshots_directory / f"{job}-{index}", ignore_errors=True)
@@ -253,23 +253,23 @@ class LocalCluster:
             child.restarting.release()
 
     def alive(self, job: str, index: int) -> bool:
-        """Whether a process is there; a frozen one is."""
+        """Returns whether a process runs or is frozen."""
         return self._task(job, index)[1].is_alive
 
     def pid(self, job: str, index: int) -> int:
-        """The id of the process that plays a task, or that played it last."""
+        """Returns the id of the current or last process of a task."""
         pid = self._task(job, index)[1].pid
         assert pid is not None, "children are started when they are made"
         return pid
 
     def logs(self, job: str, index: int, lines: int = 100) -> str:
-        """The last lines that a task printed, of all its processes."""
+        """Returns the last lines of the log of a task, of all its processes."""
         return self._task(job, index)[1].tail(lines)
 
-    # What is between processes.
+    # Connections.
 
     def proxy(self, job: str, index: int) -> Proxy:
-        """Returns the proxy through which a task is called.
+        """Returns the proxy of a task.
 
         Raises:
           InvalidArgumentError: There is none: `proxied` does not name the job.
@@ -285,7 +285,7 @@ class LocalCluster:
         return found
 
     def cut(self, job: str, index: int, caller: tuple[str, int] | None = None) -> None:
-        """Lets nothing pass between a task and those who call it; nobody is told.
+        """Holds back all messages between a task and its peers silently.
 
         Args:
           job: Its job.
@@ -296,14 +296,14 @@ class LocalCluster:
         self.proxy(job, index).cut(caller)
 
     def mend(self, job: str, index: int) -> None:
-        """Lets everything pass again between a task and those who call it."""
+        """Ends a `cut` between a task and its peers."""
         self.proxy(job, index).mend()
 
     def blip(self, job: str, index: int) -> int:
-        """Closes the connections of those who call a task, once; returns how many there were."""
+        """Closes all connections to a task once; returns how many there were."""
         return self.proxy(job, index).blip()
 
-    # Inside.
+    # Internals.
 
     def _group(self, asked: str) -> launching.ProcessGroup:
         if self._running is None:

@@ -1,4 +1,4 @@
-"""A proxy in front of a task, which does to its messages what networks do."""
+"""A proxy in front of a task that injects network faults."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from replicax.testing.faults import Dice, Faults
 from replicax.testing.links import Link, Stream
 from replicax.transport.wakeup import Wakeup
 
-# Seconds between two looks at the clock when nothing happens.
+# The poll interval in seconds.
 _IDLE = 1.0
 _JOIN_SECONDS = 5.0
 
 
 class Proxy:
-    """Stands between a task and its callers, in a thread of this process.
+    """Forwards between a task and its peers, in a thread of this process.
 
     Where nothing is encrypted (`ipc://`), it knows messages and callers, and every fault is
     possible; callers then share no memory with the task. With keys (TCP) it sees bytes: they
@@ -37,12 +37,12 @@ class Proxy:
         proxy.close()
 
     Args:
-      address: Where callers find it: `ipc://PATH`, or `HOST:PORT` with port 0 for any.
-      target: Where the task listens.
-      seed: What happens by chance follows from it, and from the order in which messages come.
+      address: Its address: `ipc://PATH`, or `HOST:PORT` with port 0 for any.
+      target: The address of the task.
+      seed: Random faults depend on it, and on the order of messages.
 
     Attributes:
-      address: Where callers find it; with the real port.
+      address: Its address, with the real port.
     """
 
     def __init__(self, address: str, target: str, seed: int = 0) -> None:
@@ -51,7 +51,7 @@ class Proxy:
         self._dice = Dice(Faults(), seed)
         self._lock = threading.Lock()
         self._links: list[Link] = []
-        # Who is cut off; None stands for all.
+        # The peers that are cut off; None stands for all.
         self._cut: set[tuple[str, int] | None] = set()
         self._breaking: bool | None = None
         self._is_closing = False
@@ -73,53 +73,53 @@ class Proxy:
     def __repr__(self) -> str:
         return f"Proxy({self.address!r}, {self._target!r})"
 
-    # What others call.
+    # Public methods, thread-safe.
 
     def harm(self, **faults: Any) -> None:
-        """Lets faults happen from now on, instead of those before; see `Faults`.
+        """Injects faults from now on, and replaces earlier ones; see `Faults`.
 
         Raises:
-          UnsupportedError: They happen to messages, and the messages are encrypted.
+          UnsupportedError: The faults affect messages, and the messages are encrypted.
         """
         wanted = Faults(**faults)
         if wanted.needs_messages and not self._sees_messages:
             raise self._unsupported("Faults of messages", "ipc")
         if wanted.flips and self._sees_messages:
-            # Inside of a machine nothing guards against them, and nothing makes them.
+            # Within a machine bits do not flip, and nothing protects against it.
             raise self._unsupported("Flipped bits", "tcp")
         with self._lock:
             self._dice.faults = wanted
         self._wakeup.set()
 
     def heal(self) -> None:
-        """Lets no more faults happen, and mends what was cut."""
+        """Ends all faults and cuts."""
         with self._lock:
             self._dice.faults = Faults()
             self._cut.clear()
         self._wakeup.set()
 
     def cut(self, caller: tuple[str, int] | None = None) -> None:
-        """Lets nothing pass any more; nobody is told.
+        """Holds back all messages silently.
 
-        What is sent meanwhile arrives when it is mended, as it does after a real break.
+        They arrive after `mend`, as after a real network partition.
 
         Args:
-          caller: Who is cut off, such as ("worker", 1); everybody by default.
+          caller: The peer that is cut off, such as ("worker", 1); all by default.
         """
         if caller is not None and not self._sees_messages:
-            raise self._unsupported("To cut off one caller", "ipc")
+            raise self._unsupported("Cutting off one peer", "ipc")
         with self._lock:
             self._cut.add(caller)
         self._wakeup.set()
 
     def mend(self) -> None:
-        """Lets everything pass again."""
+        """Ends a `cut`."""
         with self._lock:
             self._cut.clear()
         self._wakeup.set()
 
     def blip(self, is_reset: bool = False) -> int:
-        """Closes the connections that there are; callers may connect again at once.
+        """Closes all connections; peers may reconnect at once.
 
         Args:
           is_reset: Whether TCP connections end with a reset, not in order.
@@ -136,18 +136,18 @@ class Proxy:
 
     @property
     def landed(self) -> Mapping[str, int]:
-        """How often each fault has happened, by the names of `Faults`."""
+        """How often each fault was injected, by the names of `Faults`."""
         with self._lock:
             return collections.Counter(self._dice.landed)
 
     @property
     def callers(self) -> list[tuple[str, int] | None]:
-        """Who is connected; None for those that have not said who they are."""
+        """The connected peers; None for those without a handshake yet."""
         with self._lock:
             return [link.caller for link in self._links]
 
     def close(self) -> None:
-        """Closes all connections, and ends the thread; again is harmless."""
+        """Closes all connections, and stops the thread. Idempotent."""
         self._is_closing = True
         self._wakeup.set()
         self._thread.join(_JOIN_SECONDS)
@@ -182,7 +182,7 @@ class Proxy:
         )
 
     def _wait(self) -> dict[int, int]:
-        """Waits until something can be done; returns what."""
+        """Waits for events; returns them."""
         poller = select.poll()
         poller.register(self._wakeup.fd, select.POLLIN)
         now = time.monotonic()
@@ -231,7 +231,7 @@ class Proxy:
             if events & (select.POLLIN | select.POLLHUP | select.POLLERR) and stream.can_read:
                 link.read(stream, self._dice, now)
             if link.is_broken or self._is_cut(link):
-                # The greeting may have said that the caller is cut off.
+                # The handshake may have identified a peer that is cut off.
                 return
             self._write(link, stream, now)
 
@@ -248,7 +248,7 @@ class Proxy:
             near = self._listener.accept()[0]
             far = _connect(self._target)
             if far is None:
-                # Nobody listens: the caller learns it from a connection that ends at once.
+                # No task listens: the peer gets a connection that closes at once.
                 near.close()
                 return
             for end in (near, far):
@@ -284,7 +284,7 @@ def _connect(target: str) -> socket.socket | None:
     made = socket.socket(socket.AF_UNIX if is_ipc else socket.AF_INET)
     host, _, port = target.rpartition(":")
     try:
-        # On this machine: it takes no time, or fails.
+        # A local connection succeeds or fails at once.
         made.settimeout(1.0)
         made.connect(target.removeprefix("ipc://") if is_ipc else (host, int(port)))
     except OSError:

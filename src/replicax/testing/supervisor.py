@@ -1,4 +1,4 @@
-"""Starts processes again that end themselves: those that exit with `START_AGAIN`, or abort."""
+"""Restarts processes that stop themselves: those that exit with `START_AGAIN`, or abort."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from replicax.testing.child import Child
 
 _log = logging.getLogger(__name__)
 
-# Exit codes of processes that ended themselves. ZeroMQ and XLA abort a process that cannot go on.
+# Exit codes of processes that stopped themselves. ZeroMQ and XLA abort on fatal errors.
 _OWN_ENDINGS = (START_AGAIN, -signal.SIGABRT)
 _LOOK_S = 0.05
 _JOIN_SECONDS = 5.0
 
 
 class Backoff:
-    """Says when a process may be started again: pure, the time is given.
+    """Decides when to restart a process. Pure: time is a parameter.
 
     Example:
       >>> backoff = Backoff()
@@ -33,7 +33,7 @@ class Backoff:
 
     FIRST_S = 0.2
     LONGEST_S = 5.0
-    # At most so many times in so many seconds.
+    # At most this many restarts in this many seconds.
     MOST = 5
     WINDOW_S = 60.0
 
@@ -41,7 +41,7 @@ class Backoff:
         self._times: collections.deque[float] = collections.deque()
 
     def next(self, now: float) -> float | None:
-        """Returns when to start; None if it was started too often."""
+        """Returns when to restart; None if it was restarted too often."""
         while self._times and self._times[0] <= now - self.WINDOW_S:
             self._times.popleft()
         if len(self._times) >= self.MOST:
@@ -63,14 +63,14 @@ class Supervisor:
         self._children = list(children)
         self._start = start
         self._backoffs: dict[int, Backoff] = collections.defaultdict(Backoff)
-        # Of children that ended: the process that did, and when to start the next one.
+        # Of children that exited: the process, and when to restart it.
         self._due: dict[int, tuple[int, float | None]] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replicax-supervisor", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Watches no more; waits until nothing is started any more."""
+        """Stops watching, and waits for restarts in progress."""
         self._ended.set()
         self._thread.join(_JOIN_SECONDS)
 

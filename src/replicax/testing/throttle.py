@@ -1,25 +1,24 @@
-"""Slow processes: they run for a part of the time, and are stopped for the rest."""
+"""Throttled processes: they are stopped for a share of the time."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from typing import Any
 
 from replicax.foundation import errors
 from replicax.testing.child import Child
 
-# One round of running and being stopped. Beats must get through, so it is short.
+# One round of running and being stopped. Short, so that heartbeats are in time.
 _ROUND_S = 0.1
 _JOIN_SECONDS = 5.0
 
 
 class Throttle:
-    """Stops and continues a process in turn, in a thread, until it is ended.
+    """Stops and continues a process in turn, in a thread.
 
     Args:
-      child: Whose process.
-      throttle: The part of the time that it runs, between 0 and 1.
+      child: The task of the process.
+      throttle: The share of the time that it runs, between 0 and 1.
     """
 
     def __init__(self, child: Child, throttle: float) -> None:
@@ -32,7 +31,7 @@ class Throttle:
         self._thread.start()
 
     def end(self) -> None:
-        """Lets the process run; waits until it does."""
+        """Ends the throttling, and waits until the process runs."""
         self._ended.set()
         self._thread.join(_JOIN_SECONDS)
 
@@ -48,17 +47,17 @@ class Throttle:
 
 
 class Throttles:
-    """The slow processes of a cluster."""
+    """The throttled processes of a cluster."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._cycles: dict[int, Throttle] = {}
 
-    def set(self, child: Child, throttle: Any) -> None:
-        """Lets a process run for a part of the time; 1 ends it.
+    def set(self, child: Child, throttle: object) -> None:
+        """Throttles a process; 1 is full speed.
 
         Raises:
-          InvalidArgumentError: It is not a number above 0, and at most 1.
+          InvalidArgumentError: `throttle` is not a number above 0 and at most 1.
         """
         if (
             isinstance(throttle, bool)
@@ -66,7 +65,7 @@ class Throttles:
             or not 0 < throttle <= 1
         ):
             raise errors.InvalidArgumentError(
-                "`throttle` is the part of the time that a process runs, above 0 and at most 1",
+                "`throttle` is the share of the time that a process runs, above 0 and at most 1",
                 f"it is {throttle!r}",
                 "Pass 0.1 for a tenth, or use `stop`.",
             )
@@ -78,7 +77,7 @@ class Throttles:
                 self._cycles[id(child)] = Throttle(child, throttle)
 
     def end(self) -> None:
-        """Lets all processes run all the time."""
+        """Ends all throttling."""
         with self._lock:
             for cycle in self._cycles.values():
                 cycle.end()

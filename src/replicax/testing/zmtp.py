@@ -1,21 +1,21 @@
-"""ZeroMQ's messages in a stream of bytes, as they travel where nothing is encrypted (ZMTP 3)."""
+"""Parser of unencrypted ZeroMQ streams (ZMTP 3)."""
 
 from __future__ import annotations
 
 import dataclasses
 
-# What both sides say first, whatever they say later.
-_GREETING = 64
+# The fixed-size start of the handshake of both sides.
+_HANDSHAKE = 64
 _MORE, _LONG, _COMMAND = 1, 2, 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A piece of a stream that is passed on as a whole.
+    """A piece of a stream that is forwarded as a whole.
 
     Attributes:
       raw: Its bytes.
-      frames: The frames of a message; None for what ZeroMQ says for itself.
+      frames: The frames of a message; None for ZeroMQ's own commands.
     """
 
     raw: bytes
@@ -23,7 +23,7 @@ class Unit:
 
 
 class Splitter:
-    """Cuts a stream into messages.
+    """Splits a stream into messages.
 
     Example:
       >>> splitter = Splitter()
@@ -33,17 +33,17 @@ class Splitter:
 
     def __init__(self) -> None:
         self._bytes = bytearray()
-        self._greeting_left = _GREETING
-        # Where the message that is not complete was read up to, and its frames so far.
+        self._handshake_left = _HANDSHAKE
+        # The offset of the incomplete message, and its frames so far.
         self._position = 0
         self._frames: list[bytes] = []
 
     def feed(self, data: bytes) -> list[Unit]:
-        """Takes bytes as they come; returns what is complete."""
+        """Feeds bytes; returns the complete pieces."""
         units: list[Unit] = []
-        if self._greeting_left:
-            start, data = data[: self._greeting_left], data[self._greeting_left :]
-            self._greeting_left -= len(start)
+        if self._handshake_left:
+            start, data = data[: self._handshake_left], data[self._handshake_left :]
+            self._handshake_left -= len(start)
             units.append(Unit(start))
         self._bytes += data
         while (unit := self._next()) is not None:

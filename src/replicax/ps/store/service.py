@@ -333,7 +333,7 @@ class ParameterStore:
         if not body.is_check:
             self._require_current(storage)
             with self._write_lock:
-                # A mirror may not have the files: it gets all parts anew.
+                # A mirror may not have the files: it gets all parts again.
                 self._journal.mark_unrepeatable()
         return messages.Done(), ()
 
