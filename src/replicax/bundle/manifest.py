@@ -1,8 +1,8 @@
 """The manifest of a bundle: its arrays, their files, and the checksums of all bytes.
 
 Note [The format of a bundle]
-    A bundle is a directory of safetensors files and one `manifest.json`. Anybody's safetensors
-    tools read the files; the names in them are the names of the arrays, and rows of an array
+    A bundle is a directory of safetensors files and one `manifest.json`. All safetensors tools read
+    the files; the names in them are the names of the arrays, and rows of an array
     that several writers share are named `name[first:end]`. The manifest adds what the files
     lack: CRC-32 checksums of every header and of every piece of every array, types that
     safetensors does not have, and the contents that the kind of bundle defines (`contents`).

@@ -2,8 +2,8 @@
 
 Note [The order of publication]
     data files -> fsync of each -> manifest -> fsync -> fsync of the temporary directory -> rename
-    to the final name -> fsync of the directory around it. Whoever sees the final name sees a whole
-    bundle, after a crash of the process or of the machine. A bundle that is replaced is exchanged
+    to the final name -> fsync of the parent directory. A bundle under its final name is complete,
+    also after a crash of the process or of the machine. A bundle that is replaced is exchanged
     with the new one in one step where the system can do that; where it cannot, a crash between two
     renames leaves the old one under a temporary name, and `remove_leftovers` moves it back.
 """

@@ -32,7 +32,7 @@ Step = Annotated[
 
 @app.command()
 def show(directory: Directory, step: Step = None) -> None:
-    """Print what a checkpoint holds; fail if it is damaged."""
+    """Print the contents of a checkpoint; fail if it is damaged."""
     with errors_in_one_line():
         found = _checkpoints(directory)
         if step is not None and step not in found:
@@ -57,7 +57,7 @@ def show(directory: Directory, step: Step = None) -> None:
 
 @app.command()
 def verify(directory: Directory) -> None:
-    """Read every checkpoint whole and compare all checksums; fail if one is damaged."""
+    """Read all checkpoints and compare all checksums; fail if one is damaged."""
     with errors_in_one_line():
         problems = {path: _problem(path) for path in _checkpoints(directory).values()}
         for path, problem in problems.items():
@@ -144,7 +144,7 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for head in heads:
         table.add_column(head, justify="right" if head == "bytes" else "left")
     for row in rows:
-        # Names come from files: never read as rich markup.
+        # Names come from files: they are not rich markup.
         table.add_row(*(cell.replace("[", "\\[") for cell in row))
     Console().print(table)
 

@@ -1,10 +1,10 @@
-"""Calling an exported program: on replicas, under gradients, with an empty batch."""
+"""Calls exported programs: on replicas, under gradients, with empty batches."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,11 @@ from replicax.exporting import structures
 from replicax.exporting.portable import PortableProgram
 from replicax.foundation import errors
 from replicax.foundation.options import VariableAggregation
+from replicax.foundation.types import Tree
 from replicax.variables.variable import Variable
+
+# Arrays in any sequence: JAX passes lists and tuples.
+Arrays = Sequence[jax.Array]
 
 
 class LoadedProgram:
@@ -41,7 +45,7 @@ class LoadedProgram:
             if isinstance(size, str)
         ]
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Tree) -> Tree:
         where = f"The arguments of {self.__name__!r}"
         leaves = [jnp.asarray(leaf) for leaf in structures.flatten(self._arguments, args, where)]
         sizes = self._sizes(leaves)
@@ -56,14 +60,14 @@ class LoadedProgram:
 
     @functools.cached_property
     def _call(self) -> Callable[..., Any]:
-        # One compiled function for the life of the model; read from the blob when first used.
+        # Deserialized and compiled once, at the first use.
         return jax.jit(
             _callable(jax.export.deserialize(bytearray(self.program.blob)), self.__name__)
         )
 
-    def _sizes(self, leaves: list[Any]) -> dict[str, Any]:
+    def _sizes(self, leaves: Sequence[jax.Array]) -> dict[str, int]:
         """Returns the sizes that the signature leaves open; equal names need equal sizes."""
-        sizes: dict[str, Any] = {}
+        sizes: dict[str, int] = {}
         for leaf, axis, symbol in self._open_sizes:
             size = leaves[leaf].shape[axis]
             if sizes.setdefault(symbol, size) != size:
@@ -74,11 +78,11 @@ class LoadedProgram:
                 )
         return sizes
 
-    def _empty_results(self, sizes: dict[str, Any]) -> Any:
-        """Returns results without elements; an exported program cannot compute with none.
+    def _empty_results(self, sizes: dict[str, int]) -> Tree:
+        """Returns results without elements; exported programs do not accept empty batches.
 
-        Results that have elements even then, such as a mean, and new values of variables
-        would have to be made up, so they are refused.
+        Raises if there are results with elements, such as a mean, or new values of variables:
+        they are undefined for an empty batch.
         """
 
         def make(leaf: dict[str, Any]) -> Any:
@@ -101,15 +105,15 @@ class LoadedProgram:
         )
 
 
-def _store(variable: Variable, new: Any) -> None:
+def _store(variable: Variable, new: jax.Array) -> None:
     """Stores the new value of a variable; see docs/design/0007-writes-of-loaded-models.md."""
     frame = frames.current()
     layout = frame.layout
     is_one_of_many = frame.mode is Mode.REPLICA and layout is not None and layout.num_replicas > 1
     is_sum = variable.aggregation is VariableAggregation.SUM and not variable.is_per_replica
     if is_one_of_many and is_sum and variable.dtype != bool:
-        # What each replica added is summed. The sum of new values would count the old
-        # value once per replica.
+        # Sums what each replica added. The sum of new values would count the old value once per
+        # replica.
         variable.assign_add(new - variable.read_value())
     else:
         variable.assign(new)
@@ -127,7 +131,7 @@ def _callable(exported: jax.export.Exported, name: str) -> Callable[..., Any]:
     is_float_out = [jnp.issubdtype(a.dtype, jnp.inexact) for a in exported.out_avals]
     is_float_in = [jnp.issubdtype(a.dtype, jnp.inexact) for a in exported.in_avals]
 
-    def run_forward(*inputs: Any) -> Any:
+    def run_forward(*inputs: jax.Array) -> tuple[Arrays, tuple[Arrays, Arrays]]:
         if not exported.has_vjp():
             raise errors.UnsupportedError(
                 f"Differentiating {name!r} needs a gradient that was saved with it",
@@ -138,8 +142,8 @@ def _callable(exported: jax.export.Exported, name: str) -> Callable[..., Any]:
         return outs, (inputs, [o for o, f in zip(outs, is_float_out, strict=True) if not f])
 
     @jax.custom_batching.sequential_vmap
-    def pull_back(inputs: Any, numbers: Any, floats: Any) -> list[Any]:
-        # The gradient takes cotangents without content for results that are no floats.
+    def pull_back(inputs: Arrays, numbers: Arrays, floats: Arrays) -> list[jax.Array]:
+        # Results that are not floats have cotangents of dtype float0.
         others, own = iter(numbers), iter(floats)
         cotangents = [
             next(own) if is_float else np.zeros(next(others).shape, jax.dtypes.float0)
@@ -148,7 +152,9 @@ def _callable(exported: jax.export.Exported, name: str) -> Callable[..., Any]:
         found = exported.vjp().call(*inputs, *cotangents)
         return [g for g, is_float in zip(found, is_float_in, strict=True) if is_float]
 
-    def run_backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
+    def run_backward(
+        kept: tuple[Arrays, Arrays], cotangents: Arrays
+    ) -> tuple[jax.Array | None, ...]:
         floats = [c for c, is_float in zip(cotangents, is_float_out, strict=True) if is_float]
         found = iter(pull_back(*kept, floats))
         return tuple(next(found) if is_float else None for is_float in is_float_in)

@@ -1,4 +1,4 @@
-"""`rx.saved_model.load`: a directory into variables and functions that need no source."""
+"""`rx.saved_model.load`: restores variables and functions, without their source."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from replicax.tracing.function import Function
 from replicax.tracing.signature import TensorSpec
 from replicax.variables.variable import Variable
 
-# What reading a manifest of another shape than `save` writes can raise.
+# Errors that a malformed manifest can cause.
 _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, RecursionError, ValueError)
 
 
 def load(export_dir: str | os.PathLike[str]) -> LoadedModule:
-    """Loads a saved object; variables are made by the strategy in whose scope this runs."""
+    """Loads a saved object; the current strategy creates its variables."""
     try:
         contents, values, blobs = files.read(export_dir)
         variables = [
@@ -54,7 +54,7 @@ def load(export_dir: str | os.PathLike[str]) -> LoadedModule:
 
 
 def _variable(entry: dict[str, Any], value: np.ndarray) -> Variable:
-    initial: Any = value
+    initial: np.ndarray | jax.Array = value
     if "key_impl" in entry:
         initial = jax.random.wrap_key_data(jnp.asarray(value), impl=entry["key_impl"])
     with jax_compat.any_dtype(value.dtype):

@@ -1,8 +1,8 @@
-"""Which parts of an object are saved, and how they hang together."""
+"""The parts of an object that are saved, and the references between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from replicax.foundation import errors
@@ -11,7 +11,7 @@ from replicax.variables.module import Module
 from replicax.variables.variable import Variable
 
 _SCALARS = (bool, int, float, str)
-# Where an instance keeps its bound functions; the class knows them by their names.
+# The prefix of the attributes in which instances cache bound functions.
 _BOUND = "_rx_function_"
 
 
@@ -35,22 +35,22 @@ class CallableLoadedModule(LoadedModule):
 
 
 class ObjectGraph:
-    """The nodes of an object that is being saved, each once, and the variables among them."""
+    """The nodes of an object to save, each once, and its variables."""
 
     def __init__(self, is_exported: Callable[[Function], bool]) -> None:
         self._is_exported = is_exported
-        self.nodes: list[Any] = []
-        # The variables in the order of their numbers, and the first path to each.
+        self.nodes: list[dict[str, Any]] = []
+        # The variables by number, and the first path to each.
         self.variables: list[Variable] = []
         self.paths: list[str] = []
         self._numbers: dict[Variable, int] = {}
         self.functions: dict[int, Function] = {}
         self._places: dict[int, int] = {}
         # Keeps objects alive whose ids are in use.
-        self._seen: list[Any] = []
+        self._seen: list[object] = []
 
-    def add_root(self, root: Any) -> None:
-        """Adds the object that is saved, as node 0."""
+    def add_root(self, root: object) -> None:
+        """Adds the object to save, as node 0."""
         if isinstance(root, Mapping):
             attributes = dict(root)
             if not all(isinstance(key, str) and key.isidentifier() for key in attributes):
@@ -79,8 +79,8 @@ class ObjectGraph:
             self.paths.append(path)
         return self._numbers[variable]
 
-    def _add(self, value: Any, path: str) -> int | None:
-        """Adds what can be saved of a value, and returns its node."""
+    def _add(self, value: object, path: str) -> int | None:
+        """Adds a value, and returns its node; None if it cannot be saved."""
         if isinstance(value, Variable):
             return self._new({"variable": self.add_variable(value, path)}, value)
         if isinstance(value, Function):
@@ -96,7 +96,7 @@ class ObjectGraph:
             return self._add_container(value, path)
         return self._new({"value": value}) if isinstance(value, _SCALARS) else None
 
-    def _add_module(self, value: Any, attributes: dict[str, Any], path: str) -> int:
+    def _add_module(self, value: object, attributes: dict[str, object], path: str) -> int:
         node: dict[str, Any] = {"module": {}}
         place = self._new(node, value)
         for name in sorted(attributes):
@@ -105,8 +105,10 @@ class ObjectGraph:
                 node["module"][name] = child
         return place
 
-    def _add_container(self, value: Any, path: str) -> int | None:
-        """Adds a list, tuple or dict, unless there is nothing in it to save."""
+    def _add_container(
+        self, value: Mapping[object, object] | Sequence[object], path: str
+    ) -> int | None:
+        """Adds a list, tuple or dict, unless it holds nothing to save."""
         if not _holds_state(value, set()):
             return None
         if isinstance(value, Mapping):
@@ -121,7 +123,7 @@ class ObjectGraph:
         node[next(iter(node))] += [self._add(v, f"{path}/{i}") for i, v in enumerate(value)]
         return place
 
-    def _new(self, node: dict[str, Any], value: Any = None) -> int:
+    def _new(self, node: dict[str, Any], value: object = None) -> int:
         self.nodes.append(node)
         if value is not None:
             self._seen.append(value)
@@ -129,7 +131,7 @@ class ObjectGraph:
         return len(self.nodes) - 1
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
+def attributes_of(value: object) -> dict[str, object]:
     """Returns the attributes of an object that may be saved, functions of its class too."""
     found = {
         name: getattr(value, name)
@@ -141,8 +143,10 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return {**found, **own}
 
 
-def build(nodes: list[Any], variables: list[Variable], functions: list[Function]) -> LoadedModule:
-    """Builds the object that nodes describe; node 0 is the whole."""
+def build(
+    nodes: list[dict[str, Any]], variables: list[Variable], functions: list[Function]
+) -> LoadedModule:
+    """Builds the object that nodes describe; node 0 is the root."""
     built: dict[int, Any] = {}
 
     def make(place: int | None) -> Any:
@@ -170,7 +174,7 @@ def build(nodes: list[Any], variables: list[Variable], functions: list[Function]
     return make(0)
 
 
-def _holds_state(value: Any, seen: set[int]) -> bool:
+def _holds_state(value: object, seen: set[int]) -> bool:
     if isinstance(value, Variable | Function | Module):
         return True
     if id(value) in seen or not isinstance(value, Mapping | list | tuple):

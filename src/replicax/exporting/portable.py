@@ -1,4 +1,4 @@
-"""From a stateful function to a program that needs neither its source nor its strategy.
+"""Exports stateful functions as programs that need neither their source nor a strategy.
 
 Note [One replica]
     A function is traced as code that runs alone: with one copy of each variable, one
@@ -17,13 +17,13 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode, StrategyHooks
@@ -44,14 +44,14 @@ _PLATFORMS = ("cpu", "cuda", "tpu")
 
 @dataclasses.dataclass(frozen=True)
 class PortableProgram:
-    """A function of variables and arguments, compiled as far as it can be kept.
+    """An exported function of variables and arguments.
 
     Attributes:
       blob: A serialized `jax.export.Exported`. It takes the values of `read`, then the
         arguments; it returns the new values of `written`, then the results.
-      read: The variables whose values go in.
-      written: The variables whose new values come out.
-      facts: What the manifest says about the program: names and structures.
+      read: The variables that it reads.
+      written: The variables that it writes.
+      facts: What the manifest contains about the program: names and structures.
     """
 
     blob: bytes
@@ -60,29 +60,29 @@ class PortableProgram:
     facts: dict[str, Any]
 
 
-# Traces by function, then by what was asked for. A later save takes what is here.
+# Programs by function, then by signature and settings; later saves reuse them.
 _programs: weakref.WeakKeyDictionary[Any, dict[Any, PortableProgram]] = weakref.WeakKeyDictionary()
 
 
 def portable(
     fn: Callable[..., Any],
-    specs: Sequence[Any],
+    specs: Sequence[Tree],
     name: str,
     frame: Frame,
     owners: list[StrategyHooks],
 ) -> PortableProgram:
-    """Returns the portable program of a function, traced the first time it is asked for.
+    """Returns the portable program of a function, which is traced at the first call.
 
     Args:
       fn: An `rx.function` or a plain Python function.
-      specs: One TensorSpec, or structure of them, per argument.
-      name: What to call the function in messages.
-      frame: Where code stands that runs alone, under no strategy.
+      specs: One TensorSpec, or a structure of them, per argument.
+      name: The name of the function in error messages.
+      frame: The frame of code that runs under no strategy.
       owners: The owners of ON_READ variables, which replica code may write.
     """
     arguments, shapes = _described_arguments(specs, name)
     key = (json.dumps(arguments), jax_compat.thread_settings())
-    # Nothing is kept for a bound method: it is a new object each time it is looked up.
+    # Programs of bound methods are not cached: each lookup of the method is a new object.
     is_kept = isinstance(fn, Function | types.FunctionType)
     known = _programs.setdefault(fn, {}) if is_kept else {}
     if key not in known:
@@ -94,20 +94,22 @@ class _OneReplicaOverlay(capturing.CapturingOverlay):
     """The overlay of an export: every variable is one logical array."""
 
     def __init__(self) -> None:
-        # What is read is what a read returns: there is nothing to combine.
+        # Values are read as they are: there is nothing to combine.
         super().__init__(None, View.READ)
         self.creations: list[Variable] = []
 
     def note_creation(self, variable: object) -> None:
-        self.creations.append(cast(Variable, variable))
+        assert isinstance(variable, Variable)
+        self.creations.append(variable)
 
     def holds(self, variable: TracedState) -> bool:
-        # One in parts is exported as a whole.
+        # A sharded variable is exported as a whole.
         return isinstance(variable, ShardedVariable) or super().holds(variable)
 
-    def first_read(self, variable: TracedState) -> Tree:
-        whole: Any = getattr(variable, "container", variable)
-        if whole is not variable:
+    def first_read(self, variable: TracedState) -> jax.Array:
+        assert isinstance(variable, Variable)
+        whole = getattr(variable, "container", variable)
+        if isinstance(whole, ShardedVariable) and whole is not variable:
             return whole.piece_of(variable, self.read(whole))
         with jax_compat.eagerly():
             stand_in = self._logical(whole)
@@ -115,16 +117,17 @@ class _OneReplicaOverlay(capturing.CapturingOverlay):
         return jnp.copy(stand_in)
 
     def read_rows(self, variable: TracedState, ids: ArrayLike) -> jax.Array:
-        # A model that is loaded has no servers to ask for rows.
-        return row_numbers.take(cast(Variable, variable).read(frames.current()), ids)
+        assert isinstance(variable, Variable)
+        # A loaded model has no servers that could look up rows.
+        return row_numbers.take(variable.read(frames.current()), ids)
 
     def record(self, change: Change) -> None:
-        """Makes a change of what lives on servers here, where the model will run."""
+        """Applies a change of a remote variable to its value in this trace."""
         target = change.target
         if not isinstance(target, Variable):
             raise errors.UnsupportedError(
                 "An exported function can change variables",
-                f"it changes {target.name}, which lives on parameter servers",
+                f"it changes {target.name}, which is on parameter servers",
                 "Export the part of the model that does not train.",
             )
         whole: Any = getattr(target, "container", target)
@@ -132,7 +135,7 @@ class _OneReplicaOverlay(capturing.CapturingOverlay):
         if whole is not target:
             start = whole.starts[next(i for i, v in enumerate(whole.variables) if v is target)]
             value = self.read(whole).at[start : start + target.shape[0]].set(value)
-            # Other parts of it are cut out of the new value.
+            # Values of its parts are sliced from the new value.
             parts = set(map(id, whole.variables))
             self.values = {v: a for v, a in self.values.items() if id(v) not in parts}
         self.write(whole, value)
@@ -199,7 +202,7 @@ def _capture(
 
     def body(*arrays: Any) -> list[Any]:
         args = structures.build(arguments, lambda leaf: arrays[leaf["leaf"]])
-        found: list[Any] = []
+        found: list[jax.Array] = []
         results.append(structures.describe(fn(*args), lambda leaf: _result(leaf, found, name)))
         return found
 
@@ -217,7 +220,7 @@ def _capture(
 
 @contextlib.contextmanager
 def _explained_errors(name: str) -> Iterator[None]:
-    """Says what an export has to do with the errors that its trace raises."""
+    """Adds to errors of the trace what an export has to do with them."""
     try:
         yield
     except errors.ContextError as error:
@@ -242,16 +245,16 @@ def _explained_errors(name: str) -> Iterator[None]:
 
 
 def _described_arguments(
-    specs: Sequence[Any], name: str
+    specs: Sequence[Tree], name: str
 ) -> tuple[structures.Described, list[jax.ShapeDtypeStruct]]:
     """Returns the description of the arguments, and shapes with symbols for open sizes."""
-    leaves: list[Any] = []
-    # The size of axis 0 is the batch, for all arguments; other open sizes are their own.
+    leaves: list[tuple[list[int | str], DTypeLike]] = []
+    # An open size of axis 0 is the batch size of all arguments; others are independent.
     fresh = (f"d{i}" for i in range(1_000_000))
 
-    def describe_leaf(spec: Any) -> dict[str, Any]:
-        shape = getattr(spec, "shape", None)
-        if shape is None or not hasattr(spec, "dtype"):
+    def describe_leaf(spec: object) -> dict[str, Any]:
+        shape, dtype = getattr(spec, "shape", None), getattr(spec, "dtype", None)
+        if shape is None or dtype is None:
             raise errors.InvalidArgumentError(
                 f"The input_signature of {name!r} must give a TensorSpec with a shape for "
                 "each argument",
@@ -259,26 +262,26 @@ def _described_arguments(
                 "Use None for sizes that may differ between calls.",
             )
         sizes = [_size(axis, size, fresh) for axis, size in enumerate(shape)]
-        leaves.append((sizes, spec.dtype))
-        return {"leaf": len(leaves) - 1, "shape": sizes, "dtype": jnp.dtype(spec.dtype).name}
+        leaves.append((sizes, dtype))
+        return {"leaf": len(leaves) - 1, "shape": sizes, "dtype": jnp.dtype(dtype).name}
 
     described = structures.describe(tuple(specs), describe_leaf)
     symbols = list(dict.fromkeys(s for sizes, _ in leaves for s in sizes if isinstance(s, str)))
     known = dict(zip(symbols, jax.export.symbolic_shape(", ".join(symbols)), strict=True))
     shapes = [
-        jax.ShapeDtypeStruct(tuple(known.get(s, s) for s in sizes), dtype)
+        jax.ShapeDtypeStruct(tuple(known[s] if isinstance(s, str) else s for s in sizes), dtype)
         for sizes, dtype in leaves
     ]
     return described, shapes
 
 
-def _size(axis: int, size: Any, fresh: Iterator[str]) -> int | str:
+def _size(axis: int, size: object, fresh: Iterator[str]) -> int | str:
     if size is None:
         return "b" if axis == 0 else next(fresh)
     return size if isinstance(size, int) else str(size)
 
 
-def _result(leaf: Any, found: list[Any], name: str) -> dict[str, Any]:
+def _result(leaf: Tree, found: list[jax.Array], name: str) -> dict[str, Any]:
     if isinstance(leaf, Variable):
         leaf = leaf.read_value()
     try:
@@ -309,7 +312,7 @@ def _serialized(
     captured: capturing.Capture, name: str, shapes: list[jax.ShapeDtypeStruct]
 ) -> tuple[bytes, dict[str, Any]]:
     """Lowers a captured function for as many platforms as possible, with its gradient."""
-    # As NumPy arrays, constants are tied to no device.
+    # NumPy arrays are on no device.
     constants = [np.asarray(c) for c in captured.constants]
     num_read = len(captured.variables)
 
@@ -324,7 +327,7 @@ def _serialized(
             exported = jax.export.export(jax.jit(pure), platforms=platforms)(*values, *shapes)
             break
         except Exception as error:
-            # JAX raises errors of many kinds for what a platform does not know.
+            # JAX raises errors of many kinds for operations that a platform lacks.
             if platforms != _PLATFORMS:
                 raise _not_portable(name, error) from error
             _log.info("%s is exported for this platform only: %s", name, _first_line(error))
@@ -332,8 +335,8 @@ def _serialized(
     try:
         blob, is_differentiable = exported.serialize(vjp_order=1), True
     except Exception as error:
-        # A while loop, for one, has no gradient in this direction, which JAX says with errors
-        # of many kinds. The function still works; what else is wrong shows in the next line.
+        # A while loop, for example, has no reverse-mode gradient, for which JAX raises errors of
+        # many kinds. The function still works; any other error is raised by the next line.
         _log.info("%s is exported without a gradient: %s", name, _first_line(error))
         try:
             blob, is_differentiable = exported.serialize(), False

@@ -1,9 +1,9 @@
-"""`rx.saved_model.save`: an object, its variables and its functions into a directory."""
+"""`rx.saved_model.save`: writes an object with its variables and functions."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from replicax.exporting.loaded_program import LoadedProgram
 from replicax.exporting.object_graph import LoadedModule, ObjectGraph, attributes_of
 from replicax.exporting.portable import PortableProgram, portable
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
 from replicax.tracing.function import Function
 from replicax.tracing.signature import TensorSpec
 from replicax.variables.variable import Variable
@@ -24,8 +25,8 @@ from replicax.variables.variable import Variable
 DEFAULT_SIGNATURE = "serving_default"
 
 
-def save(obj: Any, export_dir: str | os.PathLike[str], signatures: Any, frame: Frame) -> None:
-    """Saves an object; `frame` is where code stands that runs under no strategy."""
+def save(obj: object, export_dir: str | os.PathLike[str], signatures: object, frame: Frame) -> None:
+    """Saves an object; `frame` is the frame of code that runs under no strategy."""
     files.require_target(Path(export_dir))
     if signatures is None and isinstance(obj, LoadedModule):
         signatures = obj.signatures
@@ -34,15 +35,19 @@ def save(obj: Any, export_dir: str | os.PathLike[str], signatures: Any, frame: F
     asked = {name: _resolve(name, given) for name, given in _by_name(signatures).items()}
     specs = {id(fn): own for fn, own in reversed(asked.values())}
 
-    def specs_of(function: Function) -> Any:
+    def specs_of(function: Function) -> Sequence[Tree] | None:
         own = function.input_signature
         return specs.get(id(function)) if own is None else own
 
     graph = ObjectGraph(lambda function: specs_of(function) is not None)
     graph.add_root(obj)
-    # Each function once per list of specs; an attribute is the function as it is called.
-    wanted = [(fn, specs_of(fn)) for fn in graph.functions.values()] + list(asked.values())
-    functions = {_key(fn, own): (fn, own) for fn, own in wanted}
+    # Exports each function once per list of specs.
+    functions: dict[tuple[int, str], tuple[Callable[..., Tree], Sequence[Tree]]] = {}
+    for fn in graph.functions.values():
+        own = specs_of(fn)
+        assert own is not None, "the graph has exported functions only"
+        functions[_key(fn, own)] = fn, own
+    functions |= {_key(fn, own): (fn, own) for fn, own in asked.values()}
     numbers = {key: number for number, key in enumerate(functions)}
     for node in graph.nodes:
         if "function" in node:
@@ -58,7 +63,7 @@ def save(obj: Any, export_dir: str | os.PathLike[str], signatures: Any, frame: F
     files.write(export_dir, contents, values, [program.blob for program in programs])
 
 
-def _only_function(obj: Any) -> Function | None:
+def _only_function(obj: object) -> Function | None:
     """Returns the function of an object that has exactly one with an input_signature."""
     if not isinstance(obj, Mapping) and not hasattr(obj, "__dict__"):
         return None
@@ -71,7 +76,7 @@ def _only_function(obj: Any) -> Function | None:
     return next(iter(signed.values())) if len(signed) == 1 else None
 
 
-def _by_name(signatures: Any) -> Mapping[str, Any]:
+def _by_name(signatures: object) -> Mapping[str, object]:
     if signatures is None:
         return {}
     if not isinstance(signatures, Mapping):
@@ -86,8 +91,8 @@ def _by_name(signatures: Any) -> Mapping[str, Any]:
     return signatures
 
 
-def _resolve(name: str, given: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a function that was asked for, and the specs of its arguments."""
+def _resolve(name: str, given: object) -> tuple[Callable[..., Tree], tuple[Tree, ...]]:
+    """Returns a requested function, and the specs of its arguments."""
     fn, specs = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
     if not callable(fn):
         raise errors.ArgumentTypeError(
@@ -109,12 +114,14 @@ def _resolve(name: str, given: Any) -> tuple[Callable[..., Any], tuple[Any, ...]
     return fn, (specs,) if is_one else tuple(specs)
 
 
-def _key(fn: Callable[..., Any], specs: Any) -> tuple[int, str]:
+def _key(fn: Callable[..., Tree], specs: Sequence[Tree] | None) -> tuple[int, str]:
     return id(fn), repr(specs)
 
 
 def _programs(
-    functions: list[tuple[Callable[..., Any], Any]], graph: ObjectGraph, frame: Frame
+    functions: Sequence[tuple[Callable[..., Tree], Sequence[Tree]]],
+    graph: ObjectGraph,
+    frame: Frame,
 ) -> list[PortableProgram]:
     found = [v.owner for v in graph.variables if v.is_per_replica and v.owner is not None]
     owners = list({id(owner): owner for owner in found}.values())
@@ -122,7 +129,7 @@ def _programs(
     for fn, specs in functions:
         inner = getattr(fn, "python_function", None)
         if isinstance(inner, LoadedProgram) and specs == getattr(fn, "input_signature", None):
-            # Saved before: its program is as good as a new one.
+            # A function of a loaded model is exported already.
             programs.append(inner.program)
             continue
         name = getattr(fn, "name", None) or getattr(fn, "__name__", type(fn).__name__)
@@ -132,7 +139,7 @@ def _programs(
 
 def _function_entry(program: PortableProgram, graph: ObjectGraph) -> dict[str, Any]:
     def numbers(variables: tuple[Variable, ...]) -> list[int]:
-        # The path of a variable that only functions know.
+        # The path of a variable that no attribute leads to.
         return [graph.add_variable(v, f"{program.facts['name']}()/{v.name}") for v in variables]
 
     return {**program.facts, "read": numbers(program.read), "written": numbers(program.written)}

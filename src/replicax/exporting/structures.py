@@ -1,4 +1,4 @@
-"""How the structure of arguments and results is written as JSON, and built again."""
+"""Structures of arguments and results as JSON."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicax.foundation import errors
+from replicax.foundation.types import Tree
 
 Described = Any
-# What may be a key of a mapping: JSON keeps these apart in a list, as it does not as keys.
+# Types of keys of mappings. Items are stored as lists, since keys of JSON objects are text.
 _KEYS = (str, int)
 
 
-def describe(tree: Any, describe_leaf: Callable[[Any], dict[str, Any]]) -> Described:
-    """Describes a structure; every leaf by what `describe_leaf` returns for it.
+def describe(tree: Tree, describe_leaf: Callable[[Tree], dict[str, Any]]) -> Described:
+    """Describes a structure, and each leaf with `describe_leaf`.
 
     Named tuples become tuples, and mappings of every class become dicts.
 
@@ -40,7 +41,7 @@ def describe(tree: Any, describe_leaf: Callable[[Any], dict[str, Any]]) -> Descr
 
 
 def build(described: Described, make_leaf: Callable[[dict[str, Any]], Any]) -> Any:
-    """Builds a described structure with leaves of another kind.
+    """Builds a described structure, and each leaf with `make_leaf`.
 
     >>> build({"list": [{"leaf": 0}, None]}, lambda leaf: leaf["leaf"])
     [0, None]
@@ -65,8 +66,8 @@ def leaves_of(described: Described) -> list[dict[str, Any]]:
     return found
 
 
-def flatten(described: Described, tree: Any, where: str) -> list[Any]:
-    """Returns the leaves of a structure that has to be the described one."""
+def flatten(described: Described, tree: Tree, where: str) -> list[Tree]:
+    """Returns the leaves of a structure; raises if it is not the described one."""
     if described is None or "constant" in described:
         expected = None if described is None else described["constant"]
         if tree is expected or (expected is not None and tree == expected):
@@ -88,7 +89,7 @@ def flatten(described: Described, tree: Any, where: str) -> list[Any]:
     return [tree]
 
 
-def _mismatch(where: str, wanted: str, found: Any) -> errors.StructureError:
+def _mismatch(where: str, wanted: str, found: object) -> errors.StructureError:
     text = f"a dict with keys {list(found)}" if isinstance(found, Mapping) else repr(found)[:80]
     return errors.StructureError(
         f"{where} must be {wanted}", f"it is {text}", "Pass what the model was saved with."

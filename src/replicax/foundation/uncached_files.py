@@ -54,7 +54,7 @@ class UncachedFile:
             return
         self._flush()
         self._filled = offset % BLOCK_BYTES
-        assert skipped > 0 or not self._filled, "only whole blocks are written again"
+        assert skipped > 0 or not self._filled, "only whole blocks can be written again"
         self._start = offset - self._filled
         self._buffer[: self._filled] = 0
 
@@ -85,7 +85,7 @@ class UncachedFile:
         os.close(self._descriptor)
 
     def _flush(self) -> None:
-        """Writes the buffer, filled up with zeros to the end of a block."""
+        """Writes the buffer, padded with zeros to whole blocks."""
         end = -(-self._filled // BLOCK_BYTES) * BLOCK_BYTES
         self._buffer[self._filled : end] = 0
         written = 0

@@ -1,4 +1,4 @@
-"""Export of functions with their variables, and models that load without their source."""
+"""Exports functions with their variables, and loads them without their source."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def __dir__() -> list[str]:
     return __all__
 
 
-# Exported code sees this strategy, whatever strategy the model belongs to.
+# The current strategy of exported code, whatever strategy the model belongs to.
 _alone = DefaultStrategy()
 
 
-def save(obj: Any, export_dir: str | os.PathLike[str], signatures: Any = None) -> None:
+def save(obj: object, export_dir: str | os.PathLike[str], signatures: object = None) -> None:
     """Saves the variables and functions of an object, as if they were not distributed.
 
     Functions that have an `input_signature` are traced once more, as the code of one
@@ -65,7 +65,7 @@ def save(obj: Any, export_dir: str | os.PathLike[str], signatures: Any = None) -
 
 
 def load(export_dir: str | os.PathLike[str]) -> Any:
-    """Loads a saved model, without the code that it was made from.
+    """Loads a saved model, without its source code.
 
     The result is an `rx.Module` with the attributes that were saved: variables, lists,
     dicts, submodules and functions, which take and return what they did before. Inside
@@ -75,9 +75,9 @@ def load(export_dir: str | os.PathLike[str]) -> Any:
     with respect to variables and arguments work if JAX could derive them when the model
     was saved. What a function writes in the code of several replicas is combined by the
     aggregation of each variable: MEAN averages the new values, SUM adds up what each
-    replica added, ONLY_FIRST_REPLICA takes the first one's; without an aggregation the
-    write is refused. An empty batch gives empty results; a function with other results, or
-    with writes, refuses it.
+    replica added, ONLY_FIRST_REPLICA uses that of the first; without an aggregation the
+    write raises an error. An empty batch gives empty results; a function with other results, or
+    with writes, raises an error.
 
     Args:
       export_dir: A directory that `save` wrote.
@@ -99,7 +99,7 @@ def load(export_dir: str | os.PathLike[str]) -> Any:
 
 
 def contains_saved_model(export_dir: str | os.PathLike[str]) -> bool:
-    """Tells whether a directory holds a saved model.
+    """Returns whether a directory holds a saved model.
 
     >>> contains_saved_model("/no/such/place")
     False
