@@ -333,7 +333,7 @@ def test_bar10_a_slow_process_runs_for_a_part_of_the_time(cluster: LocalCluster)
     with refused(errors.InvalidArgumentError, "throttle"):
         cluster.slow("ps", 0, throttle=0)
     cluster.slow("ps", 0, throttle=0.2)
-    # Whoever stops and wakes it may have to wait for its turn, at any time.
+    # The throttling thread may be delayed at any time.
     becomes(Sight(process).is_mostly_stopped, "it is stopped for most of the time")
     cluster.slow("ps", 0, throttle=1)
     assert process.status() != psutil.STATUS_STOPPED
@@ -367,7 +367,7 @@ class Ending(Child):
         self.close_pipe()
         ending = f"import os; os.kill(os.getpid(), 9) if {self.code} < 0 else os._exit({self.code})"
         self._process = subprocess.Popen([sys.executable, "-S", "-c", ending])
-        # Last: whoever counts them looks at the newest.
+        # Last: the count uses the newest.
         self.pids = [*getattr(self, "pids", []), 0]
 
 

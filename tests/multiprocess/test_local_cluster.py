@@ -123,7 +123,7 @@ def test_leaving_a_cluster_that_is_in_use_raises_no_alarm(
         return coordinator.status().servers[0].state == "lost"
 
     assert becomes(is_missed)
-    # Whoever goes on all the same is told.
+    # Further use raises an error.
     with pytest.raises(errors.PSUnavailableError):
         coordinator.join(timeout=60)
     coordinator.close()
@@ -171,7 +171,7 @@ sys.stdin.read()
 
 
 def is_running(pid: int) -> bool:
-    # Nobody may be there to bury an orphan: a zombie has ended.
+    # An orphan may stay a zombie, which has exited.
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -50,7 +50,7 @@ def enveloped(body: Any, request: int = 1, job: str = "job") -> messages.Envelop
 
 
 class Logged:
-    """A log in step, and the numbers of the answers that have left."""
+    """A log in sync, and the numbers of the replies that were sent."""
 
     def __init__(self) -> None:
         self.left: list[int] = []
@@ -63,7 +63,7 @@ class Logged:
         for _ in range(count):
             self.log.record(FENCE, [bytes(num_bytes)])
 
-    def hold(self, session: Session, body: Any, request: int, **options: Any) -> bool:
+    def defer(self, session: Session, body: Any, request: int, **options: Any) -> bool:
         return self.log.defer(session, enveloped(body, request), (messages.Done(), ()), **options)
 
     def places(self) -> list[int]:
@@ -77,15 +77,15 @@ A, B = Session(b"a", "worker", 0, 11), Session(b"b", "worker", 1, 12)
 
 def test_bar22_answers_to_changes_wait_for_the_mirror_and_keep_their_order() -> None:
     desk = Logged()
-    assert not desk.hold(A, READ, 1), "what changes nothing waits for nobody"
+    assert not desk.defer(A, READ, 1), "replies to reads are not deferred"
     desk.note()
-    assert desk.hold(A, PUSH, 2)
-    assert desk.hold(A, READ, 3), "behind the one before"
-    assert desk.hold(A, PUSH, 4, is_error=True)
-    assert not desk.hold(B, READ, 1)
-    assert not desk.hold(B, messages.Ping(0), 2), "signs of life never wait"
+    assert desk.defer(A, PUSH, 2)
+    assert desk.defer(A, READ, 3), "behind the one before"
+    assert desk.defer(A, PUSH, 4, is_error=True)
+    assert not desk.defer(B, READ, 1)
+    assert not desk.defer(B, messages.Ping(0), 2), "signs of life never wait"
     desk.note()
-    assert desk.hold(B, PUSH, 5)
+    assert desk.defer(B, PUSH, 5)
     first, second = desk.places()
     desk.log.confirm(first)
     assert desk.left == []
@@ -93,7 +93,7 @@ def test_bar22_answers_to_changes_wait_for_the_mirror_and_keep_their_order() -> 
     assert desk.left == [2, 3, 4]
     desk.log.confirm(second + 1)
     assert desk.left == [2, 3, 4, 5]
-    assert not desk.hold(A, READ, 6) and not desk.hold(B, PUSH, 7), "all is confirmed"
+    assert not desk.defer(A, READ, 6) and not desk.defer(B, PUSH, 7), "all is confirmed"
     assert desk.log.num_deferred == 0
 
 
@@ -110,11 +110,11 @@ def test_bar22_a_mirror_goes_on_where_it_is_or_gets_everything() -> None:
     assert not desk.log.resume(first), "that was confirmed, and is gone"
     assert desk.log.needs_seed
     desk.note()
-    assert desk.hold(A, PUSH, 1)
+    assert desk.defer(A, PUSH, 1)
     assert desk.log.take(100, 1 << 20) is None, "a cut will stand for it"
     position = desk.log.begin_seed()
     desk.note()
-    assert desk.hold(B, PUSH, 2)
+    assert desk.defer(B, PUSH, 2)
     assert desk.log.end_seed(position)
     assert desk.left == [1], "what is in the cut is confirmed"
     assert desk.places() == [position]
@@ -127,7 +127,7 @@ def test_bar22_what_cannot_be_repeated_exactly_is_given_as_a_whole() -> None:
     position = desk.log.begin_seed()
     desk.note()
     desk.log.mark_unrepeatable()
-    assert desk.hold(A, PUSH, 1)
+    assert desk.defer(A, PUSH, 1)
     assert not desk.log.end_seed(position), "it came while the cut was on its way"
     assert desk.left == []
     assert desk.log.end_seed(desk.log.begin_seed())
@@ -151,22 +151,22 @@ def test_bar22_little_is_kept_for_a_mirror_that_is_away() -> None:
 def test_the_end_of_a_job_lets_answers_go() -> None:
     desk = Logged()
     desk.note()
-    assert desk.hold(A, PUSH, 1)
+    assert desk.defer(A, PUSH, 1)
     desk.log.job_ended()
     assert desk.left == [1] and desk.log.state is State.OFF and desk.log.target is None
     desk.note()
-    assert not desk.hold(A, PUSH, 2)
+    assert not desk.defer(A, PUSH, 2)
     desk.log.attached("other", messages.Attach([], {}), FENCE)
-    assert desk.log.target is None, "nobody asked for mirrors"
+    assert desk.log.target is None, "the job has no mirrors"
 
 
 def test_too_many_answers_that_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror_log, "_MOST_DEFERRED", 2)
     desk = Logged()
     desk.note()
-    assert desk.hold(A, PUSH, 1) and desk.hold(B, PUSH, 2)
+    assert desk.defer(A, PUSH, 1) and desk.defer(B, PUSH, 2)
     with refused(errors.ResourceExhaustedError, "/job:ps/task:0"):
-        desk.hold(A, PUSH, 3)
+        desk.defer(A, PUSH, 3)
 
 
 # A store and its copy, without sockets.
@@ -419,7 +419,7 @@ def test_bar22_a_process_that_was_replaced_is_not_followed(pair: Pair) -> None:
 # Servers with sockets, in this process.
 
 
-def is_in_step(counters: Iterable[dict[str, Any]]) -> bool:
+def is_in_sync(counters: Iterable[dict[str, Any]]) -> bool:
     """Whether every server has a mirror, and is one."""
     return all(f.get("mirror_state") == State.IN_SYNC and f["replicas"] == 1 for f in counters)
 
@@ -519,8 +519,8 @@ class Servers:
         assert isinstance(answer, messages.Pong)
         return dict(answer.counters)
 
-    def in_step(self) -> None:
-        becomes(lambda: is_in_step(map(self.counters, range(len(self.tasks)))), "in step")
+    def in_sync(self) -> None:
+        becomes(lambda: is_in_sync(map(self.counters, range(len(self.tasks)))), "in sync")
 
 
 @pytest.fixture
@@ -533,7 +533,7 @@ def servers() -> Iterator[Servers]:
 def test_bar22_a_server_that_comes_back_empty_has_all_that_was_acknowledged(
     servers: Servers,
 ) -> None:
-    servers.in_step()
+    servers.in_sync()
     for server in (0, 1, 0):
         for _ in range(5):
             servers.push(server)
@@ -544,15 +544,15 @@ def test_bar22_a_server_that_comes_back_empty_has_all_that_was_acknowledged(
         assert servers.value(server) == before
         servers.push(server)
         assert servers.value(server) == before + 1
-        # The other one's copy went with the process: it is made anew.
-        servers.in_step()
+        # The copy of the other server was lost with the process: it is seeded again.
+        servers.in_sync()
         counters = servers.counters(server)
         assert counters["replicas"] == 1 and counters["replica_bytes"] == 8
         assert counters["mirror_lag"] == 0
 
 
 def test_bar22_changes_wait_for_a_mirror_that_is_away_and_reads_do_not(servers: Servers) -> None:
-    servers.in_step()
+    servers.in_sync()
     servers.push(0)
     servers.stop(1)
     lost = servers.post(0)
@@ -581,7 +581,7 @@ def test_bar22_changes_wait_for_a_mirror_that_is_away_and_reads_do_not(servers: 
 def test_bar22_a_silent_mirror_counts_as_away_however_much_is_changed() -> None:
     servers = Servers(settings={"mirror_answer": 0.5})
     try:
-        servers.in_step()
+        servers.in_sync()
         mirror = servers.task(1)._copies
         handle, mirror.handle = mirror.handle, lambda *_: None  # type: ignore[method-assign]
         states = set()
@@ -599,7 +599,7 @@ def test_bar22_a_silent_mirror_counts_as_away_however_much_is_changed() -> None:
         assert servers.counters(1)["mirror_unconfirmed_s"] == 0, "the other direction is fine"
         mirror.handle = handle  # type: ignore[method-assign]
         becomes(lambda: servers.seen(0)["mirror_unconfirmed_s"] == 0, "it is not alone")
-        servers.in_step()
+        servers.in_sync()
     finally:
         servers.close()
 
@@ -618,7 +618,7 @@ def test_bar22_a_mirror_that_goes_silent_while_it_is_given_everything_is_away() 
         mirror.clear()
         becomes(lambda: servers.seen(0)["mirror_unconfirmed_s"] > 1.0, "it is alone")
         mirror.handle = handle  # type: ignore[method-assign]
-        servers.in_step()
+        servers.in_sync()
         assert servers.counters(0)["mirror_unconfirmed_s"] == 0
     finally:
         servers.close()
@@ -633,7 +633,7 @@ def test_bad_times_for_the_answer_of_a_mirror_are_refused(seconds: Any) -> None:
 
 def test_bar22_what_was_not_acknowledged_may_be_made_again(servers: Servers) -> None:
     """Both directions at once: each is the mirror of the other."""
-    servers.in_step()
+    servers.in_sync()
     servers.push(1)
     closures = [servers.post(0) for _ in range(20)]
     servers.post(1)
@@ -650,7 +650,7 @@ def test_bar22_what_was_not_acknowledged_may_be_made_again(servers: Servers) -> 
 
 
 def test_bar22_fences_optimizers_and_epochs_come_back_too(servers: Servers) -> None:
-    servers.in_step()
+    servers.in_sync()
     spec = messages.CreatePart(1, "w", (2,), "float32", messages.Fill(bytes(4)))
     servers.ask(0, spec)
     trained = [messages.TrainedPart(1, [], 0, False)]
@@ -682,7 +682,7 @@ def test_bar22_fences_optimizers_and_epochs_come_back_too(servers: Servers) -> N
 
 
 def test_bar22_both_at_once_are_lost_and_say_so(servers: Servers) -> None:
-    servers.in_step()
+    servers.in_sync()
     for server in (0, 1):
         servers.stop(server)
     for server in (0, 1):
@@ -697,7 +697,7 @@ def test_bar21_bar22_the_mirror_is_newer_than_snapshots_which_are_there_if_it_is
 ) -> None:
     servers = Servers(snapshots=tmp_path)
     try:
-        servers.in_step()
+        servers.in_sync()
         becomes(lambda: servers.counters(0)["snapshot_number"] >= 1, "a snapshot of the part")
         saved = tmp_path / "ps-0"
         becomes(lambda: list(saved.glob("snapshot-*/manifest.json")), "a snapshot")
@@ -718,7 +718,7 @@ def test_bar21_bar22_the_mirror_is_newer_than_snapshots_which_are_there_if_it_is
             assert servers.rejoin(0).is_restored
             assert servers.value(0) == (0 if both else 3)
             servers.rejoin(1)
-            servers.in_step()
+            servers.in_sync()
         servers.push(0)
         assert servers.value(0) == 1
     finally:
@@ -728,14 +728,14 @@ def test_bar21_bar22_the_mirror_is_newer_than_snapshots_which_are_there_if_it_is
 def test_bar22_three_servers_make_a_ring() -> None:
     servers = Servers(3)
     try:
-        servers.in_step()
+        servers.in_sync()
         for server in (2, 0, 1):
             servers.push(server)
             servers.stop(server)
             servers.start(server)
             servers.rejoin(server)
             assert servers.value(server) == 1
-            servers.in_step()
+            servers.in_sync()
     finally:
         servers.close()
 
@@ -743,7 +743,7 @@ def test_bar22_three_servers_make_a_ring() -> None:
 def test_bar22_a_server_that_was_replaced_acknowledges_nothing_more(
     servers: Servers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    servers.in_step()
+    servers.in_sync()
     follower = Channel(servers.places[1], Task("ps", 0), peer=Task("ps", 1))
     with follower:
         follower.job = "job"
@@ -756,7 +756,7 @@ def test_bar22_a_server_that_was_replaced_acknowledges_nothing_more(
 
 
 def test_the_end_of_a_job_ends_its_copies(servers: Servers) -> None:
-    servers.in_step()
+    servers.in_sync()
     stores = [servers.task(i)._copies for i in range(2)]
     assert all(copies.counters()["replicas"] == 1 for copies in stores)
     for server in (0, 1):
@@ -773,7 +773,7 @@ def test_bar22_large_parts_are_given_in_pieces(
 ) -> None:
     monkeypatch.setattr(mirror_sender, "PIECE_BYTES", 1 << 16)
     monkeypatch.setattr("replicax.ps.process.mirror_copies.PIECE_BYTES", 1 << 16)
-    servers.in_step()
+    servers.in_sync()
     value = np.random.default_rng(0).normal(size=200_000)
     spec = messages.CreatePart(1, "w", value.shape, "float64", messages.FromBuffer())
     servers.ask(0, spec, value)
@@ -781,7 +781,7 @@ def test_bar22_large_parts_are_given_in_pieces(
         servers.stop(server)
         servers.start(server)
         servers.rejoin(server, [0])
-        servers.in_step()
+        servers.in_sync()
     _, buffers = servers.channels[0].request(messages.Exchange([], [messages.Read(1)]), timeout=30)
     assert np.array_equal(np.frombuffer(buffers[0]), value)
 
@@ -839,7 +839,7 @@ def check_kills(desk: Desk, times: int) -> None:
         return False
 
     for life in range(times):
-        becomes(lambda: is_in_step(map(server_counters, range(2))), "mirrors in step", 60)
+        becomes(lambda: is_in_sync(map(server_counters, range(2))), "mirrors in sync", 60)
         becomes(freezes_in_the_midst_of_work, "work under way")
         desk.cluster.kill("ps", life % 2)
         assert not coordinator.done(), "killed in the midst of work"

@@ -117,7 +117,7 @@ class Counting:
         np.testing.assert_array_equal(self.table.numpy(), np.full((20, 2), count / 20))
 
 
-def test_S190_T111_T113_bar1_bar7_every_step_counts_once_whoever_is_killed(
+def test_S190_T111_T113_bar1_bar7_every_step_counts_once_whatever_is_killed(
     desk: Desk, tmp_path: Path
 ) -> None:
     training = Counting(desk, tmp_path)

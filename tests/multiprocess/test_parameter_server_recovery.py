@@ -185,7 +185,7 @@ def test_bar30_a_coordinator_comes_back_and_the_former_one_is_refused() -> None:
                 _, problem = first.communicate(timeout=60)
                 assert "FencedError" in problem
                 assert second.poll() is None
-        # SIGKILL: nobody could say good-bye.
+        # SIGKILL: no process could detach.
         with counting(desk, 300) as third:
             word, done, same = said(third)
             assert (word, done) == ("resumed", same)
@@ -196,7 +196,7 @@ def test_bar30_a_coordinator_comes_back_and_the_former_one_is_refused() -> None:
             third.communicate("\n", timeout=60)
 
 
-def test_bar23_bar30_a_table_that_was_half_written_is_written_anew(
+def test_bar23_bar30_a_table_that_was_half_written_is_written_again(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its coordinator is lost between two messages; the next one must not find zeros."""
@@ -229,7 +229,7 @@ def test_bar23_bar30_a_table_that_was_half_written_is_written_anew(
         second.close()
 
 
-def test_a_job_without_a_name_is_nobody_elses(desk: Desk) -> None:
+def test_a_job_without_a_name_cannot_be_resumed(desk: Desk) -> None:
     strategy = desk.strategy()
     make_counters(strategy)
     assert not strategy.is_resumed
@@ -327,4 +327,4 @@ def test_bar10_speculation_saves_the_tail_and_counts_once() -> None:
         is_quick = time.monotonic() - started < 1.8
         desk.cluster.cont("worker", 1)
         assert int(a.read_value()) == 8
-        assert is_quick, "nobody had to wait until the worker counted as dead"
+        assert is_quick, "no wait until the worker was declared dead"

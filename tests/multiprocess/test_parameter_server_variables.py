@@ -211,10 +211,10 @@ def test_T85_outer_scopes_cannot_move_variables(desk: Desk) -> None:
             third = rx.Variable(1.0, name="third")
     assert tasks(first, second, third) == [0, 1, 0] and third.name == "renamed"
 
-    def elsewhere(next_creator: Any, **kwargs: Any) -> Any:
+    def on_other_server(next_creator: Any, **kwargs: Any) -> Any:
         return "made by the outer creator"
 
-    with rx.variable_creator_scope(elsewhere), strategy.scope():
+    with rx.variable_creator_scope(on_other_server), strategy.scope():
         assert rx.Variable(1.0) == "made by the outer creator"
 
 

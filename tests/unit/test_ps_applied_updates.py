@@ -1,4 +1,4 @@
-"""Exactly once, whoever asks, in whatever order: dedup, watermark, fences, jobs, repetition."""
+"""Exactly once, for any sender and order: dedup, watermark, fences, jobs, repetition."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def caller() -> Caller:
     return caller
 
 
-def test_bar16_a_change_is_made_once_whoever_repeats_it(caller: Caller) -> None:
+def test_bar16_an_update_is_applied_once_whichever_process_repeats_it(caller: Caller) -> None:
     for incarnation in (WORKER, WORKER, 77):
         assert caller.push(ADD, buffers=[ONE], closure=5, incarnation=incarnation) == []
     assert caller.read(0) == 1

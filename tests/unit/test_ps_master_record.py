@@ -73,7 +73,7 @@ def test_bar30_a_replaced_coordinator_does_not_get_a_server_back(host: Host) -> 
     assert host.ask(NEW, 2, messages.Ping(0)).counters["parts"] == 1
 
 
-def test_bar30_the_next_one_takes_it_over_from_whoever_was_last(host: Host) -> None:
+def test_bar30_the_next_coordinator_resumes_after_the_last_one(host: Host) -> None:
     host.attach(NEW, 2, [])
     host.start()
     assert host.attach(OTHER, 3, []).is_restored
@@ -82,7 +82,7 @@ def test_bar30_the_next_one_takes_it_over_from_whoever_was_last(host: Host) -> N
         host.attach(NEW, 2, [0])
 
 
-def test_a_job_that_begins_anew_is_not_bound_by_the_master_of_the_last(host: Host) -> None:
+def test_a_job_that_starts_again_is_not_bound_by_the_master_of_the_last(host: Host) -> None:
     host.attach(NEW, 2, [])
     host.ask(NEW, 2, messages.Detach())
     assert not host.path.exists()

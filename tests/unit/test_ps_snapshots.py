@@ -169,7 +169,7 @@ def test_bar21_a_frozen_part_keeps_its_value_whatever_is_changed(
 def test_bar21_rows_that_change_while_they_are_copied_are_put_right(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for a piece to be copied: the worst moment to change it is right after that."""
+    """No change waits for the copy of a piece: the worst moment for a change is right after it."""
     monkeypatch.setattr(frozen, "PIECE_BYTES", 1 << 16)
     part = make_part(shape)
     before = np.arange(part.num_bytes // 4, dtype=np.float32).reshape(shape)
@@ -328,7 +328,7 @@ def test_bar21_all_that_a_server_keeps_comes_back(directory: SnapshotDirectory) 
     caller.ask(messages.Ping(60))
     versions = {number: caller.version(number) for number in caller.specs}
     save(caller.store, directory)
-    # What nobody has written stays a hole.
+    # Rows that were never written stay a hole.
     file = data_of(directory, 1).stat()
     assert file.st_size > 80 << 20 and file.st_blocks * 512 < 40 << 20
 
@@ -548,7 +548,7 @@ def test_bar23_a_restored_server_refuses_all_until_it_is_attached_again(
     with refused(errors.PSIncarnationError, "waiting for its coordinator"):
         caller.push(ADD, buffers=[ONE])
     assert restored.store.snapshot() is None, "it would only be what it came from"
-    assert not restored.store.expire(1e9), "nobody holds it, so no lease runs out"
+    assert not restored.store.expire(1e9), "no coordinator holds it, so no lease expires"
     assert restored.ask(messages.QueryJob())[0] == messages.JobInfo("job", 1, 40, 0, [0, 1])
 
 
@@ -653,7 +653,7 @@ def test_bar30_another_coordinator_takes_a_restored_job_over(
         restored.ask(messages.Attach([], {}, [0]))
 
 
-def test_a_job_that_nobody_came_for_gives_way(
+def test_a_job_without_a_coordinator_gives_way(
     restored: Caller, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = Caller(restored.store, job="other")

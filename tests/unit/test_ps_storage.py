@@ -206,7 +206,7 @@ def test_memory_is_swapped_while_lent_and_reused_afterwards(caller: Caller) -> N
 
     first = address()
     caller.update("assign_add", 0, one)
-    assert address() == first, "nobody read it: changed in place"
+    assert address() == first, "it was not read: changed in place"
     held = caller.read(0)
     caller.update("assign_add", 0, one)
     second = address()
@@ -484,7 +484,7 @@ def test_bar27_no_torn_reads_and_no_lost_updates_between_threads(
         nonlocal num_written
         caller = Caller(store)
         for step in range(most_steps):
-            # Whoever reads may get no turn for a while, and must still meet writers.
+            # A reader may be delayed, and must still overlap with writers.
             if step >= num_steps and num_reads >= least_reads:
                 return
             changes = [messages.Update(part, "assign_add", part) for part in sizes]

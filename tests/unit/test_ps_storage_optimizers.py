@@ -265,7 +265,7 @@ def test_a_program_that_changes_shapes_is_refused(caller: Caller) -> None:
     assert (caller.read(0) == 0).all()
 
 
-def test_an_optimizer_may_be_registered_anew_with_more_parts(caller: Caller) -> None:
+def test_an_optimizer_may_be_registered_again_with_more_parts(caller: Caller) -> None:
     spec = counting(caller)
     caller.create(3, np.zeros((6, 2), np.float32))
     program = exported(lambda g, v, c: (v - g, c + 1), open_rows(2), open_rows(2), SCALAR)

@@ -65,7 +65,7 @@ FITTING = {
     "a read without an answer": [op("read", 99, 0)],
 }
 BROKEN = {
-    "a value that nobody wrote": [op("read", 3, 0, 1)],
+    "a value that was never written": [op("read", 3, 0, 1)],
     "a stale read": [op("assign", 5, 0, 1), op("read", 0, 2, 3)],
     "a write that came back": [
         op("assign", 1, 0, 1),
