@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from replicax import coordinator as coordinator
 from replicax.contexts.replica_context import ValueContext as ValueContext
@@ -37,7 +36,7 @@ class TPUStrategy(tpu.TPUStrategy):
 
     def __init__(
         self,
-        tpu_cluster_resolver: Any = None,
+        tpu_cluster_resolver: object = None,
         device_assignment: Sequence[str | Device] | None = None,
     ) -> None:
         super().__init__(tpu_cluster_resolver, device_assignment)

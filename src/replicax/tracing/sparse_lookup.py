@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -313,6 +313,8 @@ def _ragged_parts(values: _Array, splits: _Array) -> _Parts:
     return values, xp.where(is_valid, rows, num_rows), is_valid, (num_rows,)
 
 
-def _array(value: Any) -> _Array:
+def _array(value: object) -> _Array:
     """Returns a JAX array if the value is traced, else a NumPy array."""
-    return value if jax_compat.is_traced(value) else np.asarray(value)
+    if isinstance(value, jax.Array) and jax_compat.is_traced(value):
+        return value
+    return np.asarray(value)
