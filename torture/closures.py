@@ -1,4 +1,4 @@
-"""Checks about closures and the workers that run them: kills, stops, poison, stragglers."""
+"""Checks of closures and their workers: kills, stops, poisonous closures."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from replicax.foundation import errors
 from torture.checks import Outcome, Plan, check
 from torture.jobs import Job, is_there, job, quantile, until
 
-# What the fast profile of timing says.
+# `dead_s` of the fast timing profile.
 DEAD_SECONDS = 2.0
 
 
 @check(
     1,
-    claim="a worker is killed every 2 s: each closure counts once",
+    claim="a worker is killed every 2 s: each closure takes effect once",
     limit="3 exact counters, gap ≤ 5 s, ≥ 20 kills in closures",
     minutes=6,
 )
 def killed_workers(plan: Plan) -> Outcome:
-    """Kills a random one of 4 workers, again and again, in the midst of closures."""
+    """Kills a random one of 4 workers repeatedly, while it runs closures."""
     count, seconds = plan.size(5000, 300), plan.size(60.0, 6.0)
     with job(plan, workers=plan.size(4, 3)) as work:
         begin = time.monotonic()
@@ -47,7 +47,7 @@ def killed_workers(plan: Plan) -> Outcome:
 
 @check(
     2,
-    claim="what closures do outside of variables happens at least once",
+    claim="side effects of closures happen at least once",
     limit="every line ≥ 1",
     minutes=5,
 )
@@ -87,14 +87,14 @@ def external_effects(plan: Plan) -> Outcome:
     minutes=25,
 )
 def dispatched_again(plan: Plan) -> Outcome:
-    """Kills workers in the midst of closures, and looks when these begin again."""
+    """Kills workers that run closures, and measures when these start again."""
     kills, rng = plan.size(200, 5), plan.rng()
     times: list[float] = []
     with job(plan, workers=plan.size(4, 3)) as work:
         numbers = itertools.count()
         step, missed = work.step, 0
         while len(times) < kills and missed < kills:
-            # One worker has nothing to do, so that no closure waits for others.
+            # One worker is idle, so that no closure waits.
             for _ in range(work.num_workers - 1):
                 work.coordinator.schedule(step, args=(next(numbers), 0.2))
             instants: list[float] = []
@@ -134,20 +134,20 @@ def dispatched_again(plan: Plan) -> Outcome:
 @check(
     4,
     5,
-    claim="a stopped worker is replaced; awake again, it changes nothing and ends",
+    claim="a stopped worker is replaced; continued, it changes nothing and exits",
     limit="≤ T_dead + 2 s = 4 s beside the work; ends ≤ 2 s; exact",
     minutes=8,
 )
 def stopped_worker(plan: Plan) -> Outcome:
-    """Stops one of 3 workers in the midst of a closure, and wakes it when all is done."""
+    """Stops one of 3 workers that runs a closure, and continues it when all closures ended."""
     rounds, count, seconds = plan.size(20, 4), 60, 0.02
     worst = slowest_end = 0.0
     landed = accepted = total = 0
     values: list[float] = []
     with job(plan, workers=3) as work:
         for turn in range(rounds):
-            # In every other round an older closure is not settled when the worker wakes up:
-            # then nothing but the fence stops what it sends.
+            # In every other round an older closure is not settled when the worker continues: then
+            # only the fence rejects its updates.
             blocker = work.schedule(turn % 2, 5.0, first=total)
             blocked = _pids_in(work, total) if blocker else set()
             first = total + len(blocker)
@@ -181,13 +181,13 @@ def stopped_worker(plan: Plan) -> Outcome:
     outcome.require(values == [total] * 3, f"the counters are {values}, not {total}")
     outcome.require(worst <= DEAD_SECONDS + 2, f"join took {worst:.1f} s longer than the work")
     outcome.require(accepted == 0, f"late updates of {accepted} closures were accepted")
-    outcome.require(slowest_end <= 2.0, f"an awakened worker was there for {slowest_end:.1f} s")
+    outcome.require(slowest_end <= 2.0, f"a continued worker exited after {slowest_end:.1f} s")
     outcome.require_landed(landed == rounds, f"{landed} of {rounds} stops hit a closure")
     return outcome
 
 
 def _pids_in(work: Job, number: int) -> set[int]:
-    """Waits until a closure has begun; returns the process that runs it."""
+    """Waits until a closure has started; returns the process that runs it."""
 
     def begun() -> set[int]:
         return {m.pid for m in work.marks.all() if m.number == number}
@@ -201,11 +201,11 @@ def _num_ended(work: Job, first: int) -> int:
 
 
 def _wake(work: Job, index: int, pid: int) -> float:
-    """Lets a worker go on that was declared dead; returns how long its process was there."""
+    """Continues a worker that was declared dead; returns after how long it exited."""
     start = time.monotonic()
     work.cluster.cont("worker", index)
     while is_there(pid) and time.monotonic() - start < 5.0:
-        # Who started the process has to notice its end.
+        # Its parent has to reap it.
         work.cluster.alive("worker", index)
         time.sleep(0.005)
     return time.monotonic() - start
@@ -217,7 +217,7 @@ def _wake(work: Job, index: int, pid: int) -> float:
     limit="3 exact counters",
 )
 def killed_again_and_together(plan: Plan) -> Outcome:
-    """Kills the same worker again and again, and then two at once."""
+    """Kills the same worker repeatedly, and then two at once."""
     times = plan.size(10, 2)
     landed, numbers = 0, itertools.count()
     with job(plan, workers=3) as work:
@@ -250,18 +250,18 @@ def killed_again_and_together(plan: Plan) -> Outcome:
 
 @check(
     8,
-    claim="a closure that kills its workers is named, the others complete",
-    limit="named after 3 deaths, 100 of 100 complete",
+    claim="a closure that kills its workers is reported, the others complete",
+    limit="reported after 3 deaths, 100 of 100 complete",
 )
 def poison(plan: Plan) -> Outcome:
-    """Runs a closure that ends its process, among a hundred good ones."""
+    """Runs a closure that kills its process, among a hundred good ones."""
     rounds, good = plan.size(5, 1), 100
     outcome = Outcome()
     deaths: list[int] = []
     with job(plan, workers=3) as work:
         for turn in range(rounds):
             lost = work.num_lost()
-            # All are queued before the poison takes effect: it is a matter of milliseconds.
+            # All are queued before the first worker dies, within milliseconds.
             values = work.schedule(good // 2, 0.02, first=turn * good)
             bad = work.coordinator.schedule(lambda: os.kill(os.getpid(), signal.SIGKILL))
             values += work.schedule(good // 2, 0.02, first=turn * good + good // 2)
@@ -295,7 +295,7 @@ def _is_blamed(work: Job) -> bool:
 
 
 class _Reviver:
-    """Starts workers again that died, in a thread, while it is entered."""
+    """Restarts dead workers in a thread for the duration of the context."""
 
     def __init__(self, work: Job) -> None:
         self._work = work
@@ -318,7 +318,7 @@ class _Reviver:
 
 
 def _kill_on_and_on(work: Job, rng: random.Random, seconds: float, every: float) -> int:
-    """Kills some busy worker so often while there is work; returns how many kills hit."""
+    """Kills a busy worker periodically while there is work; returns how many kills hit."""
     landed, begin = 0, time.monotonic()
     while (spent := time.monotonic() - begin) < seconds and not work.coordinator.done():
         landed += work.kill_someone(rng) is not None

@@ -1,4 +1,4 @@
-"""The check about what readers and writers of one variable may see of each other."""
+"""The check of the linearizability of one variable."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torture.jobs import Job, job
 
 _CLIENTS = 4
 _OPERATIONS = 12
-# Shorter than it takes to be declared dead, and longer.
+# Shorter and longer than the time until a task is declared dead.
 _SHORT_STOP, _LONG_STOP = 0.5, 3.0
 
 
 class Client(threading.Thread):
-    """Reads and writes a variable, one operation after the other, and writes down when.
+    """Reads and writes a variable, one operation after the other, and records the times.
 
     Attributes:
       history: What it did.
@@ -62,7 +62,7 @@ class Client(threading.Thread):
     minutes=30,
 )
 def linearizable(plan: Plan) -> Outcome:
-    """Lets four clients work on a variable, harms a task meanwhile, and checks the history."""
+    """Runs four clients on a variable, injects a fault meanwhile, and checks the history."""
     histories, rng = plan.size(200, 6), plan.rng()
     good = landed = 0
     rates: list[float] = []
@@ -130,7 +130,7 @@ def _operation(work: Job, register: Any) -> Callable[..., float]:
 def _harm_in_the_midst(
     work: Job, clients: list[Client], turn: int, rng: random.Random
 ) -> tuple[bool, float]:
-    """Harms some task when a third is done; returns whether it had work, and when it was."""
+    """Injects a fault after a third of the operations; returns whether it hit work, and when."""
     total = _CLIENTS * _OPERATIONS
     deadline = time.monotonic() + 30
     while sum(len(c.history) for c in clients) < total // 3 and time.monotonic() < deadline:
@@ -156,7 +156,7 @@ def _stop(work: Job, task: str, index: int, seconds: float) -> None:
 
 
 def _mend(work: Job) -> None:
-    """Starts workers again that have ended, so that all can be used."""
+    """Restarts workers that have exited."""
     deadline = time.monotonic() + 60
     while not all(w.state == "idle" for w in work.coordinator.status().workers):
         for index in range(work.num_workers):

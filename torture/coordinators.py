@@ -1,4 +1,4 @@
-"""Checks about the coordinator: what it ships, how much it queues, what it leaves behind."""
+"""Checks of the coordinator: shipping, the queue, results, and leaks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MIB = float(1 << 20)
 
 
 class SlowToArrive:
-    """Something that takes its time to be unpickled, and leaves marks when it is."""
+    """An object that is slow to unpickle, and leaves marks meanwhile."""
 
     def __init__(self, marks: Marks, number: int) -> None:
         self._state = (marks, number)
@@ -32,7 +32,7 @@ class SlowToArrive:
 
 
 def arrive(marks: Marks, number: int) -> int:
-    """Is called in the midst of unpickling, on a worker."""
+    """Called during unpickling on a worker."""
     with marks.around(number):
         time.sleep(0.3)
     return number
@@ -40,12 +40,12 @@ def arrive(marks: Marks, number: int) -> int:
 
 @check(
     12,
-    claim="a worker killed while datasets are made or functions arrive, or in between",
+    claim="a worker is killed while datasets are created or functions arrive, or in between",
     limit="0 errors seen in 30 kills each",
     minutes=15,
 )
 def killed_while_shipping(plan: Plan) -> Outcome:
-    """Kills workers in three moments of their preparation."""
+    """Kills workers at three points of their preparation."""
     times = plan.size(30, 1)
     landed = dict.fromkeys(("datasets", "functions", "between"), 0)
     problems: list[str] = []
@@ -68,7 +68,7 @@ def killed_while_shipping(plan: Plan) -> Outcome:
 
 
 def _kill_at(work: Job, moment: str, number: int) -> bool:
-    """Prepares the workers for a closure, and kills one of them in some moment of that."""
+    """Prepares the workers for a closure, and kills one of them at a given point."""
     marks = Marks(work.plan.directory / f"arrivals-{number}")
     pid, index = work.cluster.pid("worker", 0), number
 
@@ -108,14 +108,14 @@ def _kill_at(work: Job, moment: str, number: int) -> bool:
 
 @check(
     13,
-    claim="a full queue makes `schedule` wait, in bounded memory; `join` is on time",
+    claim="a full queue blocks `schedule`, with bounded memory; `join` times out in time",
     limit="waits at 262,144; < +300 MiB; join(timeout) +≤ 0.5 s",
     minutes=10,
 )
 def full_queue(plan: Plan) -> Outcome:
-    """Schedules while all workers are stopped, until nothing more fits."""
+    """Schedules while all workers are stopped, until the queue is full."""
     limit = plan.size(LIMIT, 20_000)
-    # Stopped workers shall not be declared dead here.
+    # Stopped workers must not be declared dead here.
     timing = Timing(dead_s=240.0, worker_orphan_s=300.0)
     of_cluster = {"timing": "default"}
     with job(plan, workers=2, timing=timing, of_cluster=of_cluster, queue_limit=limit) as work:
@@ -150,11 +150,11 @@ def full_queue(plan: Plan) -> Outcome:
 
 
 def nothing() -> None:
-    """A closure without any effect."""
+    """A closure without effects."""
 
 
 class _Filler(threading.Thread):
-    """Schedules closures until all are scheduled, however long that takes."""
+    """Schedules closures until all are scheduled."""
 
     def __init__(self, work: Job, count: int) -> None:
         super().__init__(name="filler", daemon=True)
@@ -169,7 +169,7 @@ class _Filler(threading.Thread):
             self.num_scheduled += 1
 
     def is_blocked(self) -> bool:
-        """Tells whether it has not come on for two seconds."""
+        """Returns whether it has made no progress for two seconds."""
         now = time.monotonic()
         if self.num_scheduled != self._seen or not self._seen:
             self._seen, self._since_s = self.num_scheduled, now
@@ -189,7 +189,7 @@ def _join_late(work: Job, timeout: float) -> float:
 
 @check(
     14,
-    claim="results outlive the workers that made them, fetched or not",
+    claim="results outlive the workers that computed them, fetched or not",
     limit="100 of 100",
 )
 def results_outlive_workers(plan: Plan) -> Outcome:
@@ -205,7 +205,7 @@ def results_outlive_workers(plan: Plan) -> Outcome:
         same = sum(bool(np.array_equal(g, make_array(i))) for i, g in enumerate(got))
         fetched = [value.fetch(10) for value in values]
         same += sum(bool(np.array_equal(f, make_array(i))) for i, f in enumerate(fetched))
-        # Nothing waits for workers that are gone.
+        # No wait for dead workers.
     outcome = Outcome(f"{same - len(got)} of {count}", {"readable": same - len(got)})
     outcome.require(same == count + len(got), f"{same} of {count + len(got)} reads were right")
     outcome.require_landed(dead == 2, f"{dead} of 2 workers were dead")
@@ -219,12 +219,12 @@ def make_array(number: int) -> Any:
 
 @check(
     15,
-    claim="1,000 coordinators come and go without a trace",
+    claim="1,000 coordinators are created and dropped without leaks",
     limit="threads back ≤ 1 s, < 20 KiB each",
     minutes=15,
 )
 def dropped_coordinators(plan: Plan) -> Outcome:
-    """Makes and drops coordinators, half of them without closing."""
+    """Creates and drops coordinators, half of them without `close`."""
     count = plan.size(1000, 30)
     slowest, memory = 0.0, []
     with cluster(plan, workers=1, ps=1) as made:
@@ -238,7 +238,7 @@ def dropped_coordinators(plan: Plan) -> Outcome:
             memory.append(psutil.Process().memory_info().rss / 1024)
             if turn % 10 == 0:
                 plan.report(f"{turn} of {count}, {memory[-1] / 1024:.0f} MiB")
-    # What the first ones allocate for good is no growth.
+    # One-time allocations of the first ones are not growth.
     half = memory[len(memory) // 4 :]
     grown = slope([float(i) for i in range(len(half))], half)
     outcome = Outcome(

@@ -1,4 +1,4 @@
-"""Checks about updates on their way: lost, doubled and broken messages, and what that costs."""
+"""Checks of the delivery of updates: lost and repeated messages, broken connections, and cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torture.jobs import PATIENT, Job, cluster, job, until
 from torture.programs import run_program
 from torture.safeguards import disabled_in_tasks
 
-# What one entry of the table of updates takes at most, with all that Python adds.
+# The maximum size of an entry of the table of applied updates in Python.
 _ENTRY_BYTES = 512
 _FAULTS = ("drop_requests", "drop_replies", "break_before_reply", "duplicate_requests")
 
@@ -50,12 +50,12 @@ def behind_proxies(plan: Plan, *, workers: int, ps: int) -> Iterator[tuple[Job, 
 
 @check(
     16,
-    claim="messages are lost, doubled and broken off: each update counts once",
+    claim="messages are lost and repeated, connections break: each update takes effect once",
     limit="exact; ≥ 1,000 of each fault; table < 1 MiB",
     minutes=30,
 )
 def lossy_network(plan: Plan) -> Outcome:
-    """Updates variables through proxies that harm 10 % of the messages in each of four ways."""
+    """Updates variables through proxies that inject each of four faults into 10 % of messages."""
     updates, least = plan.size(20_000, 600), plan.size(1000, 5)
     done, landed = 0, collections.Counter[str]()
     with behind_proxies(plan, workers=2, ps=2) as (work, proxies):
@@ -64,7 +64,7 @@ def lossy_network(plan: Plan) -> Outcome:
         def update() -> None:
             counters[0].assign_add(1.0)
             counters[1].assign_add(1.0)
-            # Asks both servers, so that both changes travel.
+            # Reads from both servers, so that both changes are sent.
             counters[0].numpy()
             counters[2].assign_add(1.0)
 
@@ -134,7 +134,7 @@ def cost_of_once(plan: Plan) -> Outcome:
 
 @contextlib.contextmanager
 def _bursts(plan: Plan, saboteur: str, count: int) -> Iterator[Callable[[], float]]:
-    """A cluster of its own; yields what runs closures on it and returns how long they took."""
+    """A separate cluster; yields a function that runs closures and returns their duration."""
     silent = dataclasses.replace(PATIENT, beat_s=600.0, dead_s=6000.0, worker_orphan_s=6000.0)
     timing = silent if saboteur else PATIENT
     with disabled_in_tasks(saboteur), job(plan, workers=1, ps=1, timing=timing) as work:
@@ -162,7 +162,7 @@ def _bursts(plan: Plan, saboteur: str, count: int) -> Iterator[Callable[[], floa
     minutes=60,
 )
 def torn_reads(plan: Plan) -> Outcome:
-    """Writers fill a variable with one number after the other; readers look at all of it."""
+    """Writers fill a variable with one number after the other; readers read all of it."""
     reads = plan.size(100_000, 200)
     with job(plan, workers=3, ps=1) as work:
         with work.strategy.scope():
@@ -175,7 +175,7 @@ def torn_reads(plan: Plan) -> Outcome:
                 count += 1
                 tensor.assign(np.full(2 << 20, 2.0 * count + number, np.float32))
                 counter.assign_add(1.0)
-                # The answer comes when the server has both.
+                # The reply arrives when the server has both.
                 counter.numpy()
             return count
 
@@ -199,7 +199,7 @@ def torn_reads(plan: Plan) -> Outcome:
 
 
 def look(tensor: Any, reads: int, plan: Plan | None = None) -> tuple[int, int]:
-    """Returns how many reads were mixed, and how many found another value than the one before."""
+    """Returns how many reads were mixed, and how many differed from the previous one."""
     mixed = changes = 0
     last = None
     for turn in range(reads):
@@ -215,7 +215,7 @@ def look(tensor: Any, reads: int, plan: Plan | None = None) -> tuple[int, int]:
 
 @check(
     29,
-    claim="simulated histories: no update is lost or doubled, nothing hangs",
+    claim="simulated histories: no update is lost or repeated, nothing hangs",
     limit="0 violations in 10,000 seeds, ≤ 10 min",
     minutes=30,
 )

@@ -23,7 +23,7 @@ LEASE_S = 10.0
 
 
 def main(spec: str, batch: int) -> int:
-    """Counts in batches; says after each how far it is."""
+    """Counts in batches, and reports the count after each."""
     _report(ready=1.0)
     sys.stdin.readline()
     start = time.monotonic()

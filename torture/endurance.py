@@ -1,4 +1,4 @@
-"""The soak: hours of work in minutes of faults, with an eye on memory, threads and files."""
+"""The soak test: continuous work under faults, with samples of memory, threads and files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MORTAL = 1
 
 
 class Feeder(threading.Thread):
-    """Keeps closures waiting until it is told to end.
+    """Keeps the queue filled with closures until it is closed.
 
     Attributes:
       num_scheduled: How many it has scheduled, after those before `first`.
@@ -54,7 +54,7 @@ class Feeder(threading.Thread):
             self.error = error
 
     def end(self) -> None:
-        """Lets it schedule nothing more, and raises what ended it before."""
+        """Stops scheduling, and raises an earlier error."""
         self._ended.set()
         self.join(60)
         if self.error is not None:
@@ -62,7 +62,7 @@ class Feeder(threading.Thread):
 
 
 class Tormentor:
-    """The faults of the soak, by name; each says whether it met a task at work."""
+    """The faults of the soak test by name; each returns whether it hit a busy task."""
 
     def __init__(self, work: Job, disk: Path | None, rng: random.Random) -> None:
         self._work = work
@@ -144,7 +144,7 @@ class Tormentor:
         return self._is_busy() and self._cluster.blip("ps", self._server()) > 0
 
     def _garbage(self) -> bool:
-        """Sends bytes that mean nothing to where tasks listen."""
+        """Sends random bytes to the addresses of tasks."""
         is_busy = self._is_busy()
         directory = self._cluster.directory
         for name in (f"w{self._worker()}", f"p{self._server()}"):
@@ -171,7 +171,7 @@ class Tormentor:
     minutes=10,
 )
 def soak(plan: Plan) -> Outcome:
-    """Works on 2 servers, mirrors of each other, and 4 workers; harms one every few seconds."""
+    """Works on 2 servers that mirror each other and 4 workers, with a fault every few seconds."""
     seconds = plan.size(60.0 * plan.minutes, 25.0)
     rng = plan.rng()
     with _cluster_on_a_small_disk(plan) as (made, disk):
@@ -191,7 +191,7 @@ def soak(plan: Plan) -> Outcome:
 
 @contextlib.contextmanager
 def _cluster_on_a_small_disk(plan: Plan) -> Iterator[tuple[Any, Path | None]]:
-    """A cluster whose servers keep snapshots on a small disk, where that can be mounted."""
+    """A cluster with snapshots on a small disk, where that can be mounted."""
     with contextlib.ExitStack() as stack:
         disk: Path | None = None
         with contextlib.suppress(rx.errors.PermissionDeniedError):
@@ -203,7 +203,7 @@ def _cluster_on_a_small_disk(plan: Plan) -> Iterator[tuple[Any, Path | None]]:
 def _torment(
     work: Job, disk: Path | None, rng: random.Random, seconds: float
 ) -> tuple[dict[str, int], Sampler, int]:
-    """Feeds and harms the cluster; returns which faults landed how often, and the samples."""
+    """Feeds the cluster and injects faults; returns the count of each fault, and the samples."""
     tormentor = Tormentor(work, disk, rng)
     landed = dict.fromkeys(tormentor.faults, 0)
     feeder, sampler = Feeder(work), Sampler(work)
@@ -242,7 +242,7 @@ def _judged(
     )
     outcome.require(values == [count] * 3, f"the counters are {values}, not {count}")
     outcome.require(sampler.longest_gap <= _LONGEST_GAP, "nothing ended for too long")
-    # Growth shows in minutes; a smoke run warms up only.
+    # Growth is visible after minutes; a smoke run only warms up.
     is_long = sampler.seconds >= 240
     for name, found in growth.items() if is_long else ():
         outcome.require(

@@ -1,4 +1,4 @@
-"""Tells whether a history of reads and writes of one variable could have happened in some order.
+"""Checks the linearizability of a history of reads and writes of one variable.
 
 A history is linearizable if its operations can be put in an order in which every read finds what
 the writes before it left, and in which no operation comes before one that had ended when it
@@ -32,7 +32,7 @@ class Operation:
 
 
 def is_linearizable(history: Sequence[Operation], initial: float = 0.0) -> bool:
-    """Tells whether the operations fit some order.
+    """Returns whether the operations fit some order.
 
     >>> written = Operation("assign", 1.0, begin=0.0, end=1.0)
     >>> is_linearizable([written, Operation("read", 1.0, begin=2.0, end=3.0)])
@@ -40,7 +40,7 @@ def is_linearizable(history: Sequence[Operation], initial: float = 0.0) -> bool:
     >>> is_linearizable([written, Operation("read", 0.0, begin=2.0, end=3.0)])
     False
     """
-    # A read without a result says nothing.
+    # A read without a result is no constraint.
     known = [op for op in history if op.kind != "read" or op.end < math.inf]
     operations = sorted(known, key=lambda op: op.begin)
     required = sum(1 << i for i, op in enumerate(operations) if op.end < math.inf)

@@ -1,4 +1,4 @@
-"""The check about keys: what encryption costs, and that they are renewed without harm."""
+"""The check of keys: the cost of encryption, and key rotation under load."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _JOB = "renewed"
 
 @check(
     50,
-    claim="encryption is quick, and keys are renewed while a job runs",
+    claim="encryption is fast, and keys are rotated while a job runs",
     limit="≥ 0.45 GiB/s, ≤ +80 µs, handshake ≤ 15 ms; 0 closures lost",
     minutes=15,
 )
 def encrypted(plan: Plan) -> Outcome:
-    """Times the transport over TCP, then gives every role new keys in the midst of work."""
+    """Measures the transport over TCP, then rotates the keys of every role under load."""
     settings = Settings(plan.size(4, 1), plan.size(2.0, 0.2), timeout=120.0, peers={})
     speeds_by_name, rows = speed.run(settings, plan.report)
     outcome = Outcome(numbers={" ".join(key): found["ms"] for key, found in speeds_by_name.items()})
@@ -64,7 +64,7 @@ def _renewed(plan: Plan, outcome: Outcome) -> tuple[list[float], int]:
             finally:
                 feeder.end()
             first.coordinator.join(timeout=120)
-            # The next coordinator takes the job over, with a key of its own.
+            # The next coordinator resumes the job with its own key.
             keys.renew(directory, "coordinator")
             second = Job(plan, made, timing=PATIENT, of_strategy={"job": _JOB})
             try:
@@ -99,7 +99,7 @@ def _restart_at_work(work: Job, role: str, index: int, outcome: Outcome) -> None
 
 
 def _is_let_in(made: rx.testing.LocalCluster, directory: Path) -> bool:
-    """Tells whether who has these keys of a coordinator is answered by a server."""
+    """Returns whether a server replies to a coordinator with these keys."""
     own = keys.load(directory, "coordinator")
     where = addresses.resolve(made.cluster_spec.task_address("ps", 0), "tcp", own)
     with Channel(where, Task("coordinator", 0), own, peer=Task("ps", 0)) as channel:

@@ -1,4 +1,4 @@
-"""Checks about those who start clusters: what is left when they are killed, many at once."""
+"""Checks of cluster launchers: leaked processes after kills, and many clusters at once."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ def _launcher() -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
 
 @check(
     53,
-    claim="clusters started at the same time do not meet, and leave nothing",
+    claim="clusters started at the same time do not collide, and leak nothing",
     limit="200 clusters, 0 collisions, 0 leaks",
     minutes=40,
 )
 def many_clusters(plan: Plan) -> Outcome:
-    """Starts and ends clusters, as many at once as the machine can take."""
+    """Starts and stops clusters, as many at once as the machine can run."""
     count = plan.size(200, 4)
     at_once = max(2, min(8, 2 * (os.cpu_count() or 1)))
     collisions, most = 0, 0

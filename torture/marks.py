@@ -1,4 +1,4 @@
-"""When closures began and ended, written down by the closures themselves.
+"""Start and end times of closures, recorded by the closures themselves.
 
 Every process appends to a file of its own, so a kill between two lines shows exactly which
 closure it hit. The clock is that of the machine, the same for all processes.
@@ -80,7 +80,7 @@ class Marks:
         return sum(m.kind == "end" and m.number in begun for m in late)
 
     def next_begin(self, number: int, after: float) -> float | None:
-        """Returns when a closure was begun after some instant, the first time."""
+        """Returns when a closure was first started after a given time."""
         begins = (m.when for m in self.all() if m.kind == "begin" and m.number == number)
         return min((when for when in begins if when > after), default=None)
 

@@ -1,4 +1,4 @@
-"""The check about networks that come apart: tasks in network namespaces, links that go down.
+"""The check of network partitions: tasks in network namespaces, links that go down.
 
 Servers and workers have a namespace each, and there is a link between any two:
 
@@ -59,13 +59,13 @@ class Network:
 
     @property
     def resolver(self) -> SimpleClusterResolver:
-        """Says to this process that it is the coordinator."""
+        """Configures this process as the coordinator."""
         return SimpleClusterResolver(
             self.cluster_spec, task_type="chief", task_id=0, rpc_layer="tcp"
         )
 
     def make(self) -> None:
-        """Makes namespaces and links."""
+        """Creates namespaces and links."""
         servers, workers = f"{self._name}p", f"{self._name}w"
         for space in (servers, workers):
             _ip("netns", "add", space)
@@ -78,7 +78,7 @@ class Network:
         _ip("-n", workers, "route", "add", f"{_SERVERS}/32", "via", "10.231.3.2")
 
     def _link(self, letter: str, near: str | None, far: str, network: str) -> None:
-        """Makes a link whose ends have the addresses 1 and 2 of a network."""
+        """Creates a link whose ends have the addresses 1 and 2 of a network."""
         ends = [f"{self._name}{letter}{i}" for i in (1, 2)]
         _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
         for end, space, number in ((ends[0], near, 1), (ends[1], far, 2)):
@@ -111,11 +111,11 @@ class Network:
         _ip("-n", space, "link", "set", f"{self._name}{letter}2", state)
 
     def num_alive(self) -> int:
-        """Returns how many tasks are there."""
+        """Returns how many tasks run."""
         return sum(task.poll() is None for task in self._tasks)
 
     def end(self) -> None:
-        """Ends the tasks and removes namespaces and links, as far as they were made."""
+        """Stops the tasks, and removes namespaces and links."""
         for task in self._tasks:
             task.terminate()
         for task in self._tasks:
@@ -190,5 +190,5 @@ def partitions(plan: Plan) -> Outcome:
     outcome.require(longest <= _LONGEST_HANG, f"nothing ended for {longest:.1f} s")
     outcome.require(alive == 4, f"{4 - alive} tasks have ended")
     outcome.require_landed(landed == 2 * cuts, f"{landed} of {2 * cuts} cuts met work")
-    outcome.require_landed(longest > 1.0, "the cuts held nothing up")
+    outcome.require_landed(longest > 1.0, "the cuts delayed nothing")
     return outcome

@@ -1,4 +1,4 @@
-"""Checks about servers and coordinators that come back, with what they had or without."""
+"""Checks of restarted servers and coordinators, with and without their state."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from torture.endurance import Feeder
 from torture.jobs import Job, cluster, is_there, job, until
 
 _INTERVAL = 1.0
-# A snapshot takes a while, and a loaded machine looks late at the clock.
+# The duration of a snapshot on a loaded machine.
 _SLACK = 1.5
 
 
 class Pace:
-    """Remembers how many closures had ended when, to tell what a server may have lost."""
+    """Records how many closures had ended when, to bound the updates a server may lose."""
 
     def __init__(self, work: Job) -> None:
         self._work = work
@@ -42,19 +42,19 @@ class Pace:
             self._seen.append((time.monotonic(), status.num_finished))
 
     def since(self, when: float) -> int:
-        """Returns how many have ended since some instant."""
+        """Returns how many have ended since a given time."""
         before = [count for seen, count in self._seen if seen <= when]
         return self._seen[-1][1] - (before[-1] if before else 0)
 
     def end(self) -> None:
-        """Watches no more."""
+        """Stops recording."""
         self._ended.set()
         self._thread.join()
 
 
 @dataclasses.dataclass
 class Losses:
-    """What became of the updates when servers were killed.
+    """The state of the updates after servers were killed.
 
     Attributes:
       slowest_s: The longest time until closures ended again.
@@ -74,7 +74,7 @@ class Losses:
 
 
 def _kill_servers(plan: Plan, work: Job, times: int) -> Losses:
-    """Kills servers at random times under load, and starts them again."""
+    """Kills servers at random times under load, and restarts them."""
     rng, found = plan.rng(), Losses()
     first, expected = 0, [0.0] * 3
     for turn in range(times):
@@ -112,12 +112,12 @@ def _judge(outcome: Outcome, found: Losses, times: int) -> None:
 
 @check(
     21,
-    claim="a killed server comes back from its snapshot, and training goes on",
+    claim="a killed server is restored from its snapshot, and training continues",
     limit="≤ 10 s; lost ≤ last interval + in flight, 20 times",
     minutes=15,
 )
 def restored_server(plan: Plan) -> Outcome:
-    """Kills servers that save every second."""
+    """Kills servers that save a snapshot every second."""
     times = plan.size(20, 2)
     of_cluster = {"snapshots": True, "snapshot_every": _INTERVAL}
     with job(plan, workers=2, of_cluster=of_cluster) as work:
@@ -133,7 +133,7 @@ def restored_server(plan: Plan) -> Outcome:
 
 @check(
     22,
-    claim="a killed server with a mirror comes back with every update",
+    claim="a killed server with a mirror recovers every update",
     limit="lost 0, 20 times; ≥ 0.4 of the rate without a mirror",
     minutes=15,
 )
@@ -190,12 +190,12 @@ def _until_work(work: Job, feeder: Feeder, since: float) -> float:
 
 @check(
     23,
-    claim="a server that comes back empty is refused; nothing is added to fresh zeros",
+    claim="a server without its state is rejected; no update is applied to fresh zeros",
     limit="0 updates on fresh variables, only typed errors, 50 times",
     minutes=20,
 )
 def empty_server(plan: Plan) -> Outcome:
-    """Kills a server under load and starts it again at once, without its variables."""
+    """Kills a server under load and restarts it at once, without its variables."""
     times = plan.size(50, 2)
     landed = fresh = 0
     outcome = Outcome()
@@ -220,7 +220,7 @@ def empty_server(plan: Plan) -> Outcome:
 
 
 def _lose_server(work: Job, index: int) -> list[str]:
-    """Kills a server and starts it again under load; returns what was not as promised."""
+    """Kills and restarts a server under load; returns the violations."""
     problems: list[str] = []
     work.schedule(400, 0.01)
     until(lambda: work.coordinator.status().num_finished > 20, "work", 60)
@@ -245,12 +245,12 @@ def _lose_server(work: Job, index: int) -> list[str]:
 
 @check(
     30,
-    claim="a coordinator that is killed and started again takes its job over",
-    limit="≤ 5 s, the counter continues, the old one refused, 20 times",
+    claim="a coordinator that is killed and restarted resumes its job",
+    limit="≤ 5 s, the counter continues, the old one fenced, 20 times",
     minutes=20,
 )
 def restarted_coordinator(plan: Plan) -> Outcome:
-    """Kills programs that count, and starts them again; some are only stopped, and wake up."""
+    """Kills and restarts programs that count; some are only stopped, and continue later."""
     times, rng = plan.size(20, 3), plan.rng()
     slowest, refused, stopped, exact, landed = 0.0, 0, 0, 0, 0
     with cluster(plan, workers=2, ps=2) as made:
@@ -261,14 +261,14 @@ def restarted_coordinator(plan: Plan) -> Outcome:
         driver.count(rng)
         for turn in range(times):
             is_stopped, old = turn % 4 == 2, driver
-            # Started before, as on a loaded machine that may take longer than a lease lasts.
+            # Started in advance: on a loaded machine that may take longer than a lease.
             driver = _Driver(spec)
             landed += old.process.poll() is None
             old.strike(signal.SIGSTOP if is_stopped else signal.SIGKILL)
             driver.begin()
             found = driver.resumed()
             slowest = max(slowest, driver.attached_s)
-            # One batch may have been on its way.
+            # One batch may have been in flight.
             is_exact = old.reported <= found <= old.reported + _BATCH
             if not is_exact:
                 plan.report(f"{found:g} counted, after {old.reported:g} that were reported")
@@ -285,9 +285,9 @@ def restarted_coordinator(plan: Plan) -> Outcome:
         f"back in {slowest:.1f} s, {exact} of {times} continue, {refused} of {stopped} old refused",
         {"slowest_s": slowest, "exact": exact, "refused": refused, "left": left},
     )
-    outcome.require(slowest <= 5, f"taking over took {slowest:.1f} s")
+    outcome.require(slowest <= 5, f"a resume took {slowest:.1f} s")
     outcome.require(exact == times, f"{times - exact} times the counter was another")
-    outcome.require(refused == stopped, f"{stopped - refused} old coordinators went on")
+    outcome.require(refused == stopped, f"{stopped - refused} old coordinators continued")
     outcome.require(left == 0, f"{left} tasks outlived their lease")
     outcome.require_landed(landed == times, f"{landed} of {times} kills met a program at work")
     return outcome
@@ -304,7 +304,7 @@ _BATCH = 20
 
 
 class _Driver:
-    """A program that counts in batches, and tells so; see `torture/driver.py`."""
+    """A program that counts in batches and reports progress; see `torture/driver.py`."""
 
     def __init__(self, spec: str) -> None:
         self.reported = 0.0
@@ -317,12 +317,12 @@ class _Driver:
         assert "ready" in self._next()
 
     def begin(self) -> None:
-        """Lets it go for the job."""
+        """Lets it attach the job."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
 
     def resumed(self) -> float:
-        """Waits until it has the job; returns what it found."""
+        """Waits until it has attached the job; returns the counter that it found."""
         said = self._next()
         self.attached_s = float(said["seconds"])
         self.reported = float(said["found"])
@@ -334,13 +334,13 @@ class _Driver:
             self.reported = float(self._next()["found"])
 
     def strike(self, number: signal.Signals) -> None:
-        """Sends a signal that ends it or stops it; `reported` is then the last it has said."""
+        """Kills or stops it with a signal; `reported` is then its last report."""
         self.process.send_signal(number)
         for said in self._rest():
             self.reported = float(said["found"])
 
     def wakes_up_refused(self) -> bool:
-        """Lets a stopped one go on; tells whether it was soon refused, and ended."""
+        """Continues a stopped one; returns whether it was soon fenced, and exited."""
         start = time.monotonic()
         self.process.send_signal(signal.SIGCONT)
         try:
@@ -351,7 +351,7 @@ class _Driver:
         return bool(said) and said[-1].get("refused_s", start + 60) - start < 2.0
 
     def end(self) -> None:
-        """Ends it, if it has not."""
+        """Kills it, if it has not exited."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -374,7 +374,7 @@ class _Driver:
         return [json.loads(line) for line in lines]
 
     def _read(self) -> bool:
-        """Reads some of what it has said, and waits for it; False at its end."""
+        """Waits for output and reads some of it; False at its end."""
         assert self.process.stdout is not None
         found = self.process.stdout.read(1 << 16)
         self._unread += found or b""

@@ -70,7 +70,7 @@ def _tail(plan: Plan) -> tuple[float, float, int]:
         for turn in range(1, plan.size(6, 2)):
             start = time.monotonic()
             work.schedule(4, seconds, first=first + turn * count)
-            # Stopped for less than it takes to be declared dead: only a copy can help.
+            # Stopped for less than the time until it is declared dead: only speculation helps.
             work.hit(3, work.cluster.stop)
             waker = threading.Timer(1.6, work.cluster.cont, ("worker", 3))
             waker.start()
@@ -85,7 +85,7 @@ def _tail(plan: Plan) -> tuple[float, float, int]:
 
 @check(
     11,
-    claim="a closure that holds the GIL for half of T_dead is not taken for dead",
+    claim="a worker whose closure holds the GIL for half of T_dead is not declared dead",
     limit="0 false deaths in 20",
     minutes=8,
 )
@@ -112,14 +112,14 @@ def hold(seconds: float) -> float:
     """Holds the GIL; returns how long another thread could not run."""
     with _ticking() as ticks:
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-    # One hold after the other without a breath would be a longer one.
+    # Without a pause, two holds would be one longer hold.
     time.sleep(0.3)
     return max((later - earlier for earlier, later in itertools.pairwise(ticks)), default=0.0)
 
 
 @contextlib.contextmanager
 def _ticking() -> Iterator[list[float]]:
-    """Notes again and again that the other thread can run."""
+    """Records periodically that the other thread can run."""
     ended, ticks = threading.Event(), [time.monotonic()]
 
     def tick() -> None:
