@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from typing import Self, cast
 
 from replicax.coordinator.engine import Engine
 from replicax.coordinator.per_worker import PerWorkerDataset
@@ -28,6 +28,7 @@ from replicax.foundation import errors, tracebacks
 from replicax.foundation.types import Tree
 from replicax.protocol.codec import Buffer
 from replicax.strategies.base import Strategy
+from replicax.strategies.parameter_server import ParameterServerExtended
 
 # The interval at which the progress is shown.
 _PROGRESS_S = 0.1
@@ -102,7 +103,7 @@ class ClusterCoordinator:
             self._engine.add_close_callback(functools.partial(cluster.follow, None))
             self._finalizer = weakref.finalize(self, _close, self._engine)
             _coordinators[strategy] = weakref.ref(self)
-        getattr(strategy.extended, "per_worker").attach(self)  # noqa: B009
+        cast(ParameterServerExtended, strategy.extended).per_worker.attach(self)
         return self
 
     def __enter__(self) -> Self:

@@ -68,26 +68,22 @@ class BoundedStaleness:
         self._turns: dict[int, None] = {}
 
     def update(self) -> None:
-        """See `Pacing`."""
         gone = [n for n, (c, _) in self._in_flight.items() if c.state is not State.IN_FLIGHT]
         for number in gone:
             del self._in_flight[number]
         self._num_gone += len(gone)
 
     def order(self, workers: Iterable[int]) -> list[int]:
-        """See `Pacing`."""
         turns = {worker: turn for turn, worker in enumerate(self._turns)}
         return sorted(workers, key=lambda worker: (turns.get(worker, -1), worker))
 
     def admits(self, worker: int) -> bool:
-        """See `Pacing`."""
         # The others that are in flight: for the new one these, for each of these the new one.
         num_others = len(self._in_flight)
         oldest = min((before for _, before in self._in_flight.values()), default=self._num_gone)
         return self._num_gone - oldest + num_others <= self._bound
 
     def record_assigned(self, worker: int, closure: Closure) -> None:
-        """See `Pacing`."""
         self._in_flight[closure.id] = (closure, self._num_gone)
         self._turns.pop(worker, None)
         self._turns[worker] = None
@@ -120,7 +116,6 @@ class Rounds:
         self.is_begun = False
 
     def update(self) -> None:
-        """See `Pacing`."""
         ended = [(c, w) for c, w in self._running.values() if c.state is not State.IN_FLIGHT]
         for closure, worker in ended:
             del self._running[closure.id]
@@ -133,18 +128,15 @@ class Rounds:
             self._begin()
 
     def order(self, workers: Iterable[int]) -> list[int]:
-        """See `Pacing`."""
         return sorted(workers, key=lambda worker: (self._given.get(worker, 0), worker))
 
     def admits(self, worker: int) -> bool:
-        """See `Pacing`."""
         if self.is_held:
             return False
         limit = self._num_needed if self._given.get(worker) else self._num_workers
         return self._num_stepped + len(self._running) < limit
 
     def record_assigned(self, worker: int, closure: Closure) -> None:
-        """See `Pacing`."""
         self._running[closure.id] = (closure, worker)
         self._given[worker] = self._given.get(worker, 0) + 1
         self.is_begun = True

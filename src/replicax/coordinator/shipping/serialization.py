@@ -9,7 +9,7 @@ import dataclasses
 import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -47,6 +47,13 @@ class Shipped:
 
     sha: str
     buffers: Sequence[Buffer]
+
+
+class PerWorkerObject(Protocol):
+    """An object that each worker keeps under an id."""
+
+    @property
+    def resource(self) -> int: ...
 
 
 @runtime_checkable
@@ -113,7 +120,7 @@ def pack_arguments(
     ([], [])
     """
     if args and not kwargs and all(getattr(type(a), "is_per_worker", False) for a in args):
-        return [getattr(arg, "resource") for arg in args], []  # noqa: B009
+        return [cast(PerWorkerObject, arg).resource for arg in args], []
     return [], pickle_arguments(args, kwargs, strategy)
 
 
