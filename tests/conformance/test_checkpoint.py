@@ -143,10 +143,10 @@ def test_S213_save_and_restore_anywhere_but_in_replica_code(strategy: Any, tmp_p
     with strategy.scope():
         inside = checkpoint.write(tmp_path / "inside")
     with STRATEGIES["mirrored_4"]().scope():
-        elsewhere = checkpoint.write(tmp_path / "elsewhere")
+        other = checkpoint.write(tmp_path / "other")
         variable_there = checkpoint.restore(inside)
     assert variable_there.restored == ("save_counter", "v")
-    for path in (outside, inside, elsewhere):
+    for path in (outside, inside, other):
         variable.assign(0.0)
         checkpoint.restore(path).assert_consumed()
         assert copies(strategy, variable) == [2.0, 2.0]
@@ -232,7 +232,7 @@ def test_deferred_restore_reaches_nested_modules_lists_and_plain_values(tmp_path
     model.layers = []
     model.layers.append(rx.Variable(0.0))
     model.layers.append(rx.Variable(0.0))
-    # Nobody sees an append; asking does.
+    # An append is noticed by the next query of the status.
     status.assert_consumed()
     assert [float(v) for v in model.layers] == [1.0, 2.0]
 
@@ -320,7 +320,7 @@ def test_T61_training_goes_on_as_if_it_had_not_stopped(strategy: Any, tmp_path: 
     checkpoint.restore(path).assert_consumed()
     *exact, mean, iterations = steps(3)
     assert [*exact, iterations] == [*expected[:3], 5.0]
-    # The sum was dealt out anew, so it is rounded elsewhere.
+    # The sum was distributed over the copies again, so it is rounded differently.
     assert mean == pytest.approx(expected[3], rel=1e-6)
     assert {"optimizer/iterations", "optimizer/0/mu/0"} <= {
         name for name, _, _ in rx.train.list_variables(path)

@@ -228,7 +228,7 @@ def test_rows_are_read_without_the_others(
     assert sum(counted) <= len(expected) + 4 * 280
 
 
-def test_rows_that_nobody_wrote_are_noticed(shared: tuple[Path, np.ndarray]) -> None:
+def test_missing_rows_are_noticed(shared: tuple[Path, np.ndarray]) -> None:
     path, _ = shared
     with Bundle(path, CHECKPOINT) as bundle:
         entry = bundle.arrays["table"]

@@ -78,7 +78,7 @@ def test_a_disk_that_takes_no_more_bytes(saved: Any, limit: int) -> None:
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EACCES])
 @pytest.mark.parametrize("call", ["mkdir", "rename"])
 def test_a_call_that_the_system_refuses(saved: Any, monkeypatch: Any, call: str, code: int) -> None:
-    """Root may write anywhere, so the refusal is made where the call is."""
+    """Root may write anywhere, so the call itself is made to fail."""
     tmp_path, manager, variable = saved
     real = getattr(os, call)
 
@@ -247,15 +247,15 @@ def test_files_that_are_missing_or_foreign_are_named(saved: Any) -> None:
         checkpoint.restore(path)
     (path / "zarr.json").unlink()
     chunk = path / "data-00000.safetensors"
-    elsewhere = path.parent / "elsewhere"
-    chunk.rename(elsewhere)
+    moved = path.parent / "moved"
+    chunk.rename(moved)
     with refused(rx.errors.DataLossError, "data-00000.*missing"):
         checkpoint.restore(path)
-    chunk.symlink_to(elsewhere)
+    chunk.symlink_to(moved)
     with refused(rx.errors.DataLossError, "not a regular file"):
         checkpoint.restore(path)
     chunk.unlink()
-    elsewhere.rename(chunk)
+    moved.rename(chunk)
     (path / "manifest.json").unlink()
     with refused(rx.errors.CheckpointError, "manifest.json"):
         checkpoint.restore(path)
