@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class Mode(enum.Enum):
-    """What kind of code is running."""
+    """The kind of code that is running."""
 
     REPLICA = "replica"  # entered by `run`, and outside of every scope
     CROSS_REPLICA = "cross-replica"  # entered by `scope` and by `merge_call`

@@ -39,7 +39,7 @@ class _Epoch:
 
 
 class View(enum.Enum):
-    """What a value in an overlay is a value of."""
+    """The kind of value that an overlay holds for a variable."""
 
     LOCAL = "local"  # one replica's copy, in code that runs once per replica
     STORED = "stored"  # the stored array, in compiled code that acts for all replicas
@@ -94,6 +94,24 @@ class Change(NamedTuple):
     kind: str
     payload: Tree
     condition: Tree = None
+
+
+class UnsharedState:
+    """Base of state that only changes of itself affect."""
+
+    __slots__ = ()
+
+    def touches(self, variable: object) -> bool:
+        """Returns whether a change of this state also changes `variable`."""
+        return variable is self
+
+    def follows(self, change: Change) -> bool:
+        """Returns whether `value_after` can compute the effect of a change."""
+        return change.target is self
+
+    def value_after(self, change: Change, value: Tree) -> Tree:
+        """Returns the value after a change."""
+        raise NotImplementedError
 
 
 class Overlay:

@@ -1,4 +1,4 @@
-"""Where the replicas of an eager run meet: each waits until all have made the same call.
+"""`Rendezvous`: replicas of an eager run wait until all have made the same call.
 
 Note [Order of replicas]
     Replica 0 runs up to its next meeting, or to its end; then replica 1, and so on. All replicas
@@ -62,7 +62,7 @@ class _Waiting:
 
 
 class Rendezvous:
-    """Lets the replicas of one eager run wait for each other; see Note [Order of replicas]."""
+    """Synchronizes the replicas of one eager run; see Note [Order of replicas]."""
 
     def __init__(self, num_replicas: int) -> None:
         self._last = num_replicas - 1
@@ -123,7 +123,7 @@ class Rendezvous:
         if self._is_aborted:
             raise Aborted
 
-    # Called by what runs the replicas.
+    # Called by the executor.
 
     def follow(
         self, replica_id: int, start: Callable[[Callable[[], None]], None], body: Callable[[], None]
@@ -150,7 +150,7 @@ class Rendezvous:
                 raise different_numbers(i)
 
     def abort(self) -> None:
-        """Lets every waiting replica unwind, and waits until it has."""
+        """Unwinds every waiting replica, and waits until it has ended."""
         self._is_aborted = True
         for replica in self._others:
             if replica.call is not None and replica.error is None and not replica.is_done:

@@ -36,7 +36,7 @@ class Run(Protocol):
 
 
 class _Reduction(NamedTuple):
-    """What one replica passes to `all_reduce`."""
+    """The arguments of `all_reduce` on one replica."""
 
     op: ReduceOp
     leaves: Sequence[Tree]
@@ -44,7 +44,7 @@ class _Reduction(NamedTuple):
 
 
 class _Gathering(NamedTuple):
-    """What one replica passes to `all_gather`."""
+    """The arguments of `all_gather` on one replica."""
 
     array: jax.Array
     axis: int
@@ -92,7 +92,7 @@ def all_gather(run: Run, value: object, axis: int) -> jax.Array:
     return _concrete(exchange, [array])[0]
 
 
-# What replicas do where they meet.
+# Meetings of replicas.
 
 
 def _meet(call: _Call, act: Callable[[Frame, list[_Call]], Sequence[_Result]]) -> _Result:

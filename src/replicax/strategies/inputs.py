@@ -1,4 +1,4 @@
-"""How datasets reach the replicas: the input part of a strategy."""
+"""Distribution of datasets over replicas: the input part of a strategy."""
 
 from __future__ import annotations
 

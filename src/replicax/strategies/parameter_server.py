@@ -43,7 +43,7 @@ from replicax.variables.partitioners import checked_counts, split_rows
 from replicax.variables.per_worker import PerWorkerVariables, create_per_worker
 from replicax.variables.remote import CopiedVariable, RemoteVariable, RemoteVariableBase
 from replicax.variables.sharded import ShardedVariable
-from replicax.variables.shipped import VariableBook
+from replicax.variables.shipped import VariableRegistry
 from replicax.variables.variable import Variable
 
 _log = logging.getLogger(__name__)
@@ -74,9 +74,9 @@ class ParameterServerExtended(StrategyExtended):
         self.client = client
         self.cluster = cluster
         self._partitioner = partitioner
-        self._book = VariableBook(client, self)
+        self._registry = VariableRegistry(client, self)
         if cluster is not None:
-            cluster.variable = self._book.adopt
+            cluster.variable = self._registry.adopt
         # Serializes creation, so that the parts of a variable are on consecutive servers.
         self._lock = threading.RLock()
         self._has_warned = False
@@ -188,7 +188,7 @@ class ParameterServerExtended(StrategyExtended):
         """Creates a variable, or a part of one, on a server."""
         cluster = self.require_cluster(f"The creation of variable {attributes.name!r}")
         variable = cluster.create_part(self.client, self, attributes, initial, server)
-        self._book.add(variable)
+        self._registry.add(variable)
         return variable
 
     def _server_near(self, near: object) -> int:
@@ -206,7 +206,7 @@ class ParameterServerExtended(StrategyExtended):
 
     def adopt(self, key: tuple[Any, ...]) -> Variable:
         """Returns this process's handle of a variable that the coordinator created."""
-        return self._book.adopt(key)
+        return self._registry.adopt(key)
 
     # Optimizers; see `OptimizerHost`.
 

@@ -1,4 +1,4 @@
-"""Where the variables of a strategy are, and of which kind: the placement part of a strategy."""
+"""Creation of variables, their kind and devices: the placement part of a strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How distributed values and variables look when printed."""
+"""The printed form of distributed values and variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a call of `rx.Variable` becomes a variable: the stack of creators, and its arguments."""
+"""The stack of creators that a call of `rx.Variable` goes through, and its arguments."""
 
 from __future__ import annotations
 

@@ -1,9 +1,14 @@
-"""Results of `get_shape()` and `ref()` of a variable."""
+"""Descriptions of a variable: its shape, its reference and its table in notebooks."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from replicax.values import printing
+
+if TYPE_CHECKING:
+    from replicax.variables.variable import Variable
 
 _V = TypeVar("_V")
 
@@ -81,3 +86,21 @@ class Reference(Generic[_V]):
 
     def __repr__(self) -> str:
         return f"<Reference to {self._variable!r}>"
+
+
+def table_rows(variable: Variable) -> list[tuple[str, object]]:
+    """Returns the rows of the table that notebooks show for a variable."""
+    locations = [str(device) for device in dict.fromkeys(variable.placement)]
+    shown = variable.device if variable.is_remote else printing.listing(locations)
+    rows: list[tuple[str, object]] = [
+        ("name", variable.name),
+        ("shape", variable.shape),
+        ("dtype", variable.dtype),
+        ("trainable", variable.trainable),
+        ("aggregation", variable.aggregation.name),
+        ("devices", shown),
+    ]
+    if not variable.is_remote:
+        label = "value of replica 0" if variable.is_per_replica else "value"
+        rows.append((label, printing.preview(variable.components[0].describe())))
+    return rows

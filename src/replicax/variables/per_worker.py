@@ -25,21 +25,21 @@ class Copies(Protocol):
     """The copies of a variable, one on each worker.
 
     Attributes:
-      resource: The number under which workers know theirs.
+      resource: The number by which workers find their copy.
     """
 
     resource: int
 
     def fetch_all(self) -> list[Any]:
-        """Returns what all workers have, in their order."""
+        """Returns the values of all workers, in their order."""
         ...
 
 
 class CopiesHost(Protocol):
-    """What has workers make and keep objects: a coordinator."""
+    """Creates objects on workers, and keeps them there: a coordinator."""
 
     def make_copies(self, make: Callable[[], Any]) -> Copies:
-        """Calls a function on each worker, now and whenever a worker comes back."""
+        """Calls a function on each worker, now and whenever a worker restarts."""
         ...
 
 
@@ -48,33 +48,33 @@ class PerWorkerVariable(Variable):
     """A variable with a copy on each worker; made by `rx.Variable(..., per_worker_variable=True)`.
 
     Functions that run on a worker read and change the copy there, like any other variable. A
-    worker that comes back starts again from the initial value. At the coordinator `read_all`
+    worker that restarts begins again with the initial value. At the coordinator `read_all`
     returns the values of all workers.
 
     Args:
-      attributes: What it is.
+      attributes: Its attributes.
       make: Makes a copy on a worker.
       owner: The `StrategyExtended` that it belongs to.
     """
 
     __slots__ = ("_copies", "_make")
-    # Workers know it by a number: see coordinator/shipping/persistent_ids.py.
+    # Shipped as a number: see coordinator/shipping/persistent_ids.py.
     is_per_worker = True
 
     def __init__(
-        self, attributes: creators.VariableAttributes, make: Callable[[], Any], owner: Any
+        self, attributes: creators.VariableAttributes, make: Callable[[], Any], owner: StrategyHooks
     ) -> None:
         self.set_up(attributes, None, owner=owner)
         self._make = make
         self._copies: Copies | None = None
 
     def attach(self, host: CopiesHost) -> None:
-        """Has the copies made by the workers of a coordinator."""
+        """Creates the copies on the workers of a coordinator."""
         self._copies = host.make_copies(self._make)
 
     @property
     def resource(self) -> int:
-        """The number under which workers know their copy."""
+        """The number by which workers find their copy."""
         return self._require_copies().resource
 
     def _require_copies(self) -> Copies:
@@ -87,7 +87,7 @@ class PerWorkerVariable(Variable):
         return self._copies
 
     def read_all(self) -> list[Any]:
-        """Returns the values of all workers, in their order; waits for workers that are away."""
+        """Returns the values of all workers, in their order; waits until all are connected."""
         return [jnp.asarray(value) for value in self._require_copies().fetch_all()]
 
     @property
@@ -165,7 +165,7 @@ class PerWorkerVariables:
             variable.attach(host)
 
     def attach(self, host: CopiesHost) -> None:
-        """Has the copies of all variables made by the workers of a coordinator."""
+        """Creates the copies of all variables on the workers of a coordinator."""
         self._host = weakref.ref(host)
         for variable in list(self._variables):
             variable.attach(host)

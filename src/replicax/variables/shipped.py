@@ -1,4 +1,4 @@
-"""Handles of variables that were made in another process: the same variable, the same handle."""
+"""Handles of variables that another process created; one handle per variable."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from replicax.variables.sharded import ShardedVariable
 from replicax.variables.variable import Variable
 
 
-class VariableBook:
-    """The remote variables that this process has handles of.
+class VariableRegistry:
+    """Registers the handles of remote variables in this process.
 
     Args:
-      client: How they are reached.
+      client: Reads and updates them.
       owner: The `StrategyExtended` that they belong to.
     """
 
     def __init__(self, client: VariableClient, owner: StrategyHooks) -> None:
         self._client = client
-        # Weak: the strategy owns its lower half, which owns this book.
+        # Weak: the strategy owns its lower half, which owns this registry.
         self._owner = weakref.ref(owner)
         self._parts: weakref.WeakValueDictionary[int, RemoteVariable] = (
             weakref.WeakValueDictionary()
@@ -37,7 +37,7 @@ class VariableBook:
         )
 
     def add(self, variable: RemoteVariable) -> None:
-        """Notes a variable that this process made."""
+        """Adds a variable that this process created."""
         self._parts[variable.number] = variable
 
     def variable(self, number: int) -> Variable | None:
@@ -46,15 +46,15 @@ class VariableBook:
         return None if part is None else part.container
 
     def adopt(self, key: tuple[Any, ...]) -> Variable:
-        """Returns the handle for what `shipping_key` returned in another process."""
+        """Returns the handle of the variable whose `shipping_key` another process sent."""
         kind, *rest = key
         if kind == "variable":
             return self._part(rest[0], rest[1], attributes_of(rest[2:]))
         if kind == "part":
-            place, container = rest
+            index, container = rest
             whole = self.adopt(container)
             assert isinstance(whole, ShardedVariable)
-            return whole.variables[place]
+            return whole.variables[index]
         if kind == "sharded":
             name, keys = rest
             parts = [self.adopt(part) for part in keys]

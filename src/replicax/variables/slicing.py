@@ -49,7 +49,7 @@ class KnownArray:
 
     @classmethod
     def of(cls, array: jax.Array | np.ndarray) -> KnownArray:
-        """Keeps the elements of an array."""
+        """Returns a hashable index with the elements of an array."""
         return cls(array.shape, np.asarray(array, np.int64).tobytes())
 
 
@@ -74,7 +74,7 @@ class SlicedValue:
 
     @property
     def index(self) -> tuple[Any, ...]:
-        """What to index an array with."""
+        """The index, as arrays take it."""
         arrays = iter(self.arrays)
 
         def of(item: object) -> object:

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode, Strategy, StrategyHooks
-from replicax.contexts.overlay import Change
+from replicax.contexts.overlay import UnsharedState
 from replicax.foundation import devices, errors, gate, jax_compat, placement
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.notebook import html_table
@@ -28,7 +28,7 @@ from replicax.values.array_surface import ArraySurface, as_operand, elementwise_
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout
 from replicax.variables import creators, row_numbers, slicing, updates
-from replicax.variables.facts import Reference, Shape
+from replicax.variables.facts import Reference, Shape, table_rows
 from replicax.variables.updates import Payload
 
 
@@ -49,7 +49,7 @@ class _VariableMeta(type):
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-class Variable(ArraySurface, metaclass=_VariableMeta):
+class Variable(ArraySurface, UnsharedState, metaclass=_VariableMeta):
     """An array that can be changed, placed by the strategy in whose scope it is made.
 
     Args:
@@ -484,20 +484,6 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
             "Leave that scope first, or create the variable in it.",
         )
 
-    # Updates of remote state, as overlays record them; local variables have none.
-
-    def touches(self, variable: object) -> bool:
-        """Tells whether a change of this variable changes another one."""
-        return variable is self
-
-    def follows(self, change: Change) -> bool:
-        """Tells whether `value_after` can compute the effect of a change on this variable."""
-        return change.target is self
-
-    def value_after(self, change: Change, value: Tree) -> Tree:
-        """Returns the value of this variable after a change."""
-        raise NotImplementedError
-
     def initialize(self, value: ArrayLike) -> None:
         """Sets the first value of a variable that a compiled function created."""
         array = jnp.array(value, dtype=self.dtype, copy=True)
@@ -556,19 +542,7 @@ class Variable(ArraySurface, metaclass=_VariableMeta):
         return super().__format__(spec)
 
     def _repr_html_(self) -> str:
-        locations = [str(device) for device in dict.fromkeys(self.placement)]
-        rows = [
-            ("name", self.name),
-            ("shape", self.shape),
-            ("dtype", self.dtype),
-            ("trainable", self.trainable),
-            ("aggregation", self.aggregation.name),
-            ("devices", self.device if self.is_remote else printing.listing(locations)),
-        ]
-        if not self.is_remote:
-            label = "value of replica 0" if self.is_per_replica else "value"
-            rows.append((label, printing.preview(self.components[0].describe())))
-        return html_table(type(self).__name__, rows)
+        return html_table(type(self).__name__, table_rows(self))
 
 
 class LocalVariable(Variable):
