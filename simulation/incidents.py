@@ -16,7 +16,7 @@ from simulation.world import World
 
 # The maximum number of faults in one history.
 _MOST = 16
-# A server may be silent, or unreachable for the coordinator, for so long without being lost.
+# How long a server may be silent, or unreachable for the coordinator, without being lost.
 _SAFE_PAUSE_S = 0.9
 _SAFE_PARTITION_S = 0.2
 # The mean time between two unauthenticated peers.

@@ -22,7 +22,7 @@ from simulation.service import ListeningProcess, Reply
 from simulation.world import World
 
 _POLL_S = 0.2
-# If it has not polled for so long, the process was stopped.
+# A longer pause between two polls means that the process was stopped.
 _PAUSE_S = 1.0
 _VALUE = trees.encode(None).tree
 

@@ -48,7 +48,7 @@ class ClusterCoordinator:
     Args:
       strategy: A `ParameterServerStrategy`.
       timing: The timeouts.
-      queue_limit: The maximum number of queued closures; `schedule` waits while there are so many.
+      queue_limit: The maximum number of queued closures; `schedule` waits while the queue is full.
       speculate: Whether an idle worker runs closures a second time that another worker takes
         unusually long for. Their updates take effect once.
 

@@ -28,7 +28,7 @@ from replicax.transport import expected_exits
 _log = logging.getLogger(__name__)
 _FENCED = errors.FencedError.__name__
 _RESTARTED = errors.PSIncarnationError.__name__
-# A closure fails when workers that were sent its function have reported so often to lack it.
+# The number of reports that a worker lacks its function after which a closure fails.
 _NUM_FUNCTION_MISSES = 3
 
 

@@ -13,7 +13,7 @@ from replicax.coordinator.scheduling.pool import Worker, WorkerState
 from replicax.coordinator.scheduling.servers import Server
 from replicax.protocol.tasks import Task
 
-# A task that has missed so many heartbeats is reported as silent.
+# The number of missed heartbeats after which a task is reported as silent.
 _NUM_HEARTBEATS = 3
 # The maximum number of closures that a line names.
 _NUM_NAMED = 5

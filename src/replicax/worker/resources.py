@@ -89,7 +89,7 @@ class Resources:
             return
         try:
             resource.close()
-        except BaseException:  # Of the user's class; the worker goes on.
+        except BaseException:  # Of the user's class; the worker continues.
             _log.exception("%s: the per-worker object %d could not be closed", self._task, number)
 
 

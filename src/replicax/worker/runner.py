@@ -38,7 +38,7 @@ from replicax.worker.job import Call, Create, Drop, Job, Work
 
 Ended = list[tuple[int, Exception | None]]
 
-# Results are reported before a closure that may take so long.
+# Results are reported before a closure that may take longer.
 _LONG_S = 0.05
 _MAX_DURATIONS = 1_000
 # The coordinator assigns eight closures, and refills when half of them have ended.

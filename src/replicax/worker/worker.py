@@ -31,7 +31,7 @@ MakeSession = Callable[[messages.Attach, str, int, int], WorkerSession]
 _Reply = tuple[messages.Body, Sequence[Buffer]]
 
 _POLL_S = 0.5
-# The service polls every tenth of a second. If it did not for so long, this process was stopped,
+# The service polls every tenth of a second. After a longer pause than this the process was stopped,
 # and the silence of its coordinator does not count.
 _PAUSE_S = 1.0
 

@@ -12,7 +12,7 @@ Note [One error at a time]
 Note [Unconfirmed closures]
     A worker that gets no reply from a server returns its closure. The server may still have
     the request, and apply it later. If the closure runs again, the servers deduplicate. If it
-    is given up because of an error, the user must be able to rely on that: the incarnations
+    is abandoned because of an error, the user must be able to rely on that: the incarnations
     that may have sent something are fenced first.
 """
 

@@ -36,7 +36,7 @@ def too_slow(closure: Closure) -> str:
 
 
 def aborted(reason: str) -> errors.ClosureAbortedError:
-    """Returns the error of closures that are given up while they run."""
+    """Returns the error of closures that are abandoned while they run."""
     return errors.ClosureAbortedError(
         f"The closure was aborted: {reason}. Its updates may have been applied or not."
     )

@@ -20,8 +20,8 @@ from replicax.coordinator.scheduling.actions import Action, Dispatch, Recall
 from replicax.coordinator.scheduling.closures import Closure, ClosureQueue
 from replicax.coordinator.scheduling.pacing import Pacing
 
-# So many assigned closures hide the round trip to a worker behind quick closures. Very quick ones
-# get a higher limit: as many as take about this long together.
+# The number of assigned closures that hides the round trip to a worker. Very quick closures get a
+# higher limit: as many as take `_TARGET_S` together.
 DEFAULT_LIMIT = 8
 _MAX_LIMIT = 64
 _TARGET_S = 0.01
@@ -36,9 +36,9 @@ _NUM_FUNCTIONS = 900
 _UNREPORTED_S = 0.5
 _SMOOTHING = 0.5
 _SLOW_SMOOTHING = 0.1
-# Closures behind one that has run for so long may be recalled.
+# The running time of the first closure after which those behind it may be recalled.
 _RECALL_S = 0.02
-# A closure is slow when it has run for so many times the usual duration, and for so long.
+# A closure is slow after this multiple of the usual duration, and at least this time.
 _SLOW_FACTOR = 1.5
 _SLOW_S = 0.05
 

@@ -13,8 +13,8 @@ class Timing:
 
     Attributes:
       beat_s: The interval between two heartbeats of a task.
-      dead_s: A task that has not replied for so long is lost.
-      cancel_s: After an error, running closures are waited for so long.
+      dead_s: The time without a reply after which a task is lost.
+      cancel_s: The time to wait for running closures after an error.
       no_workers_s: The time that closures wait while no worker is ready.
       handshake_s: The time within which a connection must complete its handshake.
       worker_orphan_s: The time after which a worker without its coordinator drops the job.
@@ -24,7 +24,7 @@ class Timing:
         without its mirror, and of repeated recovery while no closure ends.
       blame_s: The time for which reports about one parameter server count together. A worker
         reports after `data_s`, and three reports make the server lost.
-      poison_limit: The number of workers that a closure may kill before it is given up.
+      poison_limit: The number of workers that a closure may kill before it fails.
 
     >>> Timing().dead_s, Timing.fast().dead_s
     (10.0, 2.0)
