@@ -27,7 +27,7 @@ Request = tuple[Session, messages.Envelope, Sequence[memoryview]]
 # How long to retry an unreachable mirror, at most as long as a lease.
 _UNREACHABLE_S = 30.0
 _RETRY_S = 0.1
-_ANSWER_S = 60.0
+_REPLY_S = 60.0
 _JOIN_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class MirrorRecovery:
         file.truncate()
         offset = 0
         while True:
-            found, buffers = channel.request(messages.FetchReplica(offset), timeout=_ANSWER_S)
+            found, buffers = channel.request(messages.FetchReplica(offset), timeout=_REPLY_S)
             assert isinstance(found, messages.ReplicaPiece), found
             if not buffers or not buffers[0].nbytes:
                 raise errors.DataLossError(f"{channel.peer} sent {offset} of {found.total} bytes.")

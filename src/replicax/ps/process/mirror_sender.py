@@ -81,7 +81,7 @@ class MirrorSender:
         self._fenced: str | None = None
         # See Note [A silent mirror]: the timeout of a reply, when the next one is due, and when the
         # mirror last received or confirmed something.
-        self._reply_timeout_s = jobs.DEFAULT_MIRROR_ANSWER_S
+        self._reply_timeout_s = jobs.DEFAULT_MIRROR_REPLY_S
         self._due_s = self._progress_s = time.monotonic()
 
     @property
@@ -126,7 +126,7 @@ class MirrorSender:
             if target is None or target.job == self._fenced:
                 self._wait(_IDLE_S)
                 continue
-            self._reply_timeout_s = jobs.mirror_answer_of(target.attach)
+            self._reply_timeout_s = jobs.mirror_reply_timeout_of(target.attach)
             self._mark_progress()
             with self._channel(target) as channel:
                 self._serve(channel, target)

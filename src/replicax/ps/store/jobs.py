@@ -35,7 +35,7 @@ DEFAULT_LEASE_S = 300.0
 # A running coordinator reconnects within a fraction of this. See the note above.
 DISCONNECTED_S = 1.5
 # A mirror may have to load a snapshot before it replies.
-DEFAULT_MIRROR_ANSWER_S = 60.0
+DEFAULT_MIRROR_REPLY_S = 60.0
 _UNNAMED_OWNER = "an unnamed process"
 
 
@@ -327,9 +327,9 @@ def is_kept(attach: messages.Attach) -> bool:
     return attach.settings.get("is_kept", True) is not False
 
 
-def mirror_answer_of(attach: messages.Attach) -> float:
+def mirror_reply_timeout_of(attach: messages.Attach) -> float:
     """Returns the seconds within which a mirror must reply."""
-    return _seconds(attach, "mirror_answer", DEFAULT_MIRROR_ANSWER_S)
+    return _seconds(attach, "mirror_answer", DEFAULT_MIRROR_REPLY_S)
 
 
 def is_mirrored(attach: messages.Attach) -> bool:

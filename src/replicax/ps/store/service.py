@@ -250,7 +250,7 @@ class ParameterStore:
     ) -> Reply:
         lease_s = jobs.lease_of(body)
         is_mirrored = jobs.is_mirrored(body)
-        jobs.mirror_answer_of(body)
+        jobs.mirror_reply_timeout_of(body)
         accumulation.needed_of(body)
         with self._write_lock:
             held = self._attachable(incarnation, body, job, epoch, now)
