@@ -50,7 +50,7 @@ def order_of_a_save(plan: Plan) -> Outcome:
     if renames:
         before = [path for call, path in events[: renames[0]] if call == "sync"]
         after = [path for call, path in events[renames[0] :] if call == "sync"]
-        data = [i for i, path in enumerate(before) if "arrays/" in path]
+        data = [i for i, path in enumerate(before) if path.endswith(".safetensors")]
         manifest = [i for i, path in enumerate(before) if path.endswith("manifest.json")]
         outcome.require(bool(data), "the data was not synced before the rename")
         outcome.require(bool(manifest), "the manifest was not synced before the rename")
