@@ -1,4 +1,4 @@
-"""Operations on variables that have a distributed or sparse form of their own."""
+"""Neural-network operations with distributed or sparse implementations."""
 
 from replicax.tracing.gradients import embedding_lookup as embedding_lookup
 from replicax.tracing.sparse_lookup import embedding_lookup_sparse as embedding_lookup_sparse

@@ -220,19 +220,15 @@ class Capture:
         if self.stops:
             return False
         is_pure = not self.jaxpr.effects and self.num_changed == len(self.jaxpr.outvars)
-        used = self.inputs_of(range(len(self.jaxpr.outvars)))
+        used = self.inputs_of(self.jaxpr.outvars)
         return is_pure and not self.row_reads and {kind for kind, _ in used} <= {Kind.CONSTANT}
 
     def needs(self, created: int) -> set[Variable]:
         """Returns the variables that the initial value of a created variable depends on."""
-        used = self.inputs_of([len(self.written) + created])
+        used = self.inputs_of([self.jaxpr.outvars[len(self.written) + created]])
         return {self.variables[index] for kind, index in used if kind is Kind.VARIABLE}
 
-    def inputs_of(self, outputs: Sequence[int]) -> set[tuple[Kind, int]]:
-        """Returns the inputs that some outputs depend on."""
-        return self.inputs_for([self.jaxpr.outvars[i] for i in outputs])
-
-    def inputs_for(self, atoms: Sequence[Atom]) -> set[tuple[Kind, int]]:
+    def inputs_of(self, atoms: Sequence[Atom]) -> set[tuple[Kind, int]]:
         """Returns the inputs that some values of the program depend on."""
         wanted = jax_compat.inputs_of(self.jaxpr, *atoms)
         constants = zip(self.jaxpr.constvars, self.order, strict=True)

@@ -162,7 +162,7 @@ class _Stage:
 def _stages(number: int, segment: Segment, captured: Capture, compiled: Compiler) -> list[_Stage]:
     """Orders the lookups: some row numbers depend on rows, or on variables, fetched before."""
     waiting = {
-        i: segment.program.inputs_for([segment.ids[i]]) if read.is_traced else set()
+        i: segment.program.inputs_of([segment.ids[i]]) if read.is_traced else set()
         for i, read in enumerate(captured.row_reads)
         if read.segment == number
     }

@@ -101,7 +101,7 @@ class Supply:
         return self._replayed
 
     def rewind(self, position: int) -> None:
-        """Makes the trace take elements from `position` on once more."""
+        """Moves the trace back to an earlier element."""
         self._replayed = position
 
     def continues(self, kinds: Sequence[Event]) -> bool:
@@ -115,7 +115,7 @@ class Supply:
         return True
 
     def start_replay(self) -> None:
-        """Makes a trace begin with the elements that were already taken."""
+        """Moves the trace back to the first element that was taken."""
         self._replayed = 0
         self._loops = 0
 
@@ -266,7 +266,7 @@ class RoundElements:
         return False
 
     def restart(self) -> None:
-        """Takes the elements of the first round once more, for another trace of the body."""
+        """Moves back to the elements of the first round, for another trace of the body."""
         self._inputs.supply.rewind(self._start)
         self.indices.clear()
         self._keep, self._arrays, self._kinds = [], [], []

@@ -89,7 +89,7 @@ class PerReplicaSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """The place of an array, or of the arrays of a distributed value, in a skeleton."""
+    """Replaces an array, or the arrays of a distributed value, in a skeleton."""
 
     index: int
     kind: str  # "array", "per_replica", "mirrored", or "traced" in compiled replica code
@@ -101,7 +101,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedSlot:
-    """The place of a per-replica argument whose components differ in shape."""
+    """Replaces a per-replica argument whose components differ in shape."""
 
     # For each replica, the index of its first array, the number of arrays, and their structure.
     parts: tuple[tuple[int, int, TreeDef], ...]
@@ -127,7 +127,7 @@ class Arguments:
         self.arrays: list[jax.Array | np.ndarray] = []
         # Indices, in the key, of Python numbers that are passed as arrays.
         self._as_arrays = as_arrays
-        # Data iterators: one trace serves all of them, whatever their identity.
+        # Data iterators: one trace serves all of them, regardless of their identity.
         self.feeds: list[Feed] = []
         key: list[Hashable] = []
         add = self._add

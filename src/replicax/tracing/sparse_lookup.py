@@ -32,7 +32,7 @@ def embedding_lookup_sparse(
 ) -> jax.Array:
     """Looks up the rows of several ids per example, and combines them into one row.
 
-    The gradient of a variable has the form of rows, as that of `embedding_lookup`. An example
+    The gradient of a variable consists of rows, as that of `embedding_lookup`. An example
     without ids is a row of zeros.
 
     Args:
@@ -42,7 +42,7 @@ def embedding_lookup_sparse(
         example, a triple (indices, values, dense_shape), a pair (values, row_splits), or an
         object with these attributes. Entries outside of the shape, or after the last split,
         are absent: so the number of entries, which is part of a compiled program, can be kept.
-      sp_weights: The weight of each entry, in the same form; 1 if None.
+      sp_weights: The weight of each entry, in the same format; 1 if None.
       combiner: "mean" (the default), "sum", or "sqrtn": the weighted sum, divided by the sum
         of the weights, by nothing, or by the root of the sum of their squares.
       max_norm: If given, longer rows are scaled down to this length first.

@@ -29,7 +29,7 @@ class Structure:
     """A nest of values whose arrays are replaced by slots.
 
     Attributes:
-      skeleton: The nest with a `Slot` in the place of each array.
+      skeleton: The nest with a `Slot` instead of each array.
       count: The number of arrays.
       layouts: For each array, the layout of the replicas whose values it holds; None otherwise.
     """

@@ -39,7 +39,7 @@ def by_variable(
       gradients: Pairs (gradient, variable), or a structure of gradients.
       given: The structure of variables that goes with the structure of gradients, or None
         for `structure`.
-      structure: The structure of variables that the optimizer was made with.
+      structure: The structure of the optimizer's variables.
       variables: Its leaves.
     """
     if isinstance(gradients, Iterator):

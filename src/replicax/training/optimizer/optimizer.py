@@ -65,7 +65,7 @@ class Optimizer:
         current scope.
       gradient_accumulation_steps: If given, variables change at every k-th call only, by
         the mean of the k gradients.
-      sparse: What to do with `IndexedSlices`. "auto" touches only the rows that have a
+      sparse: The handling of `IndexedSlices`. "auto" touches only the rows that have a
         gradient if a trial shows that this is exact for the transformation, and makes the
         gradient dense otherwise. "rows" touches only these rows always, which makes e.g.
         Adam "lazy". "dense" makes the gradient dense always.
