@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast, final
 
 import jax
@@ -23,6 +24,8 @@ from replicax.cluster_resolver.base import ClusterResolver
 from replicax.contexts import frames
 from replicax.foundation import devices, errors, jax_compat
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
+from replicax.foundation.types import Tree
+from replicax.input.input_context import InputContext, InputOptions
 from replicax.protocol import messages
 from replicax.protocol.tasks import Task
 from replicax.ps.client import initial_values
@@ -39,7 +42,7 @@ from replicax.transport import keys as key_files
 from replicax.transport.keys import Keys
 from replicax.values.layout import ReplicaLayout
 from replicax.variables import creators
-from replicax.variables.partitioners import checked_counts, split_rows
+from replicax.variables.partitioners import AnyPartitioner, checked_counts, split_rows
 from replicax.variables.per_worker import PerWorkerVariables, create_per_worker
 from replicax.variables.remote import CopiedVariable, RemoteVariable, RemoteVariableBase
 from replicax.variables.sharded import ShardedVariable
@@ -64,11 +67,11 @@ class ParameterServerExtended(StrategyExtended):
 
     def __init__(
         self,
-        container_strategy: Any,
+        container_strategy: Strategy,
         layout: ReplicaLayout,
         client: ParameterClient,
         cluster: Cluster | None = None,
-        partitioner: Any = None,
+        partitioner: AnyPartitioner | None = None,
     ) -> None:
         super().__init__(container_strategy, layout)
         self.client = client
@@ -111,7 +114,9 @@ class ParameterServerExtended(StrategyExtended):
     # Running.
 
     @override
-    def _call_for_each_replica(self, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _call_for_each_replica(
+        self, fn: Callable[..., Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
         if self.cluster is not None and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -121,13 +126,15 @@ class ParameterServerExtended(StrategyExtended):
         return super()._call_for_each_replica(fn, args, kwargs)
 
     @override
-    def distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def distribute_dataset(self, dataset: object, options: InputOptions | None) -> Iterable[Tree]:
         if self.cluster is not None:
             return UnplacedDataset(dataset, options, is_function=False)
         return super().distribute_dataset(dataset, options)
 
     @override
-    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
+    ) -> Iterable[Tree]:
         if self.cluster is not None:
             return UnplacedDataset(dataset_fn, options, is_function=True)
         return super().distribute_datasets_from_function(dataset_fn, options)
@@ -135,7 +142,7 @@ class ParameterServerExtended(StrategyExtended):
     # Variables.
 
     @override
-    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    def _create_variable(self, next_creator: creators.Creator, **kwargs: Any) -> Variable:
         name = kwargs.get("name") or "Variable"
         self.require_cluster(f"The creation of variable {name!r}")
         # A device block that a creator opens moves the variable; one around the scope does not.
@@ -158,7 +165,7 @@ class ParameterServerExtended(StrategyExtended):
                 parts.append(next_creator(**dict(own, dtype=dtype, initial_value=part)))
         return ShardedVariable(parts, name=name)
 
-    def _owned(self, variable: object) -> object:
+    def _owned(self, variable: Variable) -> Variable:
         """Sets the owner of a variable that a creator has created by itself."""
         if isinstance(variable, Variable) and variable.owner is None:
             variable.owner = self
@@ -268,7 +275,9 @@ class ParameterServerExtended(StrategyExtended):
         return number
 
     @override
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+    def colocate_vars_with(
+        self, colocate_with_variable: object
+    ) -> contextlib.AbstractContextManager[None]:
         if frames.current().strategy is not self.container_strategy:
             # Raises with the required scope.
             return super().colocate_vars_with(colocate_with_variable)
@@ -280,18 +289,18 @@ class ParameterServerExtended(StrategyExtended):
         return creators.variable_creator_scope(creator)
 
     @override
-    def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
         return min(var_list, key=lambda v: v.name)
 
     @override
     def update_non_slot(
         self,
-        colocate_with: Any,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        colocate_with: object,
+        fn: Callable[..., Tree],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Tree:
         near = colocate_with
         if isinstance(near, RemoteVariableBase):
             near = [devices.name_of(near.placement[0])]
@@ -344,7 +353,7 @@ class ParameterServerStrategy(Strategy):
     def __init__(
         self,
         cluster_resolver: ClusterResolver,
-        variable_partitioner: Any = None,
+        variable_partitioner: AnyPartitioner | None = None,
         *,
         replicas_per_worker: int | None = None,
         pull_ahead: bool = False,
