@@ -395,9 +395,7 @@ def test_1_9_number_of_packs_is_the_number_of_collectives(
     @jax.jit
     def reduced(stored: Any) -> Any:
         return strategy.extended.layout.map_replicas(
-            lambda *local: strategy.extended.cross_device_ops.in_trace(
-                SUM, local, N, rx.experimental.CommunicationOptions()
-            ),
+            lambda *local: strategy.extended.cross_device_ops.in_trace(SUM, local, N, pack_bytes=0),
             stored,
             (),
             [False] * len(stored),
