@@ -180,7 +180,7 @@ class Optimizer:
         """The current loss scale; None if the optimizer has none."""
         return None if self._guard is None else self._guard.scale
 
-    def get_scaled_loss(self, loss: ArrayLike) -> ArrayLike:
+    def get_scaled_loss(self, loss: ArrayLike) -> Any:
         """Returns the loss times the loss scale, whose gradient is to be computed.
 
         Without a loss scale this is the loss itself.
