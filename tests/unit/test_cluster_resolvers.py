@@ -11,7 +11,7 @@ import pytest
 
 import replicax as rx
 from replicax import cluster_resolver as resolvers
-from replicax.cluster_resolver.slurm_allocation import expand_counts, expand_hosts
+from replicax.cluster_resolver.slurm import expand_counts, expand_hosts
 from replicax.foundation import devices
 from replicax.train import ClusterSpec
 
