@@ -14,12 +14,14 @@ test: .venv/.ready  ## the default suite, doctests included
 test-all: .venv/.ready  ## the default suite and the slow tests, compiled as users compile
 	XLA_FLAGS= $(BIN)/python -m pytest -n 2
 
-lint: .venv/.ready  ## style, types, layers, spelling
+lint: .venv/.ready  ## style, types, layers, spelling, words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+# Splits identifiers into words, and finds those that docs/words.txt replaces.
+	$(BIN)/codespell --regex '[A-Za-z][a-z]+' -D docs/words.txt
 
 bench: .venv/.ready  ## speed, side by side with the peers
 	$(BIN)/python -m benchmarks.run

@@ -1,0 +1,187 @@
+"""Draws docs/architecture.svg and docs/parameter_server_step.svg.
+
+The layers are those that import-linter checks (pyproject.toml), the counts those of the tree. A
+test compares the committed pictures with what this script draws.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FONT = "font-family='Helvetica, Arial, sans-serif'"
+
+# What each room decides, in a few words.
+ROOMS = {
+    "cli": "commands",
+    "data": "rx.data",
+    "errors": "rx.errors",
+    "experimental": "rx.experimental",
+    "metrics": "rx.metrics",
+    "nn": "rx.nn",
+    "optimizers": "rx.optimizers",
+    "random": "rx.random",
+    "saved_model": "rx.saved_model",
+    "testing": "local clusters, faults",
+    "train": "rx.train",
+    "process": "task processes: roles, shutdown",
+    "worker": "runs closures",
+    "coordinator": "schedules closures on workers",
+    "strategies": "how many replicas, on which devices, where variables are",
+    "execution": "runs replica code",
+    "input": "datasets, distribution",
+    "ps": "variables on servers",
+    "training": "optimizers, metrics",
+    "checkpointing": "saves and restores",
+    "exporting": "models to serve",
+    "tracing": "Python functions to pure programs",
+    "variables": "what is read and written, and where",
+    "contexts": "where code runs",
+    "collectives": "reduce, gather",
+    "values": "per-replica values, layout",
+    "bundle": "arrays on disk",
+    "cluster_resolver": "finds tasks",
+    "cluster": "names, addresses",
+    "transport": "connections (ZeroMQ)",
+    "protocol": "messages, codec",
+    "foundation": "errors, options, devices, gate, settings",
+}
+FACES = "#dbe9f6"
+PROCESSES = "#fbe3cc"
+STRATEGIES = "#d9ecd3"
+ARRAYS = "#d5ecea"
+CLUSTER = "#e6dcf1"
+GROUND = "#e6e6e6"
+COLOURS = {
+    "process": PROCESSES, "worker": PROCESSES, "coordinator": PROCESSES, "ps": PROCESSES,
+    "strategies": STRATEGIES, "cluster_resolver": CLUSTER, "cluster": CLUSTER,
+    "transport": CLUSTER, "protocol": CLUSTER, "foundation": GROUND, "bundle": GROUND,
+    "execution": ARRAYS, "input": ARRAYS, "training": ARRAYS, "checkpointing": ARRAYS,
+    "exporting": ARRAYS, "tracing": ARRAYS, "variables": ARRAYS, "contexts": ARRAYS,
+    "collectives": ARRAYS, "values": ARRAYS,
+}  # fmt: skip
+
+
+def layers() -> list[list[str]]:
+    """Returns the rooms of each layer, the highest first."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contract = settings["tool"]["importlinter"]["contracts"][0]
+    return [[name.strip().removeprefix("replicax.") for name in line.split("|")]
+            for line in contract["layers"]]  # fmt: skip
+
+
+def num_files(room: str) -> int:
+    """Counts the modules of a room that hold code."""
+    folder = ROOT / "src" / "replicax" / room
+    found = folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]
+    return sum(path.stat().st_size > 0 for path in found)
+
+
+def _text(
+    x: float, y: float, text: str, size: int = 13, anchor: str = "middle", **style: str
+) -> str:
+    extra = "".join(f" {key.replace('_', '-')}='{value}'" for key, value in style.items())
+    place = f"x='{x:g}' y='{y:g}' font-size='{size}' text-anchor='{anchor}'"
+    return f"<text {place} {FONT}{extra}>{escape(text)}</text>"
+
+
+def _box(x: float, y: float, width: float, height: float, fill: str) -> str:
+    place = f"x='{x:g}' y='{y:g}' width='{width:g}' height='{height:g}'"
+    return f"<rect {place} rx='6' fill='{fill}' stroke='#666' stroke-width='0.8'/>"
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
+    return f"<line x1='{x1:g}' y1='{y1:g}' x2='{x2:g}' y2='{y2:g}' {style}/>"
+
+
+def _svg(width: int, height: int, body: list[str]) -> str:
+    size = f"width='{width}' height='{height}'"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' {size}>"
+    return "\n".join([head, f"<rect {size} fill='white'/>", *body, "</svg>"]) + "\n"
+
+
+def draw_rooms() -> str:
+    """Draws the layers of src/replicax, each room with its number of files."""
+    width, gap, row = 1040, 8, 54
+    body, y = [_text(20, 28, "src/replicax: imports and calls go down only", 16, "start")], 44.0
+    for names in layers():
+        faces = all(name not in COLOURS for name in names)
+        height = 40 if faces else row
+        each = (width - 40 - gap * (len(names) - 1)) / len(names)
+        for index, name in enumerate(names):
+            x, middle = 20 + index * (each + gap), 20 + index * (each + gap) + each / 2
+            body.append(_box(x, y, each, height, COLOURS.get(name, FACES)))
+            if faces:
+                body.append(_text(middle, y + 24, name, 11, font_weight="bold"))
+                continue
+            files = num_files(name)
+            body.append(_text(middle, y + 22, f"{name}  ({files})", 13, font_weight="bold"))
+            body.append(_text(middle, y + 41, ROOMS[name], 11, fill="#333"))
+        y += height + gap
+    note = "(n): number of modules. The top row holds public namespaces and the command line."
+    body.append(_text(20, y + 14, note, 11, "start", fill="#555"))
+    return _svg(width, int(y + 30), body)
+
+
+# One step: (from, to, what travels or happens, where it is written). A row from a column to itself
+# is work that the process does.
+COLUMNS = ["user program", "coordinator", "worker", "parameter server"]
+STEP = [
+    (0, 1, "schedule(step, args)", "coordinator/cluster_coordinator.py"),
+    (1, 1, "pickle once per worker, variables by id", "coordinator/shipping/"),
+    (1, 1, "queue, policy: which worker, when", "coordinator/core.py, scheduling/"),
+    (1, 2, "ClosureCall", "coordinator/outbox.py, transport/client_pool.py"),
+    (2, 2, "unpickle, trace once, compile", "worker/runner.py, tracing/"),
+    (
+        2,
+        3,
+        "Exchange: last step's updates, rows to read",
+        "ps/client/, transport/channel.py",
+    ),
+    (3, 3, "apply each update once", "ps/store/storage.py"),
+    (3, 2, "values, rows, acknowledgement", "ps/process/, transport/service.py"),
+    (2, 2, "run the program on the device", "tracing/exchange.py"),
+    (2, 3, "Exchange: updates of this step", "ps/client/outgoing.py"),
+    (3, 2, "acknowledgement, after the mirror has it", "ps/process/mirror_log.py"),
+    (2, 1, "Finished: result", "worker/runner.py"),
+    (1, 0, "RemoteValue is ready", "coordinator/remote_value.py"),
+]
+
+
+def draw_step() -> str:
+    """Draws one parameter-server step as messages between four processes."""
+    width, top, row = 1040, 70, 46
+    xs = [100, 340, 610, 900]
+    fills = [FACES, PROCESSES, PROCESSES, PROCESSES]
+    height = top + row * len(STEP) + 30
+    arrow = (
+        "<defs><marker id='head' markerWidth='9' markerHeight='8' refX='8' refY='4' orient='auto'>"
+        "<path d='M0,0 L9,4 L0,8 z' fill='#333'/></marker></defs>"
+    )
+    body = [arrow]
+    for x, name, fill in zip(xs, COLUMNS, fills, strict=True):
+        body += [_box(x - 85, 16, 170, 32, fill), _text(x, 37, name, 14, font_weight="bold")]
+        body.append(_line(x, 48, x, height - 12, "stroke='#999' stroke-dasharray='4 4'"))
+    for index, (start, end, what, where) in enumerate(STEP):
+        y = top + row * index + 22
+        if start == end:
+            body.append(_box(xs[start] - 128, y - 19, 256, 36, "#fff8e8"))
+            body += [
+                _text(xs[start], y - 4, what, 11),
+                _text(xs[start], y + 11, where, 10, fill="#777"),
+            ]
+            continue
+        a, b = xs[start], xs[end]
+        body.append(_line(a, y, b, y, "stroke='#333' stroke-width='1.4' marker-end='url(#head)'"))
+        middle = (a + b) / 2
+        body += [_text(middle, y - 6, what, 11), _text(middle, y + 13, where, 10, fill="#777")]
+    return _svg(width, height, body)
+
+
+PICTURES = {"architecture.svg": draw_rooms, "parameter_server_step.svg": draw_step}
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        (ROOT / "docs" / name).write_text(draw())
