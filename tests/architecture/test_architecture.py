@@ -21,6 +21,8 @@ from replicax import foundation
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
+# Lists of which a reader looks up one entry: one idea at any length.
+CATALOGUES = {"messages.py"}
 SHELVES = {"util", "utils", "common", "helpers", "misc", "lib"}
 
 
@@ -29,7 +31,7 @@ def test_modules_are_read_in_one_sitting() -> None:
     long = []
     for path in SOURCES:
         text = path.read_text()
-        if (num_lines := len(text.splitlines())) > 600:
+        if (num_lines := len(text.splitlines())) > 600 and path.name not in CATALOGUES:
             long.append(f"{path}: {num_lines} lines")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):

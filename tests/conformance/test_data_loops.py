@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from vocabulary import refused
 
 import replicax as rx
 
@@ -216,3 +217,14 @@ def test_reduce_of_a_long_dataset_is_one_compiled_loop(strategy: Any) -> None:
     assert float(total()) == np.arange(3001.0).sum() == float(total())
     # The last batch is a partial one.
     assert len(steps) == 2
+
+
+def test_scan_refuses_an_iterator_that_compiled_code_captures() -> None:
+    captured = iter([1.0, 2.0])
+
+    @rx.function
+    def total() -> Any:
+        return rx.scan(lambda c, x: (c + x, None), 0.0, captured)[0]
+
+    with refused(rx.errors.TracingError, "argument of the function"):
+        total()

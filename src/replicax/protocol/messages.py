@@ -10,13 +10,14 @@ from typing import Literal
 
 import msgspec
 
-from replicax.protocol.body import Body as Body
-from replicax.protocol.checkpoint_messages import LoadParts, PartsSaved, SaveParts
-from replicax.protocol.checkpoint_messages import StoredRows as StoredRows
 from replicax.protocol.tasks import Role
 
 # Increased whenever a message changes; both sides must have the same version.
 VERSION = 4
+
+
+class Body(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Base of the contents of a message."""
 
 
 class ErrorReply(Body, frozen=True):
@@ -432,6 +433,52 @@ class Exchanged(Body, frozen=True):
 
 class FlushGradients(Body, frozen=True):
     """The coordinator lets optimizers apply accumulated gradients without waiting for more."""
+
+
+# Checkpoints that parameter servers write and read themselves.
+
+
+class StoredRows(Body, frozen=True):
+    """The rows of an array of a checkpoint that a part holds.
+
+    Attributes:
+      part: The number of the part.
+      name: The name of the array.
+      shape: The shape of the array.
+      start: The row of the array that is the first of the part.
+    """
+
+    part: int
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+
+class SaveParts(Body, frozen=True):
+    """Writes parts into a checkpoint directory that the server shares; answered by `PartsSaved`."""
+
+    directory: str
+    rows: list[StoredRows]
+
+
+class PartsSaved(Body, frozen=True):
+    """The reply to `SaveParts`: what the manifest must contain about the parts, as JSON."""
+
+    manifest: bytes
+
+
+class LoadParts(Body, frozen=True):
+    """Reads parts from a checkpoint that the server shares; answered by `Done`.
+
+    Attributes:
+      path: The checkpoint.
+      rows: What to read.
+      is_check: Whether to compare checksums only, and change nothing.
+    """
+
+    path: str
+    rows: list[StoredRows]
+    is_check: bool
 
 
 # Workers.

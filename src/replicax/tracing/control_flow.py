@@ -187,7 +187,12 @@ def _scan_data(
             results.append(arrays_of(result))
         return carry, map_structure(_stacked, *results) if results else None
     feed = iter(data)
-    assert isinstance(feed, Feed)
+    if not isinstance(feed, Feed):
+        raise errors.TracingError(
+            "rx.scan in compiled code takes an iterator that is an argument of the function",
+            f"it was given a {type(data).__name__} that the function captures",
+            "Pass the iterator to the compiled function.",
+        )
     nothing = Rows(Structure(None), [], None)
     loop = CountedLoop("rx.scan", lambda c, _: _pair(f(c, next(feed))), nothing, unroll)
     return loop.run(outer, init, feed)
