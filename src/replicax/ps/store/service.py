@@ -340,7 +340,9 @@ class ParameterStore:
     def _require_checkpoints(self) -> CheckpointAccess:
         if self._checkpoints is None:
             raise errors.UnsupportedError(
-                f"{self._task} has no access to checkpoints. Transfer the values instead."
+                f"{self._task} needs a disk to write and read its tables in checkpoints",
+                "it has no access to checkpoints",
+                "Transfer the values instead.",
             )
         return self._checkpoints
 
