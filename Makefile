@@ -9,7 +9,8 @@ demo: .venv/.ready  ## train one program under every strategy, then on parameter
 	$(BIN)/python examples/demo.py
 
 test: .venv/.ready  ## the default suite, doctests included
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+# Three on two cores: many tests wait for processes.
+	$(BIN)/python -m pytest -n 3 -m "not slow"
 
 test-all: .venv/.ready  ## the default suite and the slow tests, compiled as users compile
 	XLA_FLAGS= $(BIN)/python -m pytest -n 2

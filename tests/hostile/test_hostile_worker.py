@@ -119,6 +119,8 @@ class Scene:
 @pytest.fixture(scope="module")
 def scene(watched_ipc_ps: WatchedTask, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     scene = Scene(watched_ipc_ps, tmp_path_factory.mktemp("scene"))
+    # All connections are there before descriptors of a test are counted.
+    scene.asked(_result(1, [])).fetch(60)
     yield scene
     scene.close()
 
