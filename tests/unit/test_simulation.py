@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from typing import Any
 
 import pytest
@@ -157,8 +158,15 @@ def test_a_broken_rule_says_how_to_see_it_again() -> None:
     assert "Exchange" in story
 
 
+@pytest.fixture(scope="module")
+def resource_tracker_runs() -> None:
+    """Starts the process that `multiprocessing` keeps until this one ends: it is no leak."""
+    resource_tracker.ensure_running()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("resource_tracker_runs")
 def test_bar_29_ten_thousand_histories_replay_in_other_processes() -> None:
     tally = batches.Tally()
     for batch in batches.run_batches(range(10_000), num_processes=2):
