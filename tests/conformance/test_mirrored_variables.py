@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from strategies_under_test import DISTRIBUTED, STRATEGIES, TWO_REPLICAS
-from vocabulary import copies, local_values, number
+from vocabulary import WRITERS, copies, local_values, number
 
 import replicax as rx
 
@@ -529,7 +529,7 @@ def test_s96_s97_t44_t49_x4_replica_writes(strategy: Any, run: Any) -> None:
 
 @pytest.mark.every_strategy
 @pytest.mark.strategies(*MATRIX)
-@pytest.mark.parametrize("place", ["scope", "outside", "compiled", "merge_call"])
+@pytest.mark.parametrize("place", WRITERS)
 def test_s98_t44_t49_cross_replica_writes_reach_every_copy_once(strategy: Any, place: str) -> None:
     aggregations = AGGREGATIONS if place == "compiled" else (NONE, SUM)
     with strategy.scope():
@@ -543,16 +543,7 @@ def test_s98_t44_t49_cross_replica_writes_reach_every_copy_once(strategy: Any, p
         for (kind, _aggregation), v in variables.items():
             assert write(v, kind, 1.0) is v
 
-    if place == "scope":
-        with strategy.scope():
-            write_all()
-    elif place == "outside":
-        write_all()
-    elif place == "compiled":
-        with strategy.scope():
-            rx.function(write_all)()
-    else:
-        strategy.run(lambda: rx.get_replica_context().merge_call(write_all))
+    WRITERS[place](strategy, write_all)
     for key, v in variables.items():
         assert copies(strategy, v) == [model(key[0], FIRST, 1)] * len(v.components), key
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from strategies_under_test import TWO_REPLICAS
-from vocabulary import copies, local_values, number
+from vocabulary import WRITERS, copies, local_values, number
 
 import replicax as rx
 
@@ -151,7 +151,7 @@ def test_s108_1_7_the_matrix_of_replica_writes(strategy: Any, run: Any) -> None:
 
 @pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_1", "mirrored_2", "virtual_2", "central_2")
-@pytest.mark.parametrize("place", ["scope", "outside", "compiled", "merge_call"])
+@pytest.mark.parametrize("place", WRITERS)
 def test_s111_t52_t53_x5_the_matrix_of_cross_replica_writes(strategy: Any, place: str) -> None:
     variables = {
         (k, a): on_read(strategy, START, a, name=f"{k}_{a.name}")
@@ -167,16 +167,7 @@ def test_s111_t52_t53_x5_the_matrix_of_cross_replica_writes(strategy: Any, place
             except (ValueError, NotImplementedError) as error:
                 refused[key] = error
 
-    if place == "scope":
-        with strategy.scope():
-            write_all()
-    elif place == "outside":
-        write_all()
-    elif place == "compiled":
-        with strategy.scope():
-            rx.function(write_all)()
-    else:
-        strategy.run(lambda: rx.get_replica_context().merge_call(write_all))
+    WRITERS[place](strategy, write_all)
     n = strategy.num_replicas_in_sync
     for key, v in variables.items():
         kind, aggregation = key

@@ -79,3 +79,12 @@ def in_merge(strategy: Any, fn: Any, *args: Any) -> Any:
 def in_compiled_merge(strategy: Any, fn: Any, *args: Any) -> Any:
     result = strategy.run(rx.function(_merge(fn)), args=args)
     return strategy.experimental_local_results(result)[0]
+
+
+def outside(strategy: Any, fn: Any, *args: Any) -> Any:
+    """Not one of the four: code without a scope."""
+    return fn(strategy, *args)
+
+
+# Where variables are written from cross-replica code, by the name of a test's case.
+WRITERS = {"scope": in_eager, "outside": outside, "compiled": in_function, "merge_call": in_merge}

@@ -253,7 +253,7 @@ def _is_picklable(strategy: Strategy | None) -> Callable[[object], bool]:
     def is_picklable(value: object) -> bool:
         try:
             pickling.measure(value, strategy)
-        except Exception:  # Whatever the reason.
+        except Exception:  # `__reduce__` of the user may raise anything.
             return False
         return True
 
@@ -267,7 +267,7 @@ def _too_large(
     for label, child in unshippable.children(value):
         try:
             sizes.append((pickling.measure(child, strategy), label))
-        except Exception:  # An object that cannot be pickled is not too large.
+        except Exception:  # As above; what cannot be pickled is not too large.
             continue
     largest = sorted(sizes, key=lambda pair: -pair[0])[:_NUM_NAMED]
     texts = [f"{_path_text(name, label)} has {size / 1e6:.1f} MB" for size, label in largest]

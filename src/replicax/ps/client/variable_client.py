@@ -296,7 +296,9 @@ class ParameterClient:
         writes = self._writes
         if writes is None:
             raise errors.UnsupportedError(
-                "Only the coordinator lets servers access checkpoints. Save and restore there."
+                "The coordinator saves and restores the tables of parameter servers",
+                "this process is a worker",
+                "Save and restore in the program that schedules closures.",
             )
         num_bytes = sum(row.variable.num_bytes for row in rows)
         with self._lock, ThreadPoolExecutor(len(requests), "replicax-tables") as pool:
