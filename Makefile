@@ -12,8 +12,8 @@ test: .venv/.ready  ## the default suite, doctests included
 # Three on two cores: many tests wait for processes.
 	$(BIN)/python -m pytest -n 3 -m "not slow"
 
-test-all: .venv/.ready  ## the default suite and the slow tests, compiled as users compile
-	XLA_FLAGS= $(BIN)/python -m pytest -n 2
+test-all: .venv/.ready  ## the default suite and the slow tests; compiles and starts as users do
+	XLA_FLAGS= REPLICAX_TEST_COLD_STARTS=1 $(BIN)/python -m pytest -n 2
 
 lint: .venv/.ready  ## style, types, layers, spelling, words
 	$(BIN)/ruff check .

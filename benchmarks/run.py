@@ -32,7 +32,10 @@ from benchmarks import (
     eager_all_reduce,
     input_epoch,
     input_wait,
+    keras,
+    keras_parameter_server,
     metric_read,
+    multi_worker,
     parameter_server,
     parameter_server_scale,
     peer_environments,
@@ -60,6 +63,9 @@ BENCHMARKS: tuple[ModuleType, ...] = (
     parameter_server_scale,
     snapshots,
     secure_transport,
+    multi_worker,
+    keras,
+    keras_parameter_server,
 )
 PACKAGES = ("replicax", "jax", "jaxlib", "numpy")
 

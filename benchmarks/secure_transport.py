@@ -25,7 +25,8 @@ LEAST_RATE, MOST_ADDED_US, MOST_HANDSHAKE_MS = 0.45, 80.0, 15.0
 
 _SECURE = """
 import sys
-from replicax.transport import addresses, keys, messages
+from replicax.protocol import messages
+from replicax.transport import addresses, keys
 from replicax.transport.service import Service
 from replicax.protocol.tasks import Task
 own = keys.load(sys.argv[1], "ps")

@@ -1,4 +1,4 @@
-"""Draws docs/architecture.svg and docs/parameter_server_step.svg.
+"""Draws docs/architecture.svg, docs/parameter_server_step.svg and docs/sync_group.svg.
 
 The layers are those that import-linter checks (pyproject.toml), the counts those of the tree. A
 test compares the committed pictures with what this script draws.
@@ -26,9 +26,11 @@ ROOMS = {
     "saved_model": "rx.saved_model",
     "testing": "local clusters, faults",
     "train": "rx.train",
+    "launch": "starts and restarts sync groups",
     "process": "task processes: roles, shutdown",
     "worker": "runs closures",
     "coordinator": "schedules closures on workers",
+    "group": "processes in lock step: roll call, control channel, monitor",
     "strategies": "how many replicas, on which devices, where variables are",
     "execution": "runs replica code",
     "input": "datasets, distribution",
@@ -55,7 +57,8 @@ ARRAYS = "#d5ecea"
 CLUSTER = "#e6dcf1"
 GROUND = "#e6e6e6"
 COLOURS = {
-    "process": PROCESSES, "worker": PROCESSES, "coordinator": PROCESSES, "ps": PROCESSES,
+    "launch": PROCESSES, "process": PROCESSES, "worker": PROCESSES, "coordinator": PROCESSES,
+    "ps": PROCESSES, "group": PROCESSES,
     "strategies": STRATEGIES, "cluster_resolver": CLUSTER, "cluster": CLUSTER,
     "transport": CLUSTER, "protocol": CLUSTER, "foundation": GROUND, "bundle": GROUND,
     "execution": ARRAYS, "input": ARRAYS, "training": ARRAYS, "checkpointing": ARRAYS,
@@ -180,7 +183,73 @@ def draw_step() -> str:
     return _svg(width, height, body)
 
 
-PICTURES = {"architecture.svg": draw_rooms, "parameter_server_step.svg": draw_step}
+def draw_sync_group() -> str:
+    """Draws a sync group of three workers, its connections, its supervisor and its files."""
+    width, height = 1040, 470
+    xs, each = [30, 300, 570], 220
+    middles = [x + each / 2 for x in xs]
+    arrow = (
+        "<defs><marker id='tip' markerWidth='9' markerHeight='8' refX='8' refY='4' orient='auto'>"
+        "<path d='M0,0 L9,4 L0,8 z' fill='#555'/></marker></defs>"
+    )
+    thin = "stroke='#555' stroke-width='1.2' marker-end='url(#tip)'"
+    # The supervisor, and what it does.
+    body = [arrow, _box(30, 16, 980, 50, PROCESSES)]
+    body.append(_text(520, 37, "supervisor: a cluster manager, LocalCluster or run_elastic", 14,
+                      font_weight="bold"))  # fmt: skip
+    does = "starts every task with its TF_CONFIG, reads exit codes, restarts the whole group"
+    body.append(_text(520, 55, does, 11, fill="#333"))
+    for middle in (*middles, 905):
+        body.append(_line(middle, 66, middle, 96, thin))
+    # The workers.
+    names = ["worker 0 (chief)", "worker 1", "worker 2"]
+    for index, (x, middle, name) in enumerate(zip(xs, middles, names, strict=True)):
+        body.append(_box(x, 98, each, 196, FACES))
+        body.append(_text(middle, 119, name, 14, font_weight="bold"))
+        body.append(_text(middle, 136, "the same program on each", 11, fill="#333"))
+        body.append(_box(x + 12, 150, each - 24, 40, CLUSTER))
+        text = "hosts the control channel" if index == 0 else "control channel"
+        body.append(_text(middle, 174, text, 12))
+        for replica in range(2):
+            left = x + 12 + replica * 102
+            body.append(_box(left, 240, 94, 42, STRATEGIES))
+            body.append(_text(left + 47, 258, f"device {replica}", 11, fill="#333"))
+            body.append(_text(left + 47, 274, f"replica {2 * index + replica}", 12))
+    dashed = "stroke='#8a63b3' stroke-width='2' stroke-dasharray='5 3'"
+    body.append(_line(middles[0], 214, middles[2], 214, dashed))
+    body += [_line(middle, 190, middle, 214, dashed) for middle in middles]
+    thick = "stroke='#4a8f3c' stroke-width='4'"
+    body += [_line(238, 261, 312, 261, thick), _line(508, 261, 582, 261, thick)]
+    # The evaluator.
+    body.append(_box(830, 98, 150, 92, FACES))
+    body.append(_text(905, 119, "evaluator", 14, font_weight="bold"))
+    for line, text in enumerate(
+        ["not in the group:", "a program of its own,", "without collectives"]
+    ):
+        body.append(_text(905, 140 + 16 * line, text, 11, fill="#333"))
+    # The files.
+    body.append(_box(30, 340, 980, 44, GROUND))
+    body.append(_text(520, 367, "directory of checkpoints that all hosts can reach", 13,
+                      font_weight="bold"))  # fmt: skip
+    body.append(_line(middles[0] - 40, 294, middles[0] - 40, 338, thin))
+    body.append(_text(middles[0] - 48, 320, "writes", 11, "end", fill="#333"))
+    for x in (middles[0] + 40, middles[1], middles[2], 905):
+        body.append(_line(x, 340, x, 192 if x == 905 else 296, thin))
+        body.append(_text(x + 8, 320, "reads", 11, "start", fill="#333"))
+    # What the lines mean.
+    body += [_line(34, 412, 74, 412, dashed), _line(34, 440, 74, 440, thick)]
+    control = "control channel, ZeroMQ with keys: roll call, fingerprints, heartbeats, ends of data"
+    body.append(_text(84, 416, control, 12, "start"))
+    collectives = "collectives of JAX, by Gloo, NCCL or ICI, without keys: gradients, metrics"
+    body.append(_text(84, 444, collectives, 12, "start"))
+    return _svg(width, height, body)
+
+
+PICTURES = {
+    "architecture.svg": draw_rooms,
+    "parameter_server_step.svg": draw_step,
+    "sync_group.svg": draw_sync_group,
+}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

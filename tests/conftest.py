@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import signal
 import sys
@@ -56,9 +57,17 @@ _IGNORED = Path(os.environ[ignored_exceptions.VARIABLE])
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import warm_starts  # noqa: E402
+import worker_groups  # noqa: E402
+
 import replicax as rx  # noqa: E402
 
-rx.set_virtual_cpu_devices(8)
+# A worker of a battery has made its strategy, see programs/run_battery.py.
+WORKER = worker_groups.current()
+if WORKER is None:
+    rx.set_virtual_cpu_devices(8)
+    if warm_starts.is_wanted():
+        warm_starts.install()
 
 import jax  # noqa: E402
 import psutil  # noqa: E402
@@ -69,10 +78,22 @@ from hostile_partners import watched_worker as watched_worker  # noqa: E402
 from parameter_servers import desk as desk  # noqa: E402
 from parameter_servers import kept_processes  # noqa: E402
 from parameter_servers import shared_cluster as shared_cluster  # noqa: E402
+from scheduling import SharedClusters  # noqa: E402
 from strategies_under_test import STRATEGIES, default_strategies  # noqa: E402
 
 # How long threads, processes and sockets that were told to end may take, on a busy machine.
 _MOST_SECONDS = 20.0
+
+# Sockets that XLA opens when a worker first runs a collective of a kind, and keeps.
+_COLLECTIVE_FDS = 32
+
+# Variables that importing Keras sets; a test may be the first to import it.
+_SET_BY_IMPORTS = (
+    "KERAS_BACKEND",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "TF_FORCE_GPU_ALLOW_GROWTH",
+)
 
 # Threads of JAX and of the pool that keeps replica threads for a second.
 _ALLOWED_THREADS = ("replicax-replica", "jax", "pytest_timeout", "ThreadPoolExecutor")
@@ -83,6 +104,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "strategy" in metafunc.fixturenames:
         marker = definition.get_closest_marker("strategies")
         names = [n for n in STRATEGIES if marker is None or n in marker.args]
+        if WORKER is not None:
+            # The group takes the place of replicas in one process.
+            in_place_of = f"mirrored_{WORKER.num_replicas}"
+            names = [worker_groups.STRATEGY] * (in_place_of in names)
         fast = names
         if definition.get_closest_marker("every_strategy") is None:
             fast = default_strategies(names)
@@ -92,6 +117,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("strategy", params, indirect=True)
     if "run" in metafunc.fixturenames:
         metafunc.parametrize("run", ["threaded", "compiled", "inside"], indirect=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedClusters:
+    """Shares the tests among the processes of a parallel run."""
+    return SharedClusters(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -121,6 +152,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Does the same after each module, with what JAX has cached for its programs.
+
+    Otherwise each collection that a test asks for would take a second in the end.
+    """
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
+
+
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     """Fails the run if a process of it, such as an xdist worker, ignored an exception at exit."""
@@ -136,6 +180,17 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 def strategy(request: pytest.FixtureRequest) -> Any:
     """Each strategy in turn; `@pytest.mark.strategies(...)` picks some."""
     return STRATEGIES[request.param]()
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """An empty directory of the test; workers of a group share it."""
+    if WORKER is None or WORKER.alone:
+        return tmp_path
+    name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
+    shared = Path(WORKER.hub).parent / "shared" / name
+    shared.mkdir(parents=True, exist_ok=True)
+    return shared
 
 
 @pytest.fixture
@@ -174,6 +229,11 @@ def _children(process: psutil.Process) -> set[int]:
     return {c.pid for c in process.children(recursive=True)}
 
 
+def _num_fds(process: psutil.Process) -> int:
+    # Each process that others are forked from has a socket.
+    return process.num_fds() - len(warm_starts.kept_processes())
+
+
 def _remaining(look: Callable[[], Any]) -> Any:
     """Returns what is left when nothing is left any more, or when the time is over."""
     deadline = time.monotonic() + _MOST_SECONDS
@@ -192,21 +252,24 @@ def leaks() -> Iterator[None]:
     threads = set(threading.enumerate())
     process = psutil.Process()
     children = _children(process)
-    num_fds = process.num_fds()
+    num_fds = _num_fds(process)
     num_ignored = _IGNORED.stat().st_size
     yield
-    env.pop("PYTEST_CURRENT_TEST", None)
-    now = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
-    assert now == env, "environment variables leaked"
+    changing = ("PYTEST_CURRENT_TEST", *_SET_BY_IMPORTS)
+    before, now = ({k: v for k, v in e.items() if k not in changing} for e in (env, os.environ))
+    assert now == before, "environment variables leaked"
     left = _remaining(lambda: _new_threads(threads))
     assert not left, f"threads leaked: {left}"
     # A supervisor may restart a task between the two calls.
-    left = _remaining(lambda: _children(process) - children - kept_processes())
+    left = _remaining(
+        lambda: _children(process) - children - kept_processes() - warm_starts.kept_processes()
+    )
     assert not left, f"processes leaked: {left}"
-    if process.num_fds() > num_fds + 2:
+    most_fds = num_fds + (2 if WORKER is None else _COLLECTIVE_FDS)
+    if _num_fds(process) > most_fds:
         gc.collect()
         # ZeroMQ closes sockets in a thread of its own.
-        left = _remaining(lambda: max(0, process.num_fds() - num_fds - 2))
+        left = _remaining(lambda: max(0, _num_fds(process) - most_fds))
         assert not left, f"file descriptors leaked: {left}"
     assert not rx.has_strategy(), "a strategy is still in scope"
     assert not rx.in_cross_replica_context(), "a cross-replica context is still open"
@@ -224,6 +287,20 @@ def replica_threads_retire() -> Iterator[None]:
     assert not left, "replica threads do not retire"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def warm_processes_end() -> Iterator[None]:
+    """Ends the processes that others were forked from."""
+    yield
+    warm_starts.close()
+
+
+@pytest.fixture(scope="module")
+def cold_starts() -> Iterator[None]:
+    """Starts the processes of a module as users do; see warm_starts.py."""
+    with warm_starts.cold():
+        yield
+
+
 @pytest.fixture(scope="session")
 def devices() -> list[Any]:
-    return jax.devices("cpu")
+    return jax.local_devices(backend="cpu")

@@ -12,9 +12,11 @@ from torture import (
     keys,
     launchers,
     partitions,
+    preemptions,
     recovery,
     safeguard_checks,
     stragglers,
+    sync_groups,
 )
 from torture.checks import chosen as chosen
 
@@ -30,5 +32,7 @@ THEMES = (
     keys,
     endurance,
     launchers,
+    sync_groups,
+    preemptions,
     safeguard_checks,
 )

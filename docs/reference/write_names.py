@@ -29,7 +29,7 @@ _CONSTANTS = {
 def page() -> str:
     """Returns the text of the page."""
     parts = [_HEAD, _section("rx", rx)]
-    for name in sorted(rx.__all__):
+    for name in sorted([*rx.__all__, *rx._LAZY]):
         value = getattr(rx, name)
         if isinstance(value, types.ModuleType):
             parts.append(_section(f"rx.{name}", value))

@@ -4,8 +4,9 @@ Write a training step once, against replicas, variables and reductions; run it o
 device, on every device of a machine, or on workers and parameter servers, without a change.
 """
 
+import importlib
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from replicax import cluster_resolver as cluster_resolver
 from replicax import coordinator as coordinator
@@ -26,6 +27,7 @@ from replicax.collectives.cross_device_ops import (
 from replicax.collectives.cross_device_ops import NcclAllReduce as NcclAllReduce
 from replicax.collectives.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
 from replicax.contexts.replica_context import ReplicaContext as ReplicaContext
+from replicax.foundation import after_import, settings
 from replicax.foundation.devices import device as device
 from replicax.foundation.devices import set_virtual_cpu_devices as set_virtual_cpu_devices
 from replicax.foundation.options import ReduceOp as ReduceOp
@@ -50,6 +52,9 @@ from replicax.strategies.default import has_strategy as has_strategy
 from replicax.strategies.default import in_cross_replica_context as in_cross_replica_context
 from replicax.strategies.extended import StrategyExtended as StrategyExtended
 from replicax.strategies.mirrored import MirroredStrategy as MirroredStrategy
+from replicax.strategies.multi_worker import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
 from replicax.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from replicax.strategies.parameter_server import (
     ParameterServerStrategy as ParameterServerStrategy,
@@ -99,6 +104,7 @@ __all__ = [
     "MirroredStrategy",
     "MirroredVariable",
     "Module",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
@@ -156,20 +162,28 @@ __all__ = [
 ]
 
 
+# Imported when it is first used, as it imports Keras; so `from replicax import *` leaves it out.
+_LAZY = ("keras",)
+
+
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return sorted([*__all__, *_LAZY, "__version__"])
 
 
 if not TYPE_CHECKING:  # which would take any name for an attribute
 
-    def __getattr__(name: str) -> NoReturn:
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            return importlib.import_module(f"replicax.{name}")
         todo = suggestion([name], __all__)
-        if name == "MultiWorkerMirroredStrategy":
-            todo = (
-                "Training in sync on several machines is not offered: use rx.MirroredStrategy on "
-                "one machine, or rx.ParameterServerStrategy on several."
-            )
         raise AttributeError(f"module 'replicax' has no attribute {name!r}. {todo}".rstrip(". "))
 
 
 show_as_public(sys.modules[__name__])
+
+# Keras and replicax may be imported in any order.
+after_import.call(
+    "keras",
+    before=settings.choose_keras_backend,
+    after=lambda: importlib.import_module("replicax.keras.hooks").install(),
+)

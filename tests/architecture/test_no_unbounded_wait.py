@@ -46,14 +46,26 @@ ALLOWED = {
     ("checkpointing/background.py", "BackgroundWork.start", "self.wait"): "logs it each minute",
     ("checkpointing/manager.py", "CheckpointManager.*", "self._lock.acquire"): "does not wait",
     ("checkpointing/manager.py", "CheckpointManager.*", "self._work.wait"): "logs it each minute",
+    ("checkpointing/manager.py", "CheckpointManager.close", "self.wait"): "logs it each minute",
+    (
+        "checkpointing/preemption.py",
+        "PreemptionCheckpointHandler._save",
+        "self._manager.wait",
+    ): "logs it each minute",
     ("cli/serve.py", "serve", "server.join"): "serves until a signal; `shutdown` bounds the rest",
     ("contexts/rendezvous.py", "_Waiting.__init__", "self.may_go.acquire"): "a new lock is free",
     ("contexts/rendezvous.py", "_Waiting.__init__", "self.parked.acquire"): "a new lock is free",
+    ("input/agreement.py", "_serve", "exchange.requests.get"): "`_stop` puts False",
     (
         "input/pipelines.py",
         "_Buffer.put",
         "self._room.acquire",
     ): "the reader, or its end, makes room",
+    (
+        "keras/parameter_servers/trainer.py",
+        "Session.*",
+        "self.coordinator.join",
+    ): "`fit` waits for its steps, whose waits all end",
     (
         "process/shutdown.py",
         "_read_signals",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from strategies_under_test import TWO_REPLICAS
 from vocabulary import refused, values
+from worker_groups import replica_results
 
 import replicax as rx
 
@@ -27,7 +28,7 @@ def all_gather(value: Any, axis: Any, *args: Any) -> Any:
 
 def each(strategy: Any, result: Any) -> Any:
     """One result per replica, also where all replicas returned one object."""
-    local = strategy.experimental_local_results(result)
+    local = replica_results(strategy, result)
     n = strategy.num_replicas_in_sync
     return local * n if len(local) == 1 else local
 
@@ -53,10 +54,12 @@ def test_s58_s65_results_are_equal_and_on_the_replicas(strategy: Any, run: Any) 
     result = run(strategy, lambda v: (all_reduce("SUM", v), all_reduce("MEAN", v)), (x,))
     n = strategy.num_replicas_in_sync
     weight = n * (n + 1) / 2
-    for i, (total, mean) in enumerate(each(strategy, result)):
+    for total, mean in each(strategy, result):
         np.testing.assert_allclose(total, np.arange(3.0) * weight)
         np.testing.assert_allclose(mean, np.arange(3.0) * weight / n)
-        assert total.devices() == mean.devices() == {strategy.extended.layout.devices[i]}
+    own = strategy.experimental_local_results(result)
+    for (total, mean), device in zip(own, strategy.extended.layout.local_devices, strict=True):
+        assert total.devices() == mean.devices() == {device}
 
 
 @pytest.mark.strategies("one_device", "mirrored_2", "virtual_2")
@@ -133,7 +136,7 @@ def test_s58_shared_value_of_one_device_is_reduced_onto_each_replica(
     strategy: Any, run: Any
 ) -> None:
     """The result can be combined with what the replica computes."""
-    shared = jax.device_put(jnp.float32(2), jax.devices()[0])
+    shared = jax.device_put(jnp.float32(2), jax.local_devices()[0])
     n = strategy.num_replicas_in_sync
     x = values(strategy, lambda i: jnp.float32(i))
     x = strategy.run(lambda v: v * 1, args=(x,))
@@ -213,6 +216,7 @@ def test_all_reduce_refuses(strategy: Any, run: Any) -> None:
     assert float(each(strategy, run(strategy, lambda: all_reduce("MEAN", 1.0)))[0]) == 1.0
 
 
+@pytest.mark.one_process("values of different shape on two workers are an error of their group")
 @pytest.mark.strategies(*TWO_REPLICAS)
 def test_all_reduce_of_different_shapes_is_refused(strategy: Any, run: Any) -> None:
     x = values(strategy, lambda i: jnp.ones(i + 1))
@@ -220,6 +224,7 @@ def test_all_reduce_of_different_shapes_is_refused(strategy: Any, run: Any) -> N
         run(strategy, lambda v: all_reduce("SUM", v), (x,))
 
 
+@pytest.mark.one_process("what one worker does and another does not is an error of their group")
 @pytest.mark.strategies("mirrored_2", "virtual_2")
 def test_all_reduce_of_different_structures_is_refused(strategy: Any) -> None:
     def fn(i: Any) -> Any:
@@ -230,6 +235,7 @@ def test_all_reduce_of_different_structures_is_refused(strategy: Any) -> None:
     assert isinstance(info.value, rx.errors.DistributeError)
 
 
+@pytest.mark.one_process("what one worker does and another does not is an error of their group")
 @pytest.mark.strategies("mirrored_2", "virtual_2", "mirrored_4")
 def test_all_reduce_on_some_replicas_only_is_refused(strategy: Any) -> None:
     def fn(i: Any) -> Any:
@@ -349,7 +355,8 @@ def test_t41_all_gather_of_different_sizes(strategy: Any, run: Any) -> None:
 def test_t41_results_are_on_the_replicas(strategy: Any, run: Any) -> None:
     x = values(strategy, lambda i: jnp.ones((2,)) * i)
     result = run(strategy, lambda v: all_gather(v, 0), (x,))
-    for part, device in zip(each(strategy, result), strategy.extended.layout.devices, strict=True):
+    own = strategy.experimental_local_results(result)
+    for part, device in zip(own, strategy.extended.layout.local_devices, strict=True):
         assert part.devices() == {device}
 
 

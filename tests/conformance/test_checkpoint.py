@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import subprocess
 import sys
 import threading
@@ -16,7 +17,8 @@ import numpy as np
 import optax
 import pytest
 from strategies_under_test import STRATEGIES
-from vocabulary import copies, number, refused
+from vocabulary import copies, num_copies, number, refused
+from worker_groups import local_ids, replica_results
 
 import replicax as rx
 
@@ -68,8 +70,8 @@ def test_T59_on_read_saves_its_aggregate(
 
 @pytest.mark.strategies("mirrored_2", "virtual_2")
 def test_T59_plain_value_is_dealt_out_to_on_read(strategy: Any, tmp_path: Path) -> None:
-    path = save_one(tmp_path, v=rx.Variable(2.0))
     with strategy.scope():
+        path = save_one(tmp_path, v=rx.Variable(2.0))
         total = on_read(rx.VariableAggregation.SUM)
         mean = on_read(rx.VariableAggregation.MEAN)
     rx.train.Checkpoint(v=total).restore(path)
@@ -106,16 +108,23 @@ def test_T59_on_read_without_aggregation_is_named(strategy: Any, tmp_path: Path)
 def test_T60_diverged_copies_save_the_first(strategy: Any, tmp_path: Path) -> None:
     with strategy.scope():
         variable = rx.Variable(0.0)
-    for i, component in enumerate(variable.components):
+    for i, component in zip(local_ids(strategy), variable.components, strict=True):
         component.assign(3.0 + i)
-    with rx.device(variable.components[1].device):
+    with rx.device(variable.components[-1].device):
         path = save_one(tmp_path, v=variable)
     assert float(rx.train.load_variable(path, "v")) == 3.0
     rx.train.Checkpoint(v=variable).restore(path)
     assert copies(strategy, variable) == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("other", ["default", "mirrored_4"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        "default",
+        "virtual_4",
+        pytest.param("mirrored_4", marks=pytest.mark.one_process("needs four devices")),
+    ],
+)
 def test_T60_every_strategy_opens_what_any_other_saved(
     strategy: Any, other: str, tmp_path: Path
 ) -> None:
@@ -123,7 +132,8 @@ def test_T60_every_strategy_opens_what_any_other_saved(
     with strategy.scope():
         source = rx.Variable(value)
     path = save_one(tmp_path, v=source)
-    reader = STRATEGIES[other]()
+    virtual = functools.partial(rx.MirroredStrategy, ["CPU:0"], virtual_replicas=4)
+    reader = {**STRATEGIES, "virtual_4": virtual}[other]()
     with reader.scope():
         target = rx.Variable(np.zeros((2, 3), np.float32))
         rx.train.Checkpoint(v=target).restore(path).assert_consumed()
@@ -142,7 +152,7 @@ def test_S213_save_and_restore_anywhere_but_in_replica_code(strategy: Any, tmp_p
     outside = checkpoint.write(tmp_path / "outside")
     with strategy.scope():
         inside = checkpoint.write(tmp_path / "inside")
-    with STRATEGIES["mirrored_4"]().scope():
+    with rx.MirroredStrategy(["CPU:0"], virtual_replicas=4).scope():
         other = checkpoint.write(tmp_path / "other")
         variable_there = checkpoint.restore(inside)
     assert variable_there.restored == ("save_counter", "v")
@@ -176,7 +186,8 @@ class Lazy(rx.Module):
 def test_S213_deferred_restore_gives_mirrored_values(strategy: Any, tmp_path: Path) -> None:
     saved = Lazy()
     saved.w = rx.Variable([3.0, 4.0])
-    path = save_one(tmp_path, model=saved, bias=rx.Variable(1.5))
+    with strategy.scope():
+        path = save_one(tmp_path, model=saved, bias=rx.Variable(1.5))
     checkpoint = rx.train.Checkpoint(model=Lazy())
     status = checkpoint.restore(path)
     assert status.pending == ("bias", "model/w")
@@ -186,9 +197,8 @@ def test_S213_deferred_restore_gives_mirrored_values(strategy: Any, tmp_path: Pa
     with strategy.scope():
         checkpoint.model()
         checkpoint.bias = rx.Variable(0.0)
-    assert copies(strategy, checkpoint.model.w) == [[3.0, 4.0]] * len(
-        strategy.experimental_local_results(checkpoint.model.w)
-    )
+    w = checkpoint.model.w
+    assert copies(strategy, w) == [[3.0, 4.0]] * num_copies(strategy, w)
     assert float(checkpoint.bias) == 1.5
     status.assert_consumed()
     checkpoint.model.w = rx.Variable([9.0, 9.0])
@@ -201,16 +211,17 @@ def test_S213_deferred_restore_of_variables_made_in_replica_code(
 ) -> None:
     saved = Lazy()
     saved.w = rx.Variable([3.0, 4.0])
-    path = save_one(tmp_path, model=saved)
+    with strategy.scope():
+        path = save_one(tmp_path, model=saved)
     model = Lazy()
     checkpoint = rx.train.Checkpoint(model=model)
     checkpoint.restore(path)
-    seen = strategy.experimental_local_results(run(strategy, model))
+    seen = replica_results(strategy, run(strategy, model))
     assert [np.asarray(s).tolist() for s in seen] == [[3.0, 4.0]] * len(seen)
     assert all(c == [3.0, 4.0] for c in copies(strategy, model.w))
     with strategy.scope():
         model.w.assign([5.0, 6.0])
-    again = strategy.experimental_local_results(run(strategy, model))
+    again = replica_results(strategy, run(strategy, model))
     assert np.asarray(again[0]).tolist() == [5.0, 6.0]
 
 

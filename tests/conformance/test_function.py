@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
+from worker_groups import local_ids, replica_results
 
 import replicax as rx
 
@@ -149,7 +150,7 @@ def test_config_changes_retrace() -> None:
 def test_x64_holds_inside_run(strategy: Any, run: Any) -> None:
     with jax.enable_x64(True):
         result = run(strategy, lambda: jnp.zeros((), float) + 1)
-    for value in strategy.experimental_local_results(result):
+    for value in replica_results(strategy, result):
         assert value.dtype == jnp.float64
 
 
@@ -314,7 +315,7 @@ def test_input_signature_under_run(strategy: Any) -> None:
         lambda c: jnp.full(2, float(c.replica_id_in_sync_group))
     )
     result = strategy.run(fn, args=(x,))
-    values = strategy.experimental_local_results(result)
+    values = replica_results(strategy, result)
     np.testing.assert_array_equal(np.stack(values), [[2.0 * i] * 2 for i in range(len(values))])
     bad = strategy.experimental_distribute_values_from_function(lambda c: jnp.ones((2, 2)))
     with pytest.raises(ValueError, match="shape"):
@@ -394,7 +395,7 @@ def test_s24_structures_of_run_results(strategy: Any, run: Any) -> None:
     assert type(out) is Bag and isinstance(out["point"], Point)
     assert out["x"][1] == (None, "s")
     assert int(out["point"].y) == 3
-    for value in strategy.experimental_local_results(out["point"].x):
+    for value in replica_results(strategy, out["point"].x):
         assert float(value) == 2.0
 
 
@@ -450,7 +451,7 @@ def test_closure_over_an_array_inside_run(strategy: Any, run: Any) -> None:
     table = jnp.arange(4.0)
     value = float(strategy.num_replicas_in_sync)
     result = run(strategy, lambda x: (table * x).sum(), args=(jnp.asarray(value),))
-    for part in strategy.experimental_local_results(result):
+    for part in replica_results(strategy, result):
         assert float(part) == 6.0 * value
 
 
@@ -574,8 +575,7 @@ def test_s36_t25_variables_created_inside_run(
                 synchronization=rx.VariableSynchronization[synchronization],
                 aggregation=rx.VariableAggregation.SUM,
             )
-            context = rx.get_replica_context()
-            if run.executor != "threaded" or len(seen) == context.num_replicas_in_sync - 1:
+            if run.executor != "threaded" or len(seen) == len(local_ids(strategy)) - 1:
                 made.append(variable)
             seen.append(variable)
         variable = seen[0]
@@ -587,10 +587,10 @@ def test_s36_t25_variables_created_inside_run(
     is_shared = strategy is not rx.get_strategy() and synchronization == "AUTO"
     result = run(strategy, fn, args=(jnp.asarray(1.0),))
     expected = 2.0 + (n if is_shared else 1.0)
-    values = strategy.experimental_local_results(result)
+    values = replica_results(strategy, result)
     assert [float(v) for v in values] == [expected] * n
     assert len({id(v) for v in seen}) == 1
-    assert float(strategy.experimental_local_results(seen[0])[0]) == expected
+    assert float(replica_results(strategy, seen[0])[0]) == expected
 
 
 def test_random_initial_value_is_drawn_once() -> None:
@@ -607,7 +607,7 @@ def test_random_initial_value_is_drawn_once() -> None:
         return strategy.run(fn, args=(key,))
 
     first = step(jax.random.PRNGKey(0))
-    copies = [np.asarray(c) for c in strategy.experimental_local_results(made[0])]
+    copies = [np.asarray(c) for c in replica_results(strategy, made[0])]
     np.testing.assert_array_equal(copies[0], copies[1])
     second = step(jax.random.PRNGKey(1))
     np.testing.assert_array_equal(np.asarray(first.values[0]), np.asarray(second.values[1]))
@@ -862,7 +862,7 @@ def test_callbacks_inside_run(strategy: Any) -> None:
     for _ in range(3):
         step(jnp.asarray(1.0))
     jax.effects_barrier()
-    assert sorted(seen) == [1.0, 1.0, 3.0, 3.0, 5.0, 5.0]
+    assert sorted(seen) == sorted([1.0, 3.0, 5.0] * len(local_ids(strategy)))
     assert float(v) == 7.0
 
 
@@ -1008,14 +1008,14 @@ def test_reads_in_nested_bodies_inside_run(strategy: Any, body: Any) -> None:
 
     for value in (2.0, 20.0):
         first, second = step(jnp.asarray(1.0))
-        for a in strategy.experimental_local_results(first):
+        for a in replica_results(strategy, first):
             assert float(a) == value
-        for b in strategy.experimental_local_results(second):
+        for b in replica_results(strategy, second):
             assert float(b) == value * 10
     v.assign(5.0)
     first, second = strategy.run(rx.function(fn), args=(jnp.asarray(1.0),))
-    assert float(strategy.experimental_local_results(first)[0]) == 5.0
-    assert float(strategy.experimental_local_results(second)[0]) == 50.0
+    assert float(replica_results(strategy, first)[0]) == 5.0
+    assert float(replica_results(strategy, second)[0]) == 50.0
 
 
 EAGER_BODY = """
@@ -1208,7 +1208,7 @@ def test_disable_jit_under_run(strategy: Any) -> None:
     with jax.disable_jit():
         for call in (lambda x: strategy.run(rx.function(fn), args=(x,)), outer):
             result = call(jnp.asarray(2.0))
-            assert float(strategy.experimental_local_results(result)[0]) == 2.0 * n
+            assert float(replica_results(strategy, result)[0]) == 2.0 * n
     assert float(v) == 1.0 + 4.0 * n
 
 
@@ -1356,7 +1356,7 @@ def test_held_components_of_results_and_on_read_variables(strategy: Any) -> None
     total = v.read_value()
     step()
     for i, result in enumerate(results):
-        for part in strategy.experimental_local_results(result):
+        for part in replica_results(strategy, result):
             np.testing.assert_array_equal(part, np.full(100, i + 1.0))
     for part in held:
         np.testing.assert_array_equal(part, np.full(100, 3.0))
@@ -1430,6 +1430,7 @@ def in_threads(count: int, work: Any) -> list[Any]:
     return results
 
 
+@pytest.mark.one_process("threads take turns in an order of their own on each worker")
 @pytest.mark.strategies("default", "one_device", "mirrored_2", "virtual_2", "central_2")
 def test_calls_from_several_threads_lose_no_update(strategy: Any) -> None:
     with strategy.scope():
@@ -1447,6 +1448,7 @@ def test_calls_from_several_threads_lose_no_update(strategy: Any) -> None:
     assert len(traces) == 1
 
 
+@pytest.mark.one_process("threads take turns in an order of their own on each worker")
 @pytest.mark.strategies("mirrored_2", "virtual_2", "central_2")
 def test_run_from_several_threads(strategy: Any, run: Any) -> None:
     def fn(x: Any) -> Any:
@@ -1456,7 +1458,7 @@ def test_run_from_several_threads(strategy: Any, run: Any) -> None:
         results = []
         for j in range(3):
             result = run(strategy, fn, args=(jnp.asarray(float(10 * i + j)),))
-            results.append(float(strategy.experimental_local_results(result)[-1]))
+            results.append(float(replica_results(strategy, result)[-1]))
         return results
 
     for i, found in enumerate(in_threads(3, work)):

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from vocabulary import copies
+from worker_groups import replica_results
 
 import replicax as rx
 
@@ -26,7 +28,7 @@ def per_replica(strategy: Any, make: Any) -> Any:
 
 def local(strategy: Any, value: Any) -> list[Any]:
     """Returns the value of each replica, also where all returned one object."""
-    found = strategy.experimental_local_results(value)
+    found = replica_results(strategy, value)
     return list(found) * (strategy.num_replicas_in_sync // len(found))
 
 
@@ -202,8 +204,8 @@ def test_batch_norm_statistics_inside_the_loss(strategy: Any, run: Any) -> None:
             kept[i] = float(new)
             np.testing.assert_allclose(local(strategy, value)[i], loss, rtol=1e-5)
             np.testing.assert_allclose(local(strategy, grad)[i], dw, rtol=1e-5)
-        copies = [float(c) for c in strategy.experimental_local_results(mean)]
-        np.testing.assert_allclose(copies, kept[: len(copies)], rtol=1e-5)
+        found = copies(strategy, mean)
+        np.testing.assert_allclose(found, kept[: len(found)], rtol=1e-5)
         np.testing.assert_allclose(float(mean), np.mean(kept), rtol=1e-5)
 
 
@@ -233,7 +235,7 @@ def test_aggregated_writes_inside_the_loss(strategy: Any, run: Any, aggregation:
     for i in range(n):
         assert float(local(strategy, grad)[i]) == 4.0 * (1 + i) ** 2
         assert float(local(strategy, seen)[i]) == 1.0 + added
-    for copy in strategy.experimental_local_results(total):
+    for copy in replica_results(strategy, total):
         assert float(copy) == 1.0 + added
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from strategies_under_test import STRATEGIES, TWO_REPLICAS
-from vocabulary import in_compiled_merge, in_merge, local_values, number, refused, values
+from vocabulary import in_compiled_merge, in_merge, number, refused, replica_values, values
 
 import replicax as rx
 
@@ -195,7 +195,7 @@ def test_S217_result_in_replica_context_is_the_total_everywhere(strategy: Any, r
     got = run(strategy, step, (values(strategy, lambda i: jnp.full(1 + i % 2, i + 1.0)),))
     sizes = [1 + i % 2 for i in range(n)]
     want = sum(s * (i + 1.0) for i, s in enumerate(sizes)) / sum(sizes)
-    np.testing.assert_allclose(local_values(strategy, got), [want] * n, rtol=1e-6)
+    np.testing.assert_allclose(replica_values(strategy, got), [want] * n, rtol=1e-6)
 
 
 @pytest.mark.strategies("default", "one_device", "mirrored_2", "central_2", "virtual_2")
@@ -203,7 +203,7 @@ def test_S217_calling_a_metric_updates_and_returns_the_result(strategy: Any, run
     metric = make(strategy, M.Mean)
     for round_number in (1.0, 2.0):
         got = run(strategy, lambda r=round_number: metric(jnp.full(3, r)))
-    assert local_values(strategy, got) == [1.5] * strategy.num_replicas_in_sync
+    assert replica_values(strategy, got) == [1.5] * strategy.num_replicas_in_sync
 
 
 @pytest.mark.every_strategy
@@ -243,7 +243,7 @@ def test_a_metric_from_outside_the_scope_is_refused(strategy: Any) -> None:
         strategy.run(lambda: metric.update_state([1.0]))
     metric.update_state([2.0, 4.0])
     # One shared copy: nothing is summed.
-    assert local_values(strategy, strategy.run(metric.result)) == [3.0, 3.0]
+    assert replica_values(strategy, strategy.run(metric.result)) == [3.0, 3.0]
 
 
 @pytest.mark.one_strategy
@@ -379,7 +379,7 @@ def test_S217_a_metric_of_the_user(strategy: Any, run: Any) -> None:
         return metric.result()
 
     got = run(strategy, step)
-    assert local_values(strategy, got) == [(n - 1) / n] * n
+    assert replica_values(strategy, got) == [(n - 1) / n] * n
     assert float(metric.result()) == (n - 1) / n
     metric.reset_state()
     assert int(metric.seen.read_value()) == 0
@@ -402,7 +402,7 @@ def test_metrics_inside_a_gradient(strategy: Any, run: Any) -> None:
 
     n = strategy.num_replicas_in_sync
     got = run(strategy, step, (values(strategy, lambda i: jnp.array([1.0 + i])),))
-    assert local_values(strategy, got) == [1.0 + i for i in range(n)]
+    assert replica_values(strategy, got) == [1.0 + i for i in range(n)]
     assert float(metric.result()) == n + 1.0
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from strategies_under_test import DISTRIBUTED, STRATEGIES, TWO_REPLICAS
-from vocabulary import WRITERS, copies, local_values, number
+from vocabulary import WRITERS, copies, num_copies, number, replica_values
+from worker_groups import local_ids, replica_results
 
 import replicax as rx
 
@@ -79,12 +80,11 @@ def test_s90_a_variable_made_in_scope_is_mirrored_and_prints_so(strategy: Any) -
     with strategy.scope():
         v = rx.Variable(1.0)
     assert isinstance(v, rx.MirroredVariable)
-    assert repr(v) == (
-        "MirroredVariable:{\n"
-        "  0: <rx.Variable 'Variable:0' shape=() dtype=float32, numpy=1.0>,\n"
-        "  1: <rx.Variable 'Variable/replica_1:0' shape=() dtype=float32, numpy=1.0>\n"
-        "}"
-    )
+    copies_of_this_process = [
+        "  0: <rx.Variable 'Variable:0' shape=() dtype=float32, numpy=1.0>",
+        "  1: <rx.Variable 'Variable/replica_1:0' shape=() dtype=float32, numpy=1.0>",
+    ][: len(local_ids(strategy))]
+    assert repr(v) == "MirroredVariable:{\n" + ",\n".join(copies_of_this_process) + "\n}"
     assert str(v) == repr(v)
 
 
@@ -109,9 +109,9 @@ def test_s92_one_copy_per_device(strategy: Any, synchronization: Any) -> None:
     assert isinstance(v, rx.MirroredVariable)
     found = strategy.experimental_local_results(v)
     assert [c.device for c in found] == list(strategy.extended.worker_devices)
-    names = ["w"] + [f"w/replica_{i}" for i in range(1, strategy.num_replicas_in_sync)]
+    names = ["w"] + [f"w/replica_{i}" for i in range(1, len(local_ids(strategy)))]
     assert [c.name for c in found] == names
-    for component, device in zip(found, strategy.extended.layout.devices, strict=True):
+    for component, device in zip(found, strategy.extended.layout.local_devices, strict=True):
         assert component.read_value().devices() == {device}
         assert component.shape == (2,)
         assert component.dtype == jnp.float32
@@ -139,7 +139,7 @@ def test_s100_variable_created_in_scope_knows_its_own_only(strategy: Any) -> Non
             rx.Variable(1.0)
         )
         return
-    other = STRATEGIES["mirrored_2"]()
+    other = rx.MirroredStrategy(["CPU:0"])
     outside = rx.Variable(1.0)
     with strategy.scope():
         inside = rx.Variable(1.0)
@@ -161,7 +161,7 @@ def test_s104_creators_inside_scope_run_once_per_variable(strategy: Any) -> None
         v = rx.Variable(1.0, name="v")
     assert seen == ["v"]
     assert not v.trainable
-    assert copies(strategy, v) == [1.0] * len(v.components)
+    assert copies(strategy, v) == [1.0] * num_copies(strategy, v)
 
 
 @pytest.mark.every_strategy
@@ -184,7 +184,8 @@ def test_s104_creators_outside_scope_run_once_per_copy(strategy: Any) -> None:
     with rx.variable_creator_scope(creator), strategy.scope():
         v = rx.Variable(initial, name="v")
     count = strategy.num_replicas_in_sync
-    assert seen == ["v"] + [f"v/replica_{i}" for i in range(1, count)]
+    # Each process numbers its own copies.
+    assert seen == ["v"] + [f"v/replica_{i}" for i in range(1, len(local_ids(strategy)))]
     assert copies(strategy, v) == [1.0] * count
     assert calls == [1]
     assert strategy.extended.variable_created_in_scope(v)
@@ -210,8 +211,8 @@ def test_s104_a_creator_outside_scope_keeps_working_when_created_in_run(
 
     with rx.variable_creator_scope(creator):
         got = run(strategy, fn)
-    assert seen == ["v", "v/replica_1"]
-    assert local_values(strategy, got) == [3.0, 6.0]
+    assert seen == ["v", "v/replica_1"][: len(local_ids(strategy))]
+    assert replica_values(strategy, got) == [3.0, 6.0]
     assert copies(strategy, kept[0]) == [3.0, 3.0]
 
 
@@ -251,7 +252,8 @@ def test_t21_creators_opened_by_a_replica_see_that_replica_only(strategy: Any) -
 
     with strategy.scope(), rx.variable_creator_scope(main_creator):
         result = strategy.run(fn)
-    assert strategy.experimental_local_results(result) == ("main:0", "main:1")
+    expected = tuple(f"main:{i}" for i in local_ids(strategy))
+    assert strategy.experimental_local_results(result) == expected
 
 
 @pytest.mark.every_strategy
@@ -273,11 +275,11 @@ def test_t25_t29_a_variable_made_in_run_is_one_variable_initialised_once(
             made.append(rx.Variable(initial, name="made", aggregation=MEAN))
         return made[-1].read_value() * 1.0
 
-    got = local_values(strategy, run(strategy, fn))
+    got = replica_values(strategy, run(strategy, fn))
     assert calls == [1]
     assert all(v is made[0] for v in made)
     assert got == [got[0]] * strategy.num_replicas_in_sync
-    assert copies(strategy, made[0]) == [got[0]] * len(made[0].components)
+    assert copies(strategy, made[0]) == [got[0]] * num_copies(strategy, made[0])
     if strategy is not rx.get_strategy():
         assert strategy.extended.variable_created_in_scope(made[0])
     with strategy.scope():
@@ -307,10 +309,10 @@ def test_t30_a_variable_made_on_the_first_call_of_a_step_is_kept(strategy: Any) 
         return kept[0].assign_add(x).read_value() + 0.0
 
     step = rx.function(lambda x: strategy.run(fn, args=(x,)))
-    results = [local_values(strategy, step(jnp.asarray(2.0)))[0] for _ in range(3)]
+    results = [replica_values(strategy, step(jnp.asarray(2.0)))[0] for _ in range(3)]
     assert results == [4.0, 6.0, 8.0]
     assert len(kept) == 1
-    assert copies(strategy, kept[0]) == [8.0] * len(kept[0].components)
+    assert copies(strategy, kept[0]) == [8.0] * num_copies(strategy, kept[0])
 
 
 def test_t26_names_are_compared_without_numbers_at_the_end() -> None:
@@ -374,7 +376,7 @@ def test_1_7_an_error_in_the_initialiser_reaches_the_caller(strategy: Any, run: 
 
     with pytest.raises(KeyError, match="mine"):
         run(strategy, fn)
-    assert local_values(strategy, run(strategy, lambda: jnp.zeros(()) + number()))[0] == 1.0
+    assert replica_values(strategy, run(strategy, lambda: jnp.zeros(()) + number()))[0] == 1.0
 
 
 # Reading.
@@ -397,9 +399,9 @@ def test_s94_s95_s99_reads_work_in_every_context(strategy: Any, run: Any) -> Non
     plain, doubled, tripled = run(strategy, fn)
     count = strategy.num_replicas_in_sync
     assert in_scope == [1.0, 2.0]
-    assert local_values(strategy, plain) == [[1.0, 2.0]] * count
-    assert local_values(strategy, doubled) == [[2.0, 4.0]] * count
-    assert np.asarray(local_values(strategy, tripled)[0]).tolist() == [3.0, 6.0]
+    assert replica_values(strategy, plain) == [[1.0, 2.0]] * count
+    assert replica_values(strategy, doubled) == [[2.0, 4.0]] * count
+    assert np.asarray(replica_values(strategy, tripled)[0]).tolist() == [3.0, 6.0]
     assert in_merge == [(2,)]
     assert np.asarray(v.read_value()).tolist() == [1.0, 2.0]
 
@@ -411,7 +413,7 @@ def test_s95_replica_reads_are_on_the_replica_device(strategy: Any) -> None:
         v = rx.Variable([1.0, 2.0])
     found: list[Any] = []
     strategy.run(lambda: found.append(v.read_value().devices()))
-    assert found == [{d} for d in strategy.extended.layout.devices]
+    assert found == [{d} for d in strategy.extended.layout.local_devices]
 
 
 @pytest.mark.every_strategy
@@ -419,7 +421,7 @@ def test_s95_replica_reads_are_on_the_replica_device(strategy: Any) -> None:
 def test_t51_a_read_under_a_device_takes_the_copy_there(strategy: Any) -> None:
     with strategy.scope():
         v = rx.Variable([1.0, 2.0])
-    for device in strategy.extended.layout.devices:
+    for device in strategy.extended.layout.local_devices:
         with rx.device(device):
             assert v.read_value().devices() == {device}
             with strategy.scope():
@@ -444,7 +446,7 @@ USES: dict[str, Any] = {
 @pytest.mark.strategies(*DISTRIBUTED, "central_2", "one_device")
 @pytest.mark.parametrize("how", ["scope", "run"])
 def test_1_7_another_strategy_in_force_refuses_reads_and_writes(strategy: Any, how: str) -> None:
-    other = rx.MirroredStrategy(["CPU:0", "CPU:1"])
+    other = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)
     with strategy.scope():
         v = rx.Variable([1.0, 2.0], aggregation=SUM, name="mine")
     accepted: list[str] = []
@@ -466,7 +468,7 @@ def test_1_7_another_strategy_in_force_refuses_reads_and_writes(strategy: Any, h
         other.run(try_all)
     assert not accepted
     assert all("mine" in text for text in messages)
-    assert copies(strategy, v) == [[1.0, 2.0]] * len(v.components)
+    assert copies(strategy, v) == [[1.0, 2.0]] * num_copies(strategy, v)
     for use in USES.values():
         use(v)
 
@@ -517,7 +519,7 @@ def test_s96_s97_t44_t49_x4_replica_writes(strategy: Any, run: Any) -> None:
         if key not in refused:
             want = model(*key, strategy.num_replicas_in_sync)
         got = copies(strategy, v)
-        assert got == [got[0]] * len(v.components), key
+        assert got == [got[0]] * num_copies(strategy, v), key
         np.testing.assert_allclose(got[0], want, rtol=1e-6, err_msg=str(key))
     # What was refused in a replica is accepted across replicas.
     with strategy.scope():
@@ -545,7 +547,7 @@ def test_s98_t44_t49_cross_replica_writes_reach_every_copy_once(strategy: Any, p
 
     WRITERS[place](strategy, write_all)
     for key, v in variables.items():
-        assert copies(strategy, v) == [model(key[0], FIRST, 1)] * len(v.components), key
+        assert copies(strategy, v) == [model(key[0], FIRST, 1)] * num_copies(strategy, v), key
 
 
 @pytest.mark.every_strategy
@@ -611,7 +613,7 @@ def test_s93_copies_stay_equal_over_many_writes(strategy: Any, run: Any) -> None
     for _ in range(3):
         value = (value + mean) * 2 - 1
     got = copies(strategy, v)
-    assert got == [value.tolist()] * len(v.components)
+    assert got == [value.tolist()] * num_copies(strategy, v)
 
 
 def test_s99_reads_and_writes_outlive_the_strategy_object() -> None:
@@ -633,7 +635,7 @@ def test_s106_a_variable_made_outside_is_read_by_replicas_and_refuses_their_writ
 ) -> None:
     v = rx.Variable([1.0, 2.0], name="outer")
     got = run(strategy, lambda: v * number())
-    assert local_values(strategy, got) == [
+    assert replica_values(strategy, got) == [
         [1.0 * (i + 1), 2.0 * (i + 1)] for i in range(strategy.num_replicas_in_sync)
     ]
 
@@ -675,7 +677,7 @@ def test_t49_scatter_in_cross_replica_context_adds_once(strategy: Any) -> None:
     with strategy.scope():
         v = rx.Variable([1.0, 1.0, 1.0], aggregation=SUM)
         v.scatter_add(rx.IndexedSlices(jnp.asarray([2.0]), jnp.asarray([0])))
-    assert copies(strategy, v) == [[3.0, 1.0, 1.0]] * len(v.components)
+    assert copies(strategy, v) == [[3.0, 1.0, 1.0]] * num_copies(strategy, v)
 
 
 @pytest.mark.strategies(*TWO_REPLICAS)
@@ -690,7 +692,7 @@ def test_t49_replicas_may_scatter_different_rows(strategy: Any, run: Any) -> Non
 
     run(strategy, fn)
     want = [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0], [3.0, 3.0]]
-    assert copies(strategy, table) == [want] * len(table.components)
+    assert copies(strategy, table) == [want] * num_copies(strategy, table)
 
 
 # Types and shapes.
@@ -723,7 +725,7 @@ def test_1_7_s97_variables_of_every_type(strategy: Any, run: Any) -> None:
     got = run(strategy, fn)
     n = strategy.num_replicas_in_sync
     for t, value in got.items():
-        for own in strategy.experimental_local_results(value):
+        for own in replica_results(strategy, value):
             assert (own.dtype, numbers(own)) == (jnp.dtype(t), [0, 1, 1])
     for group, want in (
         (first, [0, 1, 1]),
@@ -748,7 +750,7 @@ def test_1_7_scalar_and_empty_variables(strategy: Any, run: Any) -> None:
 
     got = run(strategy, fn)
     for v, value in zip(variables, got, strict=True):
-        for own in strategy.experimental_local_results(value):
+        for own in replica_results(strategy, value):
             assert own.shape == v.shape
             np.testing.assert_array_equal(own, np.full(v.shape, 2.0))
         with strategy.scope():
@@ -784,7 +786,7 @@ def test_donation_values_held_across_compiled_calls_stay_valid(strategy: Any, sh
         np.testing.assert_array_equal(views[i], want)
         for part in parts[i]:
             np.testing.assert_array_equal(part, want)
-        for value in strategy.experimental_local_results(results[i]):
+        for value in replica_results(strategy, results[i]):
             np.testing.assert_array_equal(value, want + 1)
 
 
@@ -826,9 +828,9 @@ def test_donation_the_value_of_a_variable_as_argument_of_a_step_that_writes_it(
         value = v.value()
         difference = step(value, v.value())
         np.testing.assert_array_equal(value, np.array([1.0, 2.0]) * 2**i)
-        for own in strategy.experimental_local_results(difference):
+        for own in replica_results(strategy, difference):
             np.testing.assert_array_equal(own, np.array([1.0, 2.0]) * 2**i)
-    assert copies(strategy, v) == [[8.0, 16.0]] * len(v.components)
+    assert copies(strategy, v) == [[8.0, 16.0]] * num_copies(strategy, v)
 
 
 def test_donation_one_array_in_two_variables(strategy: Any) -> None:
@@ -886,11 +888,11 @@ def test_capture_a_compiled_step_sees_writes_made_between_calls(strategy: Any, r
     with strategy.scope():
         v = rx.Variable(1.0)
     step = rx.function(lambda: strategy.run(lambda: v * number()))
-    eager = [local_values(strategy, run(strategy, lambda: v * number()))]
-    found = [local_values(strategy, step())]
+    eager = [replica_values(strategy, run(strategy, lambda: v * number()))]
+    found = [replica_values(strategy, step())]
     v.assign(10.0)
-    eager.append(local_values(strategy, run(strategy, lambda: v * number())))
-    found.append(local_values(strategy, step()))
+    eager.append(replica_values(strategy, run(strategy, lambda: v * number())))
+    found.append(replica_values(strategy, step()))
     n = strategy.num_replicas_in_sync
     assert found == eager == [[f * (i + 1.0) for i in range(n)] for f in (1.0, 10.0)]
 
@@ -898,6 +900,7 @@ def test_capture_a_compiled_step_sees_writes_made_between_calls(strategy: Any, r
 # Threads.
 
 
+@pytest.mark.one_process("threads take turns in an order of their own on each worker")
 @pytest.mark.strategies("default", "one_device", "mirrored_2", "virtual_2", "central_2")
 @pytest.mark.parametrize("way", ["eager", "compiled", "run"])
 def test_threads_no_write_is_lost(strategy: Any, way: str) -> None:
@@ -926,7 +929,7 @@ def test_threads_no_write_is_lost(strategy: Any, way: str) -> None:
     for worker in workers:
         worker.join(60)
     assert not failures
-    assert copies(strategy, v) == [[51.0, 51.0]] * len(v.components)
+    assert copies(strategy, v) == [[51.0, 51.0]] * num_copies(strategy, v)
 
 
 @pytest.mark.strategies(*TWO_REPLICAS)
@@ -943,4 +946,4 @@ def test_threads_a_thread_without_scope_reads_and_writes(strategy: Any) -> None:
         worker.start()
         worker.join(60)
     assert seen == [3.0]
-    assert copies(strategy, v) == [3.0] * len(v.components)
+    assert copies(strategy, v) == [3.0] * num_copies(strategy, v)

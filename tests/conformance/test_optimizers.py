@@ -282,6 +282,7 @@ def test_no_gradient_at_all_is_refused(gradients: Any) -> None:
         optimizer.apply_gradients(pairs)
 
 
+@pytest.mark.one_process("what one worker does and another does not is an error of their group")
 @pytest.mark.strategies("mirrored_2", "virtual_2")
 def test_none_on_some_replicas_is_refused(strategy: Any) -> None:
     w, _, optimizer = make(strategy)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from strategies_under_test import TWO_REPLICAS
-from vocabulary import copies, local_values, refused, values
+from vocabulary import copies, refused, replica_values, values
 
 import replicax as rx
 
@@ -37,7 +37,7 @@ def test_T66_results_and_one_trace(strategy: Any) -> None:
         total, doubled = step(uneven(strategy))
         assert float(total) == sum(n * (n + 1) / 2 for n in range(1, count + 1))
         expected = [[2.0 * k for k in range(1, i + 2)] for i in range(count)]
-        assert local_values(strategy, doubled) == expected
+        assert replica_values(strategy, doubled) == expected
     assert len(traces) == 1
 
 
@@ -71,7 +71,7 @@ def test_S214_training_step_equals_the_eager_one(strategy: Any) -> None:
         return found, state, float(seen.read_value())
 
     def local_values_of(result: Any) -> Any:
-        return [local_values(strategy, leaf) for leaf in result]
+        return [replica_values(strategy, leaf) for leaf in result]
 
     eager, compiled = train(False), train(True)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), eager, compiled)
@@ -119,8 +119,8 @@ def test_T41_collectives_inside_a_gradient_run_uncompiled(strategy: Any, caplog:
         return rx.grad(loss, weight)()
 
     step = rx.function(lambda x: strategy.run(replica_fn, args=(x,)))
-    expected = local_values(strategy, strategy.run(replica_fn, args=(uneven(strategy),)))
-    assert local_values(strategy, step(uneven(strategy))) == expected
+    expected = replica_values(strategy, strategy.run(replica_fn, args=(uneven(strategy),)))
+    assert replica_values(strategy, step(uneven(strategy))) == expected
     assert "one replica after the other" in caplog.text
 
 
@@ -135,7 +135,7 @@ def test_T25_variables_created_by_uneven_replicas(strategy: Any) -> None:
         return made[0].read_value()
 
     step = rx.function(lambda x: strategy.run(replica_fn, args=(x,)))
-    assert local_values(strategy, step(uneven(strategy))) == [9.0, 9.0]
+    assert replica_values(strategy, step(uneven(strategy))) == [9.0, 9.0]
     assert made[0] is made[1]
 
 
@@ -152,8 +152,8 @@ def test_loops_over_time_inside_uneven_replicas(strategy: Any) -> None:
 
     step = rx.function(lambda x: strategy.run(replica_fn, args=(x,)))
     for _ in range(2):
-        assert local_values(strategy, step(uneven(strategy))) == [1.0, 4.0]
+        assert replica_values(strategy, step(uneven(strategy))) == [1.0, 4.0]
     assert float(seen.read_value()) == 10.0
     with strategy.scope():
         weight.assign(3.0)
-    assert local_values(strategy, step(uneven(strategy))) == [1.0, 5.0]
+    assert replica_values(strategy, step(uneven(strategy))) == [1.0, 5.0]

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import worker_groups
 from strategies_under_test import STRATEGIES
 from vocabulary import refused
+from worker_groups import replica_results
 
 import replicax as rx
 
@@ -32,6 +34,8 @@ def make(request: pytest.FixtureRequest) -> Any:
         if request.param == "on_read":
             kwargs.setdefault("aggregation", rx.VariableAggregation.ONLY_FIRST_REPLICA)
             kwargs["synchronization"] = rx.VariableSynchronization.ON_READ
+        if worker_groups.current() is not None:
+            name = worker_groups.STRATEGY
         with STRATEGIES[name]().scope():
             made = rx.Variable(value, **kwargs)
         return made.components[1] if request.param == "component" else made
@@ -233,7 +237,11 @@ def test_1_7_numpy_functions_take_variables(make: Any) -> None:
 def test_1_7_facts(make: Any) -> None:
     v = make([1, 2], name="w", trainable=False)
     assert v.name == ("w/replica_1" if make.kind == "component" else "w")
-    assert v.device.startswith("/job:localhost/replica:0/task:0/device:CPU:")
+    worker = worker_groups.current()
+    task = "/job:localhost/replica:0/task:0"
+    if worker is not None:
+        task = f"/job:worker/replica:0/task:{worker.index}"
+    assert v.device.startswith(f"{task}/device:CPU:")
     assert v.dtype == jnp.int32
     assert not v.trainable
     assert isinstance(v, rx.Variable)
@@ -256,7 +264,7 @@ def test_1_7_facts_that_programs_ask_for(make: Any) -> None:
     assert shape[1:].as_list() == [3] and shape.is_fully_defined()
     assert v.is_initialized()
     assert rx.Variable(1.0).distribute_strategy is None
-    strategy = STRATEGIES["mirrored_2"]()
+    strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)
     with strategy.scope():
         assert rx.Variable(1.0).distribute_strategy is strategy
     with pytest.raises(RuntimeError, match="not kept"):
@@ -561,7 +569,7 @@ def test_1_7_compiled_reads_out_of_range_are_nan(run: Any) -> None:
             with pytest.raises(ValueError, match="indices"):
                 run(strategy, read, (ids,))
         elif name != "gradient":
-            for found in strategy.experimental_local_results(run(strategy, read, (ids,))):
+            for found in replica_results(strategy, run(strategy, read, (ids,))):
                 wanted = np.full((5, 2), np.nan)
                 wanted[2] = array[1]
                 np.testing.assert_array_equal(found, wanted)

@@ -49,6 +49,24 @@ def test_first_program_of_the_readme_prints_what_stands_next_to_it() -> None:
     assert (done.stdout, done.stderr) == (expected, "")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/keras.md"])
+def test_programs_about_keras_run(page: str) -> None:
+    text = (ROOT / page).read_text().partition("## Many machines")[0]
+    blocks = [
+        b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "guide" in page or "keras" in b
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)],
+        env={k: v for k, v in os.environ.items() if k not in ("NPROC", "KERAS_BACKEND")},
+        check=False,
+        timeout=250,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def numbers(pattern: str, output: str) -> list[float]:
     """All numbers that the output has in place of the group of the pattern."""
     return [float(found) for found in re.findall(pattern, output)]
@@ -87,10 +105,28 @@ def check_sparse_embedding(output: str) -> None:
     assert third < 0.01
 
 
+def check_keras_parameter_servers(output: str) -> None:
+    ((counted, scheduled, accuracy),) = re.findall(
+        r"(\d+) of (\d+) steps are in the model, accuracy ([\d.]+)", output
+    )
+    assert counted == scheduled
+    assert float(accuracy) > 0.9
+
+
+def check_keras(output: str) -> None:
+    accuracies = numbers(r"epoch \d: loss [\d.]+, (?:validation )?accuracy ([\d.]+)", output)
+    assert len(accuracies) == 6
+    assert accuracies[0] < accuracies[1] < accuracies[-1]
+    (accuracy,) = numbers(r"test accuracy ([\d.]+)", output)
+    assert accuracy > 0.93
+
+
 def check_demo(output: str) -> None:
     losses = {line.split("│")[3].strip() for line in output.splitlines() if line.startswith("│")}
     assert len(losses) == 1
     assert (ROOT / "out" / "demo.png").stat().st_size > 10_000
+    ((alone, mirrored),) = re.findall(r"model.fit: loss ([\d.]+) alone, ([\d.]+) on 2", output)
+    assert alone == mirrored
     ((scheduled, counted),) = re.findall(r"(\d+) steps scheduled, (\d+) counted", output)
     assert scheduled == counted
     assert "worker 1 is back" in output
@@ -108,9 +144,12 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "flax_model": check_model_learns,
     "equinox_model": check_model_learns,
     "sparse_embedding": check_sparse_embedding,
+    "keras_fit": check_keras,
+    "keras_custom_loop": check_keras,
+    "keras_parameter_servers": check_keras_parameter_servers,
     "demo": check_demo,
 }
-SLOW = {"custom_loop", "export_serve", "flax_model", "equinox_model", "sparse_embedding", "demo"}
+SLOW = CHECKS.keys() - {"quickstart", "gradient_accumulation"}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +157,13 @@ SLOW = {"custom_loop", "export_serve", "flax_model", "equinox_model", "sparse_em
 )
 def test_example_prints_its_documented_output(name: str) -> None:
     CHECKS[name](run(name))
+
+
+@pytest.mark.slow
+def test_a_keras_program_prints_the_same_numbers_under_every_strategy() -> None:
+    names = ("none", "one_device", "mirrored", "virtual", "central_storage")
+    outputs = {name: run("keras_fit", "--strategy", name) for name in names}
+    assert len(set(outputs.values())) == 1, outputs
 
 
 @pytest.mark.slow
@@ -144,7 +190,8 @@ def test_staleness_is_measured_where_it_is_allowed(tmp_path: Path) -> None:
 def test_every_example_is_checked_and_short() -> None:
     files = {file.stem: file for file in EXAMPLES.glob("*.py")}
     # These are checked above, in a file of their own, and as a part of the demo.
-    others = {"checkpoint_resume", "parameter_server", "demo_recommender", "staleness"}
+    others = {"checkpoint_resume", "parameter_server", "multi_worker", "demo_recommender"}
+    others.add("staleness")
     assert files.keys() == CHECKS.keys() | others
     lengths = {name: len(file.read_text().splitlines()) for name, file in files.items()}
     assert {name: n for name, n in lengths.items() if n >= 120}.keys() <= LONG

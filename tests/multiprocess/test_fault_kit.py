@@ -316,7 +316,7 @@ class Sight:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def cluster(cold_starts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """One server, which keeps snapshots."""
     kept = tmp_path_factory.mktemp("kept")
     with kept_cluster(workers=0, ps=1, snapshots=kept) as cluster:

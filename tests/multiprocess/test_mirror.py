@@ -885,5 +885,5 @@ def test_bar22_a_line_between_two_mirrors_that_stays_cut_ends_the_job() -> None:
             coordinator.schedule(step)
         with pytest.raises(errors.PSUnavailableError) as raised:
             coordinator.join(timeout=120)
-        assert "/job:ps/task:0 is one" in str(raised.value)
+        assert "/job:ps/task:0 is lost" in str(raised.value)
         assert "its mirror /job:ps/task:1" in str(raised.value)

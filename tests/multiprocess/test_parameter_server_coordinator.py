@@ -340,6 +340,8 @@ def test_T95_T96_the_first_error_wins_and_what_waits_is_cancelled(
 ) -> None:
     coordinator = desk.coordinator(timing=Timing(cancel_s=20.0))
     begun, goal, trigger = tmp_path / "begun", tmp_path / "goal", tmp_path / "trigger"
+    # A worker that joins late would fail before the one that is to fail first.
+    until_all_idle(coordinator)
 
     def fail_when_told() -> None:
         wait_for(trigger)

@@ -572,7 +572,8 @@ def test_a_forked_process_has_sockets_of_its_own(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     code = f"""
 import os
-from replicax.transport import addresses, messages
+from replicax.protocol import messages
+from replicax.transport import addresses
 from replicax.transport.channel import Channel
 from replicax.transport.service import Service
 from replicax.protocol.tasks import Task

@@ -21,6 +21,7 @@ from replicax.transport import addresses
 from replicax.transport import keys as key_files
 from replicax.transport.client_pool import ClientPool
 from replicax.transport.service import Service
+from replicax.transport.zmq import connection
 
 PING = messages.Ping(0)
 
@@ -67,6 +68,19 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 @pytest.fixture
 def ipc(tmp_path: Path) -> Place:
     return Place("ipc", tmp_path)
+
+
+def test_a_request_after_a_rejected_handshake_says_why(
+    recorder: Recorder, ipc: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "library_version", lambda: "99.0.0")
+    with ipc.serve():
+        recorder.pool.connect(PS, ipc.resolve("coordinator"))
+        event, task, reason = recorder.next()
+        assert (event, task) == ("lost", PS)
+        assert "99.0.0" in reason
+        with pytest.raises(errors.ProtocolError, match=r"99\.0\.0"):
+            recorder.pool.request(PS, PING, timeout=5.0)
 
 
 def test_the_pool_reports_connections_and_messages(recorder: Recorder, place: Place) -> None:

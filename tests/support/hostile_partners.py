@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import warm_starts
 from transport_partners import RawPeer
 
 from replicax.protocol.tasks import Role, Task
@@ -53,7 +54,8 @@ class WatchedTask:
         self._log = directory / "log"
         reading, writing = os.pipe()
         cluster = {"cluster": {job: [where]}, "task": {"type": job, "index": 0}}
-        with self._log.open("wb") as log:
+        # Tests look at its command line, and at all that it opens.
+        with self._log.open("wb") as log, warm_starts.cold():
             self.process = subprocess.Popen(
                 [sys.executable, str(PROGRAMS / "audited_serve.py"), "serve", *options]
                 + ["--ready-fd", str(writing), "--die-with-parent", str(os.getpid())],

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import worker_groups
+
 import replicax as rx
 
 
@@ -39,6 +41,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "tpu_2": lambda: rx.TPUStrategy(experimental_device_assignment=["CPU:6", "CPU:7"]),
     "minimal_2": MinimalStrategy,
 }
+if (_worker := worker_groups.current()) is not None:
+    STRATEGIES[worker_groups.STRATEGY] = _worker.new_strategy
 TWO_REPLICAS = ("mirrored_2", "virtual_2", "central_2", "tpu_2", "minimal_2")
 DISTRIBUTED = ("mirrored_1", "mirrored_2", "mirrored_4", "virtual_2", "tpu_2", "minimal_2")
 # Strategies of the default run: one with a device per replica, one with several replicas on a

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from worker_groups import of_all_workers, replica_results
 
 import replicax as rx
 
@@ -44,14 +45,25 @@ def number() -> Any:
 
 
 def copies(strategy: Any, variable: Any) -> list[Any]:
-    """What each copy of a variable holds, as lists or numbers."""
+    """What each copy of a variable holds, on all workers, as lists or numbers."""
     found = strategy.experimental_local_results(variable)
-    return [np.asarray(c.read_value()).tolist() for c in found]
+    own = [np.asarray(c.read_value()).tolist() for c in found]
+    return of_all_workers(strategy, own) if _has_copies(variable) else own
 
 
-def local_values(strategy: Any, value: Any) -> list[Any]:
-    """The components of a value, as lists or numbers."""
-    return [np.asarray(v).tolist() for v in strategy.experimental_local_results(value)]
+def num_copies(strategy: Any, variable: Any) -> int:
+    """The number of copies of a variable, on all workers."""
+    own = len(variable.components)
+    return len(of_all_workers(strategy, [None] * own)) if _has_copies(variable) else own
+
+
+def _has_copies(variable: Any) -> bool:
+    return isinstance(variable, rx.MirroredVariable | rx.SyncOnReadVariable)
+
+
+def replica_values(strategy: Any, value: Any) -> list[Any]:
+    """The components of a value, on all workers, as lists or numbers."""
+    return [np.asarray(v).tolist() for v in replica_results(strategy, value)]
 
 
 # The four places in which cross-replica code runs.

@@ -15,7 +15,8 @@ from vocabulary import refused
 
 import replicax as rx
 from replicax.data import AutoShardPolicy
-from replicax.input.distribution import autoshard, distribute_dataset, distribute_from_function
+from replicax.input.distribution import distribute_dataset, distribute_from_function
+from replicax.input.sharding import autoshard
 
 DATA, FILE, OFF, AUTO = (AutoShardPolicy[n] for n in ("DATA", "FILE", "OFF", "AUTO"))
 

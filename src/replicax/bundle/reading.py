@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import zlib
@@ -58,6 +59,7 @@ class Bundle:
       manifest: Its manifest, checked.
       arrays: Its arrays, by name.
       num_bytes: The size of all its files.
+      digest: The SHA-256 of its manifest, which contains the checksums of all its bytes.
 
     Raises:
       CheckpointError: There is no readable bundle of this kind and format.
@@ -87,6 +89,7 @@ class Bundle:
             self.close()
             raise
         self.arrays = {entry.name: entry for entry in self.manifest.arrays}
+        self.digest = hashlib.sha256(text).hexdigest()
         self.num_bytes = len(text) + sum(file.size for file in self.manifest.files.values())
 
     def __enter__(self) -> Self:

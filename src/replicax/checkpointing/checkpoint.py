@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from replicax.bundle.names import child_name
-from replicax.checkpointing import snapshot
+from replicax.bundle.writers import Writers
+from replicax.checkpointing import snapshot, together
 from replicax.checkpointing.graph import Graph
 from replicax.checkpointing.slots import Setter, ValueSlot
 from replicax.checkpointing.snapshot import Snapshot
 from replicax.checkpointing.status import RestoreStatus
-from replicax.contexts import guards
-from replicax.foundation import errors, jax_compat
+from replicax.contexts import frames, guards
+from replicax.foundation import errors, gate, jax_compat
 
 _COUNTER = "save_counter"
 
@@ -27,6 +28,9 @@ class Checkpoint:
     `jax.random` keys, arrays, plain values, lists and dicts of these, and pytrees of other
     libraries. Objects can be added later as attributes; they get the values that were restored
     before.
+
+    Objects of a strategy over several workers are saved and restored by all workers together: all
+    make the same calls, and the chief writes. The directory must be one that all workers share.
 
     >>> import replicax as rx, tempfile
     >>> directory = tempfile.mkdtemp()
@@ -81,45 +85,75 @@ class Checkpoint:
 
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
         """Saves to `file_prefix-<number>`, with the next number; returns that path."""
-        number = self._counter + 1
-        path = Path(f"{os.fspath(file_prefix)}-{number}")
-        self.take_snapshot("Checkpoint.save", number, path, is_copied=False).write(path, number)
-        return str(path)
+        writers, number = self.writers(), self._counter + 1
+        number, target = writers.from_chief(
+            "Checkpoint.save",
+            lambda: (number, f"{os.fspath(file_prefix)}-{number}"),
+            tuple[int, str],
+        )
+        self._write("Checkpoint.save", number, Path(target), writers)
+        return target
 
     def write(self, path: str | os.PathLike[str]) -> str:
         """Saves to exactly `path`; a checkpoint that is there is replaced."""
-        target, number = Path(path), self._counter
-        self.take_snapshot("Checkpoint.write", number, target, is_copied=False).write(
-            target, number
+        writers, number = self.writers(), self._counter
+        number, target = writers.from_chief(
+            "Checkpoint.write", lambda: (number, os.fspath(path)), tuple[int, str]
         )
-        return os.fspath(path)
+        self._write("Checkpoint.write", number, Path(target), writers)
+        return target
+
+    def _write(self, api: str, number: int, path: Path, writers: Writers) -> None:
+        taken = self.take_snapshot(api, number, path, writers, is_copied=False)
+        writers.from_chief(f"{api} to disk", lambda: taken.write(path, number), None)
 
     def restore(self, path: str | os.PathLike[str] | None) -> RestoreStatus:
         """Restores every object that the checkpoint at `path` has a value for.
 
         Everything is read and checked first: if a name, shape, type or checksum is wrong,
         nothing changes. Objects that are created later are restored when they are created. With
-        None (no checkpoint yet) nothing happens.
+        None (no checkpoint yet) nothing happens. Several workers restore the same checkpoint: if
+        one of them cannot read it, or reads another one, all raise, and nothing changes.
         """
         _require_plain_code("Checkpoint.restore")
-        status = RestoreStatus(None if path is None else Path(path), self._walk)
-        if path is not None:
-            self.__dict__["_last_restore"] = status.load(Path(path))
+        source = None if path is None else Path(path)
+        status = RestoreStatus(source, self._walk)
+        writers = self.writers()
+        together.require_same_path(source, writers)
+        if source is not None:
+            self.__dict__["_last_restore"] = status.load(source, writers)
         return status
 
     read = restore
 
+    def writers(self) -> Writers:
+        """Returns the processes that save and restore this together: the peers of its variables.
+
+        Without variables, those of the current strategy.
+        """
+        layout = frames.current().layout
+        return Writers(self._walk().peers or (None if layout is None else layout.peers))
+
     def take_snapshot(
-        self, api: str, number: int, path: Path, *, is_copied: bool, spare: np.ndarray | None = None
+        self,
+        api: str,
+        number: int,
+        path: Path,
+        writers: Writers,
+        *,
+        is_copied: bool,
+        spare: np.ndarray | None = None,
     ) -> Snapshot:
         """Reads all values, as save `number`; see `snapshot.take`."""
         _require_plain_code(api)
+        # Only the chief reads the values; the initial ones of new variables are agreed by all.
+        gate.settle()
         if self._last_restore is not None:
             # Restores objects that were put into a list or dict meanwhile.
             _ = self._last_restore.pending
         before, self.__dict__["_counter"] = self._counter, number
         try:
-            return snapshot.take(self._walk(), path, is_copied=is_copied, spare=spare)
+            return snapshot.take(self._walk(), path, writers, is_copied=is_copied, spare=spare)
         except BaseException:
             self.__dict__["_counter"] = before
             raise

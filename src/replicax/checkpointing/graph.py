@@ -13,6 +13,8 @@ from replicax.bundle.names import child_name, child_path, joined
 from replicax.checkpointing import plain
 from replicax.checkpointing.slots import (
     ArraySlot,
+    ForeignVariableSlot,
+    HasArray,
     HasState,
     KeySlot,
     Setter,
@@ -22,6 +24,7 @@ from replicax.checkpointing.slots import (
     VariableSlot,
 )
 from replicax.foundation import errors
+from replicax.foundation.peers import Peers
 from replicax.foundation.types import Tree
 from replicax.variables.module import Module
 from replicax.variables.variable import Variable
@@ -42,6 +45,13 @@ class _HasChildren(Protocol):
     def checkpoint_children(self) -> Mapping[str, object]: ...
 
 
+class _HasOwnVariable(Protocol):
+    """A variable of another library, whose value a variable of a strategy holds."""
+
+    @property
+    def replicax_variable(self) -> Variable | None: ...
+
+
 class Graph:
     """The values below named objects.
 
@@ -49,12 +59,15 @@ class Graph:
       slots: Everything that can be saved, by name; each variable once.
       aliases: Further paths of objects that are saved under another name.
       growing: Objects that report new children (`on_new_child`), by path.
+      peers: The processes that save and restore these objects together; None if this one does
+        alone.
     """
 
     def __init__(self) -> None:
         self.slots: dict[str, Slot] = {}
         self.aliases: dict[str, str] = {}
         self.growing: dict[str, _Growing] = {}
+        self.peers: Peers | None = None
         # Rebuild immutable structures around restored leaves; inner ones come first.
         self._rebuilders: list[Callable[[], None]] = []
         self._first_paths: dict[int, str] = {}
@@ -63,14 +76,15 @@ class Graph:
 
     def add(self, name: str, value: object, put: Setter) -> bool:
         """Adds an object and all below it; returns False if it cannot be saved."""
-        if isinstance(value, Variable):
-            value = getattr(value, "container", value)
-            self._add_once(VariableSlot(name, value, put))
+        value = _own_variable(value)
+        if isinstance(value, Variable) or _has_array(value):
+            self._add_variable(name, value, put)
         elif _has_children(value):
             self._add_own_children(name, value)
         elif isinstance(value, Module):
             self._add_children(name, value, list(vars(value).items()), value.__dict__.__setitem__)
         elif _has_state(value):
+            self.peers = self.peers or getattr(value, "peers", None)
             self._add_once(StateSlot(name, value, put))
         elif isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             self._add_slot(KeySlot(name, value, put))
@@ -86,6 +100,14 @@ class Graph:
         else:
             return _is_without_state(value)
         return True
+
+    def _add_variable(self, name: str, value: Variable | HasArray, put: Setter) -> None:
+        if isinstance(value, Variable):
+            self.peers = self.peers or _peers_of(value)
+            value = getattr(value, "container", value)
+            self._add_once(VariableSlot(name, value, put))
+        else:
+            self._add_once(ForeignVariableSlot(name, value, put))
 
     def paths_of(self, name: str) -> list[str]:
         """Returns all paths of an object, beginning with `name`."""
@@ -169,6 +191,11 @@ class Graph:
             self.add(joined(name, parts), leaf, lambda new, index=index: put_leaf(index, new))
 
 
+def _peers_of(variable: Variable) -> Peers | None:
+    layout = None if variable.owner is None else variable.owner.layout
+    return None if layout is None else layout.peers
+
+
 def _is_object(value: object) -> bool:
     """Returns whether a part of a pytree is added as an object of its own."""
     is_own = isinstance(value, Variable | Module) or _has_state(value)
@@ -177,6 +204,19 @@ def _is_object(value: object) -> bool:
 
 def _has_children(value: object) -> TypeGuard[_HasChildren]:
     return not isinstance(value, type) and callable(getattr(value, "checkpoint_children", None))
+
+
+def _own_variable(value: object) -> object:
+    """Returns the variable that holds the value of one of another library, if there is one."""
+    return value.replicax_variable if _has_own_variable(value) else value
+
+
+def _has_own_variable(value: object) -> TypeGuard[_HasOwnVariable]:
+    return hasattr(type(value), "replicax_variable")
+
+
+def _has_array(value: object) -> TypeGuard[HasArray]:
+    return hasattr(type(value), "checkpoint_array")
 
 
 def _is_growing(value: object) -> TypeGuard[_Growing]:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self, SupportsFloat, SupportsInt
 
+import msgspec
 import numpy as np
 
 from replicax.bundle import names, publishing
 from replicax.bundle.manifest import CHECKPOINT
+from replicax.bundle.writers import Writers
 from replicax.checkpointing.background import BackgroundWork
 from replicax.checkpointing.checkpoint import Checkpoint
 from replicax.checkpointing.directory import WriterLock, steps_in
@@ -22,7 +24,7 @@ from replicax.checkpointing.manifest import SavedCheckpoint
 from replicax.checkpointing.retention import Policy, Record
 from replicax.checkpointing.snapshot import Snapshot
 from replicax.checkpointing.status import RestoreStatus
-from replicax.foundation import errors
+from replicax.foundation import errors, peers
 
 _logger = logging.getLogger(__name__)
 
@@ -30,7 +32,10 @@ _logger = logging.getLogger(__name__)
 class CheckpointManager:
     """Saves a `Checkpoint` under increasing numbers, keeps the newest, restores the last good one.
 
-    Only one process may manage a directory, until `close()` or its end.
+    Only one process may manage a directory, until `close()` or its end. The workers of a strategy
+    over several processes manage it together: all of them make the same calls, in the same order;
+    the chief decides and writes, in the directory that it was given. It must be one that all
+    workers can read.
 
     Args:
       checkpoint: What to save.
@@ -90,13 +95,50 @@ class CheckpointManager:
         self._init_fn = init_fn
         self._is_async = save_async
         self._work = BackgroundWork()
+        # Whether a save in the background may have an outcome that not all workers know.
+        self._is_unconfirmed = False
+        self._writers: Writers | None = None
+        # The finished checkpoints that all workers know of; None if this process is alone.
+        self._agreed: dict[int, str] | None = None
         # Host memory of the last save, reused by the next one.
         self._spare: np.ndarray | None = None
         # The records of the checkpoints that this manager has saved or read.
         self._known: dict[int, Record] = {}
         self._lock = WriterLock(self._directory)
-        if self._lock.acquire():
-            publishing.remove_leftovers(self._directory)
+        # Without a variable, it is not known yet whether other workers manage the directory too.
+        if self._together().is_alone and peers.of_process() is None:
+            self._open(Writers(None))
+
+    def _together(self) -> Writers:
+        """Returns the workers that manage the directory, once they are known."""
+        if self._writers is None:
+            writers = self._checkpoint.writers()
+            if writers.is_alone:
+                return writers
+            self._writers = writers
+            self._open(writers)
+        return self._writers
+
+    def _open(self, writers: Writers) -> None:
+        """Locks the directory and removes what dead writers left."""
+
+        def lock() -> tuple[str, dict[int, str]]:
+            if self._lock.acquire():
+                publishing.remove_leftovers(self._directory)
+            if writers.is_alone:
+                return "", {}
+            return os.path.abspath(self._directory), self._found()
+
+        directory, found = writers.from_chief("CheckpointManager", lock, tuple[str, dict[int, str]])
+        if not writers.is_alone:
+            if os.path.abspath(self._directory) != directory:
+                _logger.info("Checkpoints are in %s, the directory of the chief", directory)
+                self._directory = Path(directory)
+            self._agreed = found
+
+    def _found(self) -> dict[int, str]:
+        """Returns the finished checkpoints on disk, by number."""
+        return {step: str(path) for step, path in steps_in(self._directory, self._name).items()}
 
     def __repr__(self) -> str:
         return f"<rx.train.CheckpointManager of {self._checkpoint!r} in {self.directory!r}>"
@@ -134,6 +176,8 @@ class CheckpointManager:
         return str(steps[best[0].step]) if best else None
 
     def _steps(self) -> dict[int, Path]:
+        if self._agreed is not None:
+            return {step: Path(path) for step, path in self._agreed.items()}
         self._work.raise_error()
         return steps_in(self._directory, self._name)
 
@@ -155,53 +199,85 @@ class CheckpointManager:
           metrics: Numbers to save with it.
           asynchronous: Whether to write in the background; `save_async` is the default.
             The values are copied before this returns. An error in the background is
-            raised by the next call.
+            raised by the next call, on all workers.
 
         Returns:
           The path of the checkpoint, or None if it was not time yet.
         """
-        self._work.wait()
+        writers = self._together()
         now = None if self._step_counter is None else int(self._step_counter)
-        if check_interval and not self._is_due(now):
+        given = None if checkpoint_number is None else int(checkpoint_number)
+        plan = writers.from_chief(
+            "CheckpointManager.save", lambda: self._plan(now, given, check_interval), _Plan
+        )
+        self._is_unconfirmed = False
+        if plan.number is None:
             return None
-        if not self._lock.acquire():
-            denied = PermissionError("it can only be read by this process")
-            raise publishing.cannot_write(self._directory, denied, CHECKPOINT)
-        number = self._number(checkpoint_number)
-        path = self._directory / f"{self._name}-{number}"
+        number, path = plan.number, Path(plan.path)
         is_async = self._is_async if asynchronous is None else asynchronous
         spare, self._spare = self._spare, None
         taken = self._checkpoint.take_snapshot(
-            "CheckpointManager.save", number, path, is_copied=is_async, spare=spare
+            "CheckpointManager.save", number, path, writers, is_copied=is_async, spare=spare
         )
         # Free again when the next save starts, which waits for this one.
         self._spare = taken.memory
         measured = {name: float(value) for name, value in (metrics or {}).items()}
         if is_async:
-            self._work.start(lambda: _delete(self._write(taken, path, number, measured)))
+            self._is_unconfirmed = not writers.is_alone
+            if self._is_unconfirmed:
+                self._agreed = dict(plan.steps)
+            if writers.is_chief:
+                self._work.start(lambda: _delete(self._write(taken, path, number, measured)))
         else:
-            expired = self._write(taken, path, number, measured)
+            self._write_now(taken, path, number, measured, writers)
+        self._last_saved_at = now
+        return str(path)
+
+    def _plan(self, now: int | None, number: int | None, check_interval: bool) -> _Plan:
+        """Decides whether and where to save; only the chief does."""
+        self._work.wait()
+        if check_interval and not self._is_due(now):
+            return _Plan(None, "", {})
+        if not self._lock.acquire():
+            denied = PermissionError("it can only be read by this process")
+            raise publishing.cannot_write(self._directory, denied, CHECKPOINT)
+        steps = self._found()
+        number = self._number(number, steps)
+        return _Plan(number, str(self._directory / f"{self._name}-{number}"), steps)
+
+    def _write_now(
+        self,
+        taken: Snapshot,
+        path: Path,
+        number: int,
+        metrics: Mapping[str, float],
+        writers: Writers,
+    ) -> None:
+        def write() -> dict[int, str]:
+            expired = self._write(taken, path, number, metrics)
             if expired:
                 # They are hidden already; freeing their space takes a while.
                 self._work.start(lambda: _delete(expired))
-        self._last_saved_at = now
-        return str(path)
+            return {} if writers.is_alone else self._found()
+
+        found = writers.from_chief("CheckpointManager.save to disk", write, dict[int, str])
+        if not writers.is_alone:
+            self._agreed = found
 
     def _is_due(self, now: int | None) -> bool:
         if self._interval is None or now is None or self._last_saved_at is None:
             return True
         return now - self._last_saved_at >= self._interval
 
-    def _number(self, given: SupportsInt | None) -> int:
+    def _number(self, given: int | None, steps: Mapping[int, str]) -> int:
         if given is None:
             # A program that did not restore must not replace earlier checkpoints.
-            return max(self._checkpoint.save_counter, *self._steps(), 0) + 1
-        number = int(given)
-        if number < 0:
+            return max(self._checkpoint.save_counter, *steps, 0) + 1
+        if given < 0:
             raise errors.InvalidArgumentError(
-                "`checkpoint_number` must be 0 or more", f"it is {number}", "Pass the step."
+                "`checkpoint_number` must be 0 or more", f"it is {given}", "Pass the step."
             )
-        return number
+        return given
 
     def _write(
         self, taken: Snapshot, path: Path, number: int, metrics: Mapping[str, float]
@@ -230,22 +306,39 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Waits for a save in the background; raises its error."""
-        self._work.wait()
+        if self._is_unconfirmed:
+            self._confirm()
+        else:
+            self._work.wait()
 
     sync = wait
+
+    def _confirm(self) -> None:
+        """Waits for the chief; tells all workers which checkpoints there are, or its error."""
+
+        def finish() -> dict[int, str]:
+            self._work.wait()
+            return self._found()
+
+        self._is_unconfirmed = False
+        writers = self._together()
+        self._agreed = writers.from_chief("CheckpointManager.wait", finish, dict[int, str])
 
     def close(self) -> None:
         """Waits for a save in the background and releases the directory."""
         self._spare = None
         try:
-            self._work.wait()
+            self.wait()
         finally:
             self._lock.release()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            # The other workers may not come here.
+            self._is_unconfirmed = False
         self.close()
 
     # Restoring.
@@ -256,7 +349,11 @@ class CheckpointManager:
         A damaged one is skipped with a warning, and listed in `status.fallbacks`. Without any
         checkpoint nothing happens, and the path of the status is None.
         """
-        self._work.wait()
+        writers = self._together()
+        if writers.is_alone:
+            self._work.wait()
+        else:
+            self._confirm()
         steps = self._steps()
         failed: list[tuple[str, errors.CheckpointError]] = []
         for step, path in reversed(steps.items()):
@@ -295,6 +392,20 @@ class CheckpointManager:
         if path is None and self._init_fn is not None:
             self._init_fn()
         return path
+
+
+class _Plan(msgspec.Struct):
+    """What the chief has decided about a save.
+
+    Attributes:
+      number: The number of the checkpoint; None if it is not time yet.
+      path: The checkpoint.
+      steps: The finished checkpoints before this one.
+    """
+
+    number: int | None
+    path: str
+    steps: dict[int, str]
 
 
 def _delete(paths: list[Path]) -> None:

@@ -42,17 +42,30 @@ class ArrayEntry:
         return math.prod(self.shape) * dtype_named(self.dtype).itemsize
 
 
+# The kind of an entry that holds a state for each worker.
+WORKER_STATES = "worker_states"
+
+
 class PlainEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A plain value, or the state of an iterator, stored in the manifest itself."""
+    """A plain value, or the state of an iterator, stored in the manifest itself.
+
+    Attributes:
+      name: The path of the object that it belongs to.
+      kind: "value", "state", or "worker_states" (a state for each worker, where they differ).
+      encoded: The value.
+    """
 
     name: str
     kind: str
     encoded: plain.Encoded
 
     def __post_init__(self) -> None:
-        _require_kind(self.kind, "value", "state")
+        _require_kind(self.kind, "value", "state", WORKER_STATES)
         names.require_name(self.name)
-        plain.decode(self.encoded)
+        if self.kind == WORKER_STATES:
+            plain.decode_each(self.encoded)
+        else:
+            plain.decode(self.encoded)
 
 
 Entry = ArrayEntry | PlainEntry

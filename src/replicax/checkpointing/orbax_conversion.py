@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from replicax.bundle.names import child_name
+from replicax.bundle.writers import Writers
 from replicax.checkpointing import plain, snapshot
 from replicax.checkpointing.graph import Graph
 from replicax.checkpointing.manifest import ArrayEntry, SavedCheckpoint
@@ -55,7 +56,8 @@ def from_orbax(source: Path, target: Path) -> list[str]:
         graph.add(child_name("", key), value, _ignore)
     names = list(graph.slots)
     graph.add(_COUNTER, 0, _ignore)
-    snapshot.take(graph, target, is_copied=False).write(target, _step_of(source))
+    taken = snapshot.take(graph, target, Writers(None), is_copied=False)
+    taken.write(target, _step_of(source))
     return names
 
 

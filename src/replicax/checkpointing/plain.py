@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -59,6 +59,24 @@ def decode(encoded: Encoded) -> object:
     if kind not in parsers:
         raise ValueError(f"unknown type {kind!r}")
     return parsers[kind](value)
+
+
+def encode_each(values: Sequence[Encoded]) -> Encoded:
+    """Returns one JSON form for several values."""
+    return Encoded("json", [msgspec.to_builtins(value) for value in values])
+
+
+def decode_each(encoded: Encoded) -> list[object]:
+    """Undoes `encode_each`; ValueError or TypeError if it is not such a form.
+
+    >>> decode_each(encode_each([encode(1), encode("a")]))
+    [1, 'a']
+    """
+    try:
+        values = msgspec.convert(encoded.value, list[Encoded])
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
+    return [decode(value) for value in values]
 
 
 def encode_state(name: str, state: object) -> Encoded:

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from typing_extensions import override
 
 from replicax.bundle import dtypes
 from replicax.checkpointing import plain
-from replicax.checkpointing.manifest import ArrayEntry, Entry, PlainEntry
+from replicax.checkpointing.manifest import WORKER_STATES, ArrayEntry, Entry, PlainEntry
 from replicax.contexts import frames
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import VariableAggregation
@@ -25,10 +26,27 @@ Setter = Callable[[Any], None]
 
 
 class HasState(Protocol):
-    """An object such as a dataset iterator, whose state is plain data."""
+    """An object such as a dataset iterator, whose state is plain data.
+
+    In a group of workers, `get_state` is called on all of them. States that are equal are saved
+    once. Where they differ, each worker gets its own back; on another number of workers the object
+    needs a method `set_worker_states(states)`, which gets those of all workers by index.
+    """
 
     def get_state(self) -> object: ...
     def set_state(self, state: Any, /) -> None: ...
+
+
+class HasArray(Protocol):
+    """A variable of another library."""
+
+    @property
+    def shape(self) -> tuple[int | None, ...]: ...
+    @property
+    def dtype(self) -> DTypeLike: ...
+    @property
+    def checkpoint_array(self) -> jax.Array: ...
+    def restore_array(self, value: np.ndarray, /) -> None: ...
 
 
 @dataclasses.dataclass
@@ -101,7 +119,7 @@ class ArraySlot(Slot):
     def write(self, value: np.ndarray) -> None:
         if isinstance(self.target, jax.Array):
             with jax_compat.eagerly():
-                self.put(jax.device_put(_copied(value), self.target.sharding))
+                self.put(_placed(value, self.target))
         elif isinstance(self.target, np.generic):
             self.put(value[()])
         else:
@@ -154,6 +172,20 @@ class VariableSlot(ArraySlot):
             )
 
 
+class ForeignVariableSlot(ArraySlot):
+    """A variable of another library, which no strategy knows."""
+
+    kind = "variable"
+
+    @override
+    def read(self) -> Any:
+        return self.target.checkpoint_array
+
+    @override
+    def write(self, value: np.ndarray) -> None:
+        self.target.restore_array(_copied(value))
+
+
 class KeySlot(Slot):
     """A typed key of `jax.random`."""
 
@@ -166,11 +198,11 @@ class KeySlot(Slot):
 
     @override
     def read(self) -> Any:
-        return jax.random.key_data(self.target)
+        return jax.random.key_data(local(self.name, self.target))
 
     @override
     def check(self, entry: Entry, file: str) -> None:
-        data = jax.random.key_data(self.target)
+        data = jax.random.key_data(local(self.name, self.target))
         mine = f"a {self.key_impl} key with data of shape {data.shape}"
         if not isinstance(entry, ArrayEntry) or entry.kind != "key":
             raise self.refuse(entry, mine, file)
@@ -213,12 +245,53 @@ class StateSlot(Slot):
 
     @override
     def check(self, entry: Entry, file: str) -> None:
-        if not isinstance(entry, PlainEntry) or entry.kind != "state":
+        if not isinstance(entry, PlainEntry) or entry.kind not in ("state", WORKER_STATES):
             raise self.refuse(entry, f"the state of a {type(self.target).__name__}", file)
 
     @override
     def write(self, value: object) -> None:
         self.target.set_state(value)
+
+    def write_entry(self, entry: PlainEntry, worker: int, num_workers: int) -> None:
+        """Restores a saved state: the one of all workers, or that of this worker."""
+        if entry.kind != WORKER_STATES:
+            self.write(plain.decode(entry.encoded))
+            return
+        states = plain.decode_each(entry.encoded)
+        set_worker_states = getattr(self.target, "set_worker_states", None)
+        if len(states) == num_workers:
+            self.write(states[worker])
+        elif callable(set_worker_states):
+            set_worker_states(states)
+        else:
+            raise errors.InvalidArgumentError(
+                f"The state of {self.name!r} needs {len(states)} workers, which had a state each "
+                "when it was saved",
+                f"there are {num_workers}",
+                "Restore on as many workers, or leave this object out of the Checkpoint.",
+            )
+
+
+def local(name: str, value: Any) -> Any:
+    """Returns a value that this process can read: of an array of all processes, its own copy."""
+    if not isinstance(value, jax.Array) or value.is_fully_addressable:
+        return value
+    if not value.is_fully_replicated:
+        raise errors.UnsupportedError(
+            f"The array {name!r} must be whole on each worker to be saved",
+            f"its parts are on several workers ({value.sharding})",
+            "Put it into a variable of the strategy, or gather it before.",
+        )
+    return value.addressable_data(0)
+
+
+def _placed(value: np.ndarray, like: jax.Array) -> jax.Array:
+    """Returns a value in memory of its own, on the devices of an array."""
+    if like.is_fully_addressable:
+        return jax.device_put(_copied(value), like.sharding)
+    # `device_put` would make all processes compare the value, by a collective.
+    whole = value.copy()
+    return jax.make_array_from_callback(value.shape, like.sharding, lambda index: whole[index])
 
 
 def _copied(value: np.ndarray) -> jax.Array:

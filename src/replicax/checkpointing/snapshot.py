@@ -1,12 +1,20 @@
-"""A snapshot: the values of a program at one moment, ready to be written."""
+"""A snapshot: the values of a program at one moment, ready to be written.
+
+Note [Snapshots of several processes]
+    Variables with equal copies need no communication: the chief reads its own copy. The values of
+    ON_READ variables and the states of iterators come from all processes, which combine them here,
+    in the thread of the caller and in the order of names. Only the chief keeps values and writes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,11 +23,19 @@ from replicax.bundle.data_files import ALIGNMENT
 from replicax.bundle.manifest import CHECKPOINT
 from replicax.bundle.publishing import BundleWriter
 from replicax.bundle.reading import aligned_memory
-from replicax.checkpointing import tables
+from replicax.bundle.writers import Writers
+from replicax.checkpointing import plain, tables
 from replicax.checkpointing.graph import Graph
-from replicax.checkpointing.manifest import ArrayEntry, Contents, PlainEntry
+from replicax.checkpointing.manifest import WORKER_STATES, ArrayEntry, Contents, PlainEntry
 from replicax.checkpointing.plain import Encoded
-from replicax.checkpointing.slots import KeySlot, Slot, require_dtype_name
+from replicax.checkpointing.slots import (
+    KeySlot,
+    Slot,
+    StateSlot,
+    VariableSlot,
+    local,
+    require_dtype_name,
+)
 from replicax.foundation import errors, jax_compat
 
 
@@ -52,18 +68,28 @@ class Snapshot:
             writer.publish(contents)
 
 
-def take(graph: Graph, path: Path, *, is_copied: bool, spare: np.ndarray | None = None) -> Snapshot:
+def take(
+    graph: Graph,
+    path: Path,
+    writers: Writers,
+    *,
+    is_copied: bool,
+    spare: np.ndarray | None = None,
+) -> Snapshot:
     """Reads the values of a graph; parameter servers write their tables at once.
 
     Args:
       graph: What to read.
       path: The checkpoint that will be written.
+      writers: The processes that all call this; only the chief gets the values.
       is_copied: Whether later changes of the values must not show. If not, only arrays that can
         change in place are copied.
       spare: Memory of an earlier snapshot that is not used any more. Copying into it is several
         times faster than into new memory.
     """
     slots = list(graph.slots.values())
+    if not writers.is_alone:
+        return _take_together(slots, graph.aliases, writers, is_copied, spare)
     rows = [row for slot in slots for row in tables.rows_of(slot)]
     if not rows:
         return _take(slots, graph.aliases, is_copied, spare)
@@ -92,13 +118,93 @@ def take(graph: Graph, path: Path, *, is_copied: bool, spare: np.ndarray | None 
 def _take(
     slots: Sequence[Slot], aliases: dict[str, str], is_copied: bool, spare: np.ndarray | None
 ) -> Snapshot:
-    found = [(slot, slot.read()) for slot in slots]
+    return _of_values([(slot, slot.read()) for slot in slots], aliases, is_copied, spare)
+
+
+# A value to be saved: an array, a JSON form, or the entry of a state that differs on the workers.
+_Found = tuple[Slot, Any]
+
+
+def _take_together(
+    slots: Sequence[Slot],
+    aliases: dict[str, str],
+    writers: Writers,
+    is_copied: bool,
+    spare: np.ndarray | None,
+) -> Snapshot:
+    """Reads values on all processes; see Note [Snapshots of several processes]."""
+    found = _read_together(slots, writers)
+    done = {slot.name for slot, _ in found}
+    taken = Snapshot([], [], {})
+
+    def take_rest() -> None:
+        nonlocal taken
+        # Values of a step that a lost process has broken off cannot be read.
+        with writers.guarded():
+            found.extend((slot, slot.read()) for slot in slots if slot.name not in done)
+            taken = _of_values(found, aliases, is_copied, spare)
+
+    writers.from_chief("checkpoint: values", take_rest, None)
+    return taken
+
+
+def _read_together(slots: Sequence[Slot], writers: Writers) -> list[_Found]:
+    """Returns the values that come from all processes."""
+    ordered = sorted(slots, key=lambda slot: slot.name)
+    _require_same_names([f"{slot.name} ({slot.kind})" for slot in ordered], writers)
+    found: list[_Found] = []
+    states = [slot for slot in ordered if isinstance(slot, StateSlot)]
+    if states:
+        everywhere: list[list[Encoded]] = writers.together(
+            "checkpoint: states", lambda: [slot.read() for slot in states], list[Encoded]
+        )
+        by_slot = zip(*everywhere, strict=True)
+        found += [(s, _joined(s, own)) for s, own in zip(states, by_slot, strict=True)]
+    for slot in ordered:
+        if isinstance(slot, VariableSlot) and slot.target.is_per_replica:
+            found.append((slot, slot.read()))
+    return found
+
+
+def _require_same_names(names: Sequence[str], writers: Writers) -> None:
+    """Raises on all processes if they save different objects."""
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
+    if len(set(writers.together("checkpoint: names", lambda: digest, str))) == 1:
+        return
+    everywhere = writers.together("checkpoint: list of names", lambda: list(names), list[str])
+    for index, theirs in enumerate(everywhere):
+        extra = sorted(set(theirs) - set(everywhere[0]))
+        lacking = sorted(set(everywhere[0]) - set(theirs))
+        if extra or lacking:
+            only, name = (index, extra[0]) if extra else (0, lacking[0])
+            other = writers.name_of(0 if extra else index)
+            raise errors.StructureError(
+                "All workers must save the same objects",
+                f"{writers.name_of(only)} has {name!r}, and {other} does not",
+                "Create the same variables and the same Checkpoint on all workers.",
+            )
+
+
+def _joined(slot: Slot, states: Sequence[Encoded]) -> Encoded | PlainEntry:
+    """Returns the one state of all workers, or an entry with the state of each."""
+    if all(state == states[0] for state in states):
+        return states[0]
+    return PlainEntry(slot.name, WORKER_STATES, plain.encode_each(states))
+
+
+def _of_values(
+    found: Sequence[_Found], aliases: dict[str, str], is_copied: bool, spare: np.ndarray | None
+) -> Snapshot:
     plains = [
-        PlainEntry(slot.name, slot.kind, value)
+        value if isinstance(value, PlainEntry) else PlainEntry(slot.name, slot.kind, value)
         for slot, value in found
-        if isinstance(value, Encoded)
+        if isinstance(value, Encoded | PlainEntry)
     ]
-    sources = [(slot, value) for slot, value in found if not isinstance(value, Encoded)]
+    sources = [
+        (slot, local(slot.name, value))
+        for slot, value in found
+        if not isinstance(value, Encoded | PlainEntry)
+    ]
     for _, value in sources:
         if isinstance(value, jax.Array):
             value.copy_to_host_async()
@@ -126,6 +232,9 @@ def _on_host(slot: Slot, value: object) -> np.ndarray:
         )
     try:
         host = np.asarray(value)
+    except jax.errors.JaxRuntimeError:
+        # The program that computes it has failed.
+        raise
     except RuntimeError as error:
         raise errors.InvalidArgumentError(
             f"The array {slot.name!r} needs memory to be saved from",

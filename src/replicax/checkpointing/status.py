@@ -11,11 +11,13 @@ from typing import Any, Self
 import numpy as np
 
 from replicax.bundle.names import child_path
-from replicax.checkpointing import plain, tables
+from replicax.bundle.writers import Writers
+from replicax.checkpointing import plain, tables, together
 from replicax.checkpointing.graph import Graph
-from replicax.checkpointing.manifest import ArrayEntry, Entry, SavedCheckpoint
+from replicax.checkpointing.manifest import ArrayEntry, Entry, PlainEntry, SavedCheckpoint
 from replicax.checkpointing.slots import Setter, Slot, StateSlot, describe
 from replicax.foundation import errors
+from replicax.variables.remote import TableRows
 
 # Returns the graph of all objects of the Checkpoint.
 Walk = Callable[[], Graph]
@@ -132,23 +134,15 @@ class RestoreStatus:
 
     # Restoring.
 
-    def load(self, path: Path) -> Self:
-        """Restores every object, or raises and changes nothing."""
-        with SavedCheckpoint(path) as saved:
-            self._saved = saved
-            graph = self._walk()
-            matched = self._match(graph, saved.entries)
-            saved.bundle.check_files()
-            rows = [
-                row
-                for name, entry in matched.items()
-                for row in tables.rows_of(graph.slots[name], entry.name)
-            ]
-            if rows and not tables.load(rows, path, is_check=True):
-                rows = []
-            on_servers = {row.name for row in rows}
-            arrays = saved.read(saved.bundle.arrays.keys() - on_servers)
-        _write(graph, {n: e for n, e in matched.items() if e.name not in on_servers}, arrays)
+    def load(self, path: Path, writers: Writers) -> Self:
+        """Restores every object on all processes, or raises and changes nothing."""
+        graph = self._walk()
+        saved, matched, rows, arrays = together.read(
+            path, lambda: self._read(graph, path), lambda found: found[0].bundle.digest, writers
+        )
+        on_servers = {row.name for row in rows}
+        here = {n: e for n, e in matched.items() if e.name not in on_servers}
+        _write(graph, here, arrays, writers)
         if rows and not tables.load(rows, path, is_check=False):
             raise errors.CheckpointError(
                 f"The parameter servers must read {path}",
@@ -161,6 +155,28 @@ class RestoreStatus:
         self._kept = {n: arrays[n] for n in self._pending if n in arrays}
         self._listen(graph)
         return self
+
+    def _read(
+        self, graph: Graph, path: Path
+    ) -> tuple[SavedCheckpoint, dict[str, Entry], list[TableRows], dict[str, np.ndarray]]:
+        """Reads a checkpoint and compares it with the objects.
+
+        Returns:
+          The checkpoint, the entry for each object, the tables that servers will read, the arrays.
+        """
+        with SavedCheckpoint(path) as saved:
+            self._saved = saved
+            matched = self._match(graph, saved.entries)
+            saved.bundle.check_files()
+            rows = [
+                row
+                for name, entry in matched.items()
+                for row in tables.rows_of(graph.slots[name], entry.name)
+            ]
+            if rows and not tables.load(rows, path, is_check=True):
+                rows = []
+            arrays = saved.read(saved.bundle.arrays.keys() - {row.name for row in rows})
+        return saved, matched, rows, arrays
 
     def give(self, name: str, value: object, put: Setter) -> None:
         """Restores pending values of an object that was just created under `name`."""
@@ -179,7 +195,8 @@ class RestoreStatus:
     def _give_to(self, graph: Graph) -> None:
         waiting = {n: s for n, s in graph.slots.items() if n not in self._restored}
         matched = self._match(graph, self._pending, waiting)
-        _write(graph, matched, self._kept)
+        # The other processes create this object as well, each at its own time.
+        _write(graph, matched, self._kept, Writers(None))
         self._restored.update(dict.fromkeys(matched))
         for entry in matched.values():
             self._pending.pop(entry.name, None)
@@ -226,23 +243,14 @@ class _NewChild:
         return type(None), ()
 
 
-def _write(graph: Graph, matched: Mapping[str, Entry], arrays: Mapping[str, np.ndarray]) -> None:
+def _write(
+    graph: Graph,
+    matched: Mapping[str, Entry],
+    arrays: Mapping[str, np.ndarray],
+    writers: Writers,
+) -> None:
     """Writes checked values; states come first, since `set_state` of users may fail."""
-    undo: list[tuple[StateSlot, Any]] = []
-    for name, entry in matched.items():
-        slot = graph.slots[name]
-        if isinstance(slot, StateSlot) and not isinstance(entry, ArrayEntry):
-            undo.append((slot, slot.target.get_state()))
-            try:
-                slot.write(plain.decode(entry.encoded))
-            except Exception as error:
-                for other, state in undo:
-                    other.write(state)
-                raise errors.CheckpointError(
-                    f"`set_state` of {name!r} must accept {describe(entry)}",
-                    f"it raised {type(error).__name__}: {error}",
-                    "Nothing was restored.",
-                ) from error
+    _write_states(graph, matched, writers)
     for name, entry in matched.items():
         slot = graph.slots[name]
         if isinstance(entry, ArrayEntry):
@@ -250,6 +258,38 @@ def _write(graph: Graph, matched: Mapping[str, Entry], arrays: Mapping[str, np.n
         elif not isinstance(slot, StateSlot):
             slot.write(plain.decode(entry.encoded))
     graph.rebuild()
+
+
+def _write_states(graph: Graph, matched: Mapping[str, Entry], writers: Writers) -> None:
+    """Sets the states on all processes, or raises on all and sets none."""
+    states = [
+        (slot, entry)
+        for name, entry in matched.items()
+        for slot in (graph.slots[name],)
+        if isinstance(slot, StateSlot) and isinstance(entry, PlainEntry)
+    ]
+    if not states:
+        return
+    before: list[tuple[StateSlot, Any]] = []
+
+    def write_all() -> None:
+        for slot, entry in states:
+            before.append((slot, slot.target.get_state()))
+            try:
+                slot.write_entry(entry, writers.index, writers.count)
+            except Exception as error:
+                raise errors.CheckpointError(
+                    f"`set_state` of {slot.name!r} must accept {describe(entry)}",
+                    f"it raised {type(error).__name__}: {error}",
+                    "Nothing was restored.",
+                ) from error
+
+    try:
+        writers.together("checkpoint: set states", write_all, None)
+    except BaseException:
+        for slot, state in before:
+            slot.write(state)
+        raise
 
 
 def _listed(names: Sequence[str]) -> str:

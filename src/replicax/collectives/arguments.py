@@ -94,7 +94,7 @@ def resolve_destinations(destinations: object) -> tuple[Device, ...]:
     if isinstance(destinations, str | Device):
         return (devices.resolve(destinations),)
     if isinstance(destinations, PerReplica) and destinations.layout is not None:
-        return destinations.layout.devices
+        return destinations.layout.local_devices
     if isinstance(destinations, PerReplica | Mirrored):
         return tuple(device_of(v) for v in destinations.values)
     if isinstance(destinations, list | tuple) and destinations:
@@ -107,6 +107,19 @@ def resolve_destinations(destinations: object) -> tuple[Device, ...]:
         f"it is {destinations!r}",
         "Name at least one device.",
     )
+
+
+def common_axis(axis: int, shapes: list[tuple[int, ...]]) -> int:
+    """Returns the axis to gather along, or raises if shapes differ in another one."""
+    axis = checked_axis(axis, len(shapes[0]))
+    rest = {(len(shape), shape[:axis] + shape[axis + 1 :]) for shape in shapes}
+    if len(rest) > 1:
+        raise errors.InvalidArgumentError(
+            f"Gathering along axis {axis} needs components that agree in every other dimension",
+            f"their shapes are {', '.join(map(str, shapes))}",
+            "Gather along the dimension in which they differ.",
+        )
+    return axis
 
 
 def device_of(value: object) -> Device:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.collectives import eager, in_replica
+from replicax.collectives import across_processes, eager, in_replica
 from replicax.collectives.arguments import (
     Component,
     checked_axis,
+    common_axis,
     device_of,
     gather_of_slices,
     resolve_destinations,
@@ -21,7 +22,11 @@ from replicax.collectives.arguments import (
 from replicax.collectives.eager import mirrored, place, place_all
 from replicax.foundation import devices, errors, gate, jax_compat, placement
 from replicax.foundation.jax_compat import Device
-from replicax.foundation.options import CommunicationOptions, ReduceOp
+from replicax.foundation.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
+)
 from replicax.foundation.types import Tree
 from replicax.values import printing
 from replicax.values.array_surface import as_operand
@@ -38,7 +43,6 @@ from replicax.values.layout import ReplicaLayout
 
 # Resolved destinations: every device that gets a copy of the result.
 Targets: TypeAlias = Sequence[Device]
-_DEFAULTS = CommunicationOptions()
 
 
 class CrossDeviceOps:
@@ -46,7 +50,12 @@ class CrossDeviceOps:
 
     The hooks get a `PerReplica` whose `.values` are the components, and destinations as a tuple
     of devices. In compiled code the components are traced, and the same hooks work.
+
+    Attributes:
+      options: The options of reductions that have none of their own.
     """
+
+    options = CommunicationOptions()
 
     def __repr__(self) -> str:
         return f"{printing.public_name(type(self))}()"
@@ -62,7 +71,7 @@ class CrossDeviceOps:
         _require_op(reduce_op)
         targets = resolve_destinations(destinations)
         value = _as_per_replica(per_replica_value)
-        return self.reduce_implementation(reduce_op, value, targets, options or _DEFAULTS)
+        return self.reduce_implementation(reduce_op, value, targets, self._merged(options))
 
     def batch_reduce(
         self,
@@ -76,11 +85,14 @@ class CrossDeviceOps:
         pairs = [(_as_per_replica(value), targets) for value, targets in resolved]
         if not pairs:
             return []
-        return self.batch_reduce_implementation(reduce_op, pairs, options or _DEFAULTS)
+        return self.batch_reduce_implementation(reduce_op, pairs, self._merged(options))
 
     def broadcast(self, tensor: object, destinations: object) -> Tree:
         """Copies a value to `destinations`."""
         return self.broadcast_implementation(as_operand(tensor), resolve_destinations(destinations))
+
+    def _merged(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        return self.options if options is None else self.options.merge(options)
 
     def reduce_implementation(
         self,
@@ -131,7 +143,7 @@ class CrossDeviceOps:
         if count == 1:
             reduced = [place(_alone(op, v.values[0]), t) for v, t in pairs]
         elif pairs:
-            reduced = self.batch_reduce_implementation(op, pairs, options or _DEFAULTS)
+            reduced = self.batch_reduce_implementation(op, pairs, self._merged(options))
         else:
             reduced = []
         if len(pairs) == len(values):
@@ -149,7 +161,8 @@ class CrossDeviceOps:
         if isinstance(value, IndexedSlices):
             raise gather_of_slices()
         if isinstance(value, Mirrored):
-            value = PerReplica(value.values)
+            # Equal on all replicas, those of other processes included.
+            value = PerReplica(value.values[:1] * count)
         if not isinstance(value, PerReplica):
             return value
         if isinstance(value, TracedPerReplica):
@@ -160,7 +173,9 @@ class CrossDeviceOps:
         if any(isinstance(p, IndexedSlices) for p in parts):
             raise gather_of_slices()
         value.require_numbers(count)
-        axis = _common_axis(axis, [np.shape(p) for p in parts])
+        if jax_compat.is_eager() and _spanning([value]) is not None:
+            return placement.put(across_processes.gather(value, axis), target)
+        axis = common_axis(axis, [np.shape(p) for p in parts])
         if jax_compat.is_eager():
             moved = jax.device_put([jnp.asarray(p) for p in parts], target)
             return placement.uncommitted(jnp.concatenate(moved, axis))
@@ -187,19 +202,6 @@ def _equal_everywhere(op: ReduceOp, value: object, count: int) -> Component:
     return array if op is ReduceOp.MEAN or count == 1 else array * count
 
 
-def _common_axis(axis: int, shapes: list[tuple[int, ...]]) -> int:
-    """Returns the axis to gather along, or raises if shapes differ in another one."""
-    axis = checked_axis(axis, len(shapes[0]))
-    rest = {(len(shape), shape[:axis] + shape[axis + 1 :]) for shape in shapes}
-    if len(rest) > 1:
-        raise errors.InvalidArgumentError(
-            f"Gathering along axis {axis} needs components that agree in every other dimension",
-            f"their shapes are {', '.join(map(str, shapes))}",
-            "Gather along the dimension in which they differ.",
-        )
-    return axis
-
-
 def _gather_in_trace(value: PerReplica, axis: int) -> jax.Array:
     layout = value.layout
     stored = None if layout is None else value.stored(layout)
@@ -208,6 +210,12 @@ def _gather_in_trace(value: PerReplica, axis: int) -> jax.Array:
     return layout.map_replicas(
         lambda x: [in_replica.all_gather(x, axis)], stored, (), value.scalars, num_equal=1
     )[0]
+
+
+def _spanning(values: Sequence[PerReplica]) -> ReplicaLayout | None:
+    """Returns the layout of values whose replicas run in several processes."""
+    layout = values[0].layout if values else None
+    return layout if layout is not None and layout.spans_processes else None
 
 
 class _Batch(NamedTuple):
@@ -248,6 +256,8 @@ class _PackedReduction(CrossDeviceOps):
                     "Pass a result of `strategy.run`.",
                 )
         traced = _traced_layout(values)
+        if traced is None and (layout := _spanning(values)) is not None:
+            return self._across_processes(reduce_op, values, layout, targets, options)
         if traced is None:
             columns = [value.values for value in values]
             return self._eager_on(_Batch(reduce_op, columns, targets, options))
@@ -266,6 +276,43 @@ class _PackedReduction(CrossDeviceOps):
 
     def _eager_on(self, batch: _Batch) -> list[Tree]:
         return place_all(self._eager(batch), batch.targets)
+
+    def _across_processes(
+        self,
+        op: ReduceOp,
+        values: Sequence[PerReplica],
+        layout: ReplicaLayout,
+        targets: Sequence[Targets],
+        options: CommunicationOptions,
+    ) -> list[Tree]:
+        """Combines concrete values of all processes; the results are on local devices."""
+        columns = [value.values for value in values]
+        for column in columns:
+            eager.require_same_shape(column)
+        is_dense = [not isinstance(column[0], IndexedSlices) for column in columns]
+        dense = [_of_common_type(c) for c, d in zip(columns, is_dense, strict=True) if d]
+        count, pack_bytes = layout.num_replicas, options.bytes_per_pack
+
+        def combine(local: Sequence[jax.Array]) -> Sequence[Any]:
+            return self.in_trace(op, list(local), count, pack_bytes)
+
+        summed: list[jax.Array] = []
+        if dense:
+            key = (type(self), pack_bytes)
+            summed = across_processes.reduce_arrays(op.value, dense, layout, combine, key)
+        copies = iter([layout.copies(array) for array in summed])
+        results: list[Tree] = []
+        for column, target, own in zip(columns, targets, is_dense, strict=True):
+            if not own:
+                results.append(place(across_processes.gather_slices(op, column, layout), target))
+                continue
+            found = next(copies)
+            if target == layout.local_devices:
+                found = tuple(map(placement.uncommitted, found))
+                results.append(found[0] if len(found) == 1 else mirrored(found))
+            else:
+                results.append(place(found[0], target))
+        return results
 
     def _in_outer_trace(
         self, op: ReduceOp, values: Sequence[PerReplica], layout: ReplicaLayout, pack_bytes: int
@@ -309,22 +356,45 @@ class _PackedReduction(CrossDeviceOps):
         return [results[i] for i in range(len(batch.columns))]
 
 
+def _of_common_type(column: Sequence[Component]) -> list[jax.Array]:
+    arrays = [c if isinstance(c, jax.Array) else jnp.asarray(c) for c in column]
+    dtype = arrays[0].dtype
+    if all(array.dtype == dtype for array in arrays):
+        return arrays
+    dtype = jnp.result_type(*arrays)
+    return [array.astype(dtype) for array in arrays]
+
+
 class CollectiveAllReduce(_PackedReduction):
     """The default: XLA's all-reduce with small tensors packed, copies in eager code.
 
     Args:
       is_cpu_mesh: Whether the values are spread over several CPU devices.
+      num_processes: The number of processes that the devices belong to.
     """
 
-    def __init__(self, is_cpu_mesh: bool = False) -> None:
-        self._is_cpu_mesh = is_cpu_mesh
+    def __init__(self, is_cpu_mesh: bool = False, num_processes: int = 1) -> None:
+        self._packing = in_replica.WITHIN_A_PROCESS
+        self._array_sum: Callable[[int], in_replica.ArraySum] | None = None
+        if is_cpu_mesh and num_processes == 1:
+            self._array_sum = in_replica.by_size
+        elif is_cpu_mesh:
+            self._packing = in_replica.ACROSS_PROCESSES
+            self._array_sum = in_replica.across_processes
 
     def in_trace(
         self, op: ReduceOp, leaves: Sequence[Component], count: int, pack_bytes: int
     ) -> list[Component]:
-        array_sum = in_replica.by_size(count) if self._is_cpu_mesh else in_replica.psum
+        # XLA's own all-reduce is a ring on CPU devices.
+        is_ring = self.options.implementation is CommunicationImplementation.RING
+        chosen = None if is_ring else self._array_sum
         return in_replica.all_reduce(
-            op, leaves, count, array_sum=array_sum, bytes_per_pack=pack_bytes
+            op,
+            leaves,
+            count,
+            array_sum=in_replica.psum if chosen is None else chosen(count),
+            packing=self._packing,
+            bytes_per_pack=pack_bytes,
         )
 
     def _eager_on(self, batch: _Batch) -> list[Tree]:
@@ -471,7 +541,8 @@ def select_cross_device_ops(worker_devices: Sequence[Device]) -> CrossDeviceOps:
         return ReductionToOneDevice()
     if platforms & {"gpu", "cuda", "rocm"}:
         return NcclAllReduce()
-    return CollectiveAllReduce(platforms == {"cpu"} and len(worker_devices) > 1)
+    num_processes = len({d.process_index for d in worker_devices})
+    return CollectiveAllReduce(platforms == {"cpu"} and len(worker_devices) > 1, num_processes)
 
 
 def _as_per_replica(value: object) -> Any:

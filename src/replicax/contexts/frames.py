@@ -250,6 +250,16 @@ def pushed(frame: Frame) -> Iterator[Frame]:
         _stack.reset(token)
 
 
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Runs code as outside of every frame that was pushed in this thread."""
+    token = _stack.set(())
+    try:
+        yield
+    finally:
+        _stack.reset(token)
+
+
 def push(frame: Frame) -> None:
     """Makes a frame the current one until `pop`."""
     _stack.set((*_stack.get(), frame))

@@ -173,7 +173,7 @@ def acting_for_all(frame: Frame, rendezvous: Rendezvous, meeting: Meeting[_Call]
     with (
         rendezvous.acting(meeting),
         frames.pushed(frame.entered(Mode.CROSS_REPLICA)),
-        jax.default_device(layout.devices[0]),
+        jax.default_device(layout.local_devices[0]),
     ):
         yield
 

@@ -61,7 +61,9 @@ class ReplicaContext:
             return (devices.name_of(devices.current()),)
         if frame.replica_id is None:
             return tuple(devices.name_of(d) for d in frame.layout.devices)
-        return (devices.name_of(frame.layout.devices[frame.replica_id]),)
+        is_local = jax_compat.is_eager()
+        own = frame.layout.local_devices if is_local else frame.layout.devices
+        return (devices.name_of(own[frame.replica_id]),)
 
     def merge_call(
         self,

@@ -25,7 +25,7 @@ def own_component_of(value: PerReplica) -> Tree:
         return NOT_HERE
     if isinstance(value, TracedPerReplica):
         return value.local
-    value.require_components(frame.layout.num_replicas)
+    value.require_replicas(frame.layout)
     if frame.replica_id is not None or frame.layout.num_replicas == 1:
         _record_read(frame)
         return value.values[frame.replica_id or 0]

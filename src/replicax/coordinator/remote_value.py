@@ -55,6 +55,11 @@ class RemoteValue:
         assert self._closure is not None
         return f"<RemoteValue of closure {self._closure.id}, {self._closure.state.value}>"
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the function has ended, so that `fetch` does not wait."""
+        return self._value is not None or self._require_closure().is_settled
+
     def fetch(self, timeout: float | None = None) -> Tree:
         """Waits for the result and returns it, with NumPy arrays.
 

@@ -138,15 +138,16 @@ def _reduce_all(frame: Frame, calls: list[_Reduction]) -> list[_Leaves]:
             )
     values: list[object] = []
     for column in zip(*(call.leaves for call in calls), strict=True):
-        is_one = all(leaf is column[0] for leaf in column)
+        # Other processes may have other arrays where the local replicas have one.
+        is_one = not layout.spans_processes and all(leaf is column[0] for leaf in column)
         values.append(column[0] if is_one else PerReplica(column, layout))
-    targets = [layout.devices] * len(values)
+    targets = [layout.local_devices] * len(values)
     reduced = frame.reducer.reduce_values(
         first.op, values, targets, layout.num_replicas, first.options
     )
     return [
         [r.values[i] if isinstance(r, Mirrored) else select(i, r) for r in reduced]
-        for i in range(layout.num_replicas)
+        for i in range(layout.num_local)
     ]
 
 
@@ -154,14 +155,21 @@ def _gather_all(frame: Frame, calls: list[_Gathering]) -> list[jax.Array]:
     layout = frame.layout
     assert layout is not None
     value = PerReplica([call.array for call in calls], layout)
-    count, devices = layout.num_replicas, layout.devices
-    gathered = frame.reducer.gather_values(value, calls[0].axis, devices[0], count)
+    devices = layout.local_devices
+    gathered = frame.reducer.gather_values(value, calls[0].axis, devices[0], layout.num_replicas)
     copies = frame.reducer.broadcast_value(gathered, devices)
-    return [select(i, copies) for i in range(count)]
+    return [select(i, copies) for i in range(layout.num_local)]
 
 
-def _all_sizes(frame: Frame, calls: list[_Size]) -> list[list[int]]:
-    return [[call.rows for call in calls]] * len(calls)
+def _rows_before(frame: Frame, calls: list[_Size]) -> list[int]:
+    """Returns, for each local replica, the number of rows of all replicas before it."""
+    layout = frame.layout
+    assert layout is not None
+    rows, first = [call.rows for call in calls], 0
+    if layout.peers is not None:
+        found = layout.peers.exchange("rows of a gathered value", str(sum(rows)).encode())
+        first = sum(int(total) for total in found[: layout.peers.index])
+    return [first + sum(rows[:i]) for i in range(len(rows))]
 
 
 # Gradients.
@@ -185,10 +193,9 @@ def _pull_back_leaf(run: Run, op: ReduceOp, leaf: Component, cotangent: Tree) ->
 
 def _own_part(run: Run, size: int, cotangent: jax.Array, axis: int) -> jax.Array:
     """Sums the gradients of all replicas and returns the part of this replica's input."""
-    sizes = _meet(_Size(size), _all_sizes)
+    start = _meet(_Size(size), _rows_before)
     total = _reduced(_Reduction(ReduceOp.SUM, [cotangent], None))[0]
-    replica_id = frames.current().replica_id
-    return jax.lax.dynamic_slice_in_dim(total, sum(sizes[:replica_id]), size, axis)
+    return jax.lax.dynamic_slice_in_dim(total, start, size, axis)
 
 
 def _no_gradient(leaf: jax.Array) -> np.ndarray:

@@ -73,7 +73,7 @@ class Executor:
             if reads is not None:
                 stack.enter_context(reads)
             if layout is not None and replica_id is not None and outer is None:
-                stack.enter_context(devices.device(layout.devices[replica_id]))
+                stack.enter_context(devices.device(layout.local_devices[replica_id]))
             if own is not None:
                 stack.enter_context(own.opened())
             stack.enter_context(frames.pushed(inner))
@@ -101,7 +101,10 @@ class _EnteredExecutor(SingleExecutor):
 
 
 def _replica_of(layout: ReplicaLayout | None, context: ReplicaContext) -> int | None:
-    """Returns the replica of a context; None if it is traced, or the strategy has none."""
+    """Returns the number of the replica of a context, as frames count it.
+
+    None if the context is traced, or the strategy has no replicas.
+    """
     named = context.replica_id_in_sync_group
     if layout is None or jax_compat.is_traced(named):
         return None
@@ -113,4 +116,14 @@ def _replica_of(layout: ReplicaLayout | None, context: ReplicaContext) -> int | 
             f"it names replica {replica_id}, and the strategy has {layout.num_replicas} replicas",
             "Pass a number from 0 to num_replicas_in_sync - 1.",
         )
-    return replica_id
+    if not layout.spans_processes or not jax_compat.is_eager():
+        return replica_id
+    local = replica_id - layout.first_local
+    if not 0 <= local < layout.num_local:
+        raise errors.InvalidArgumentError(
+            "A replica context can be entered on the worker that runs its replica",
+            f"it names replica {replica_id}, and this worker runs {layout.num_local} replicas "
+            f"from replica {layout.first_local} on",
+            "Enter the context of a local replica.",
+        )
+    return local

@@ -64,12 +64,17 @@ class ThreadedRun:
         self._args = args
         self._kwargs = kwargs
         self.num_replicas = self._layout.num_replicas
-        self._rendezvous = Rendezvous(self.num_replicas)
+        self._rendezvous = Rendezvous(self.num_running)
         self._given = LocalArguments()
         # Variables created in this run, by canonical name, and how many of each a replica
         # has requested.
         self._created: dict[str, list[object]] = {}
-        self._requested: list[dict[str, int]] = [{} for _ in range(self.num_replicas)]
+        self._requested: list[dict[str, int]] = [{} for _ in range(self.num_running)]
+
+    @property
+    def num_running(self) -> int:
+        """The number of replicas that this process runs; frames number them from 0."""
+        return self._layout.num_local
 
     def run(self) -> Tree:
         """Runs all replicas and merges their results."""
@@ -82,9 +87,9 @@ class ThreadedRun:
             )
         settings = jax_compat.thread_settings()
         rendezvous = self._rendezvous
-        results: list[Tree] = [None] * self.num_replicas
+        results: list[Tree] = [None] * self.num_running
         try:
-            for i in range(self.num_replicas - 1):
+            for i in range(self.num_running - 1):
                 context = contextvars.copy_context()
 
                 def body(i: int = i) -> None:
@@ -93,7 +98,7 @@ class ThreadedRun:
 
                 start = functools.partial(_start_in, context)
                 rendezvous.follow(i, start, body)
-            results[-1] = self._call(self.num_replicas - 1)
+            results[-1] = self._call(self.num_running - 1)
             rendezvous.finish()
         except BaseException as error:
             rendezvous.abort()
@@ -122,12 +127,12 @@ class ThreadedRun:
             rendezvous=self._rendezvous,
             eager_reads=reads,
         )
-        with devices.device(self._layout.devices[i]), frames.pushed(frame):
+        with devices.device(self._layout.local_devices[i]), frames.pushed(frame):
             yield
 
     def _localize(self, i: int, leaf: Tree) -> Tree:
         """Makes an array that is committed to devices usable on this replica's device."""
-        return self._given.localize(leaf, self._layout.devices[i])
+        return self._given.localize(leaf, self._layout.local_devices[i])
 
     def _regrouped(self, values: list[Tree]) -> Tree:
         """Merges one structure per replica; arguments that all replicas return stay one object."""
@@ -136,7 +141,7 @@ class ThreadedRun:
 
     def _own(self, i: int, leaf: Tree) -> Tree:
         """Copies what one replica computed on another device to its own."""
-        return localized(leaf, self._layout.devices[i])
+        return localized(leaf, self._layout.local_devices[i])
 
     # Calls of replica code.
 
@@ -155,7 +160,7 @@ class ThreadedRun:
         else:
             with self._rendezvous.acting(meeting):
                 merged = self._merge(meeting.calls)
-                meeting.results = [select(i, merged) for i in range(self.num_replicas)]
+                meeting.results = [select(i, merged) for i in range(self.num_running)]
             result = meeting.results[replica_id]
         result = map_structure(lambda leaf: self._localize(replica_id, leaf), result)
         if reads is not None:
@@ -180,7 +185,7 @@ class ThreadedRun:
     @contextlib.contextmanager
     def _merge_frame(self) -> Iterator[None]:
         frame = self._frame.entered(Mode.CROSS_REPLICA)
-        with frames.pushed(frame), devices.device(self._layout.devices[0]):
+        with frames.pushed(frame), devices.device(self._layout.local_devices[0]):
             yield
 
     def all_reduce(self, op: ReduceOp, value: Tree, options: CommunicationOptions | None) -> Tree:

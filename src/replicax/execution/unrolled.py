@@ -25,6 +25,7 @@ from replicax.foundation import jax_compat
 from replicax.foundation.options import CommunicationOptions, ReduceOp
 from replicax.foundation.types import Tree
 from replicax.tracing import signature
+from replicax.values.distributed_values import PerReplica
 from replicax.values.regroup import leaves_of, map_structure
 
 
@@ -77,6 +78,11 @@ def _with_own_results(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     return called
 
 
+def _as_constant(replica_id: int) -> jax.Array:
+    with jax_compat.eagerly():
+        return jnp.asarray(replica_id, jnp.int32)
+
+
 class UnrolledRun(ThreadedRun):
     """One `run` inside a function that is being compiled, replica by replica."""
 
@@ -92,11 +98,32 @@ class UnrolledRun(ThreadedRun):
         self._outer: Overlay = frame.overlay
         self._overlays = [ReplicaOverlay(self._outer, i) for i in range(self.num_replicas)]
 
+    @property
+    @override
+    def num_running(self) -> int:
+        """All replicas: each process traces those of the others as well."""
+        return self._layout.num_replicas
+
     @override
     def run(self) -> Tree:
         result = super().run()
         self._flush()
+        if self._layout.spans_processes:
+            result = map_structure(self._of_all, result)
         return result
+
+    def _of_all(self, leaf: Tree) -> Tree:
+        """Makes numbers that differ between replicas arrays of the trace.
+
+        Otherwise they would be taken for the values of the local replicas, of which there are
+        fewer.
+        """
+        if not isinstance(leaf, PerReplica) or not leaf.is_split:
+            return leaf
+        if not all(isinstance(value, bool | int | float | complex) for value in leaf.values):
+            return leaf
+        with jax_compat.in_trace(self._outer.trace):
+            return PerReplica([jnp.copy(jnp.asarray(v)) for v in leaf.values], self._layout)
 
     def _flush(self) -> None:
         for overlay in self._overlays:
@@ -108,7 +135,7 @@ class UnrolledRun(ThreadedRun):
         frame = self._frame.entered(
             Mode.REPLICA,
             replica_id=i,
-            replica_context=ReplicaContext(self._frame.strategy, self._layout.replica_ids[i]),
+            replica_context=ReplicaContext(self._frame.strategy, _as_constant(i)),
             executor=self,
             overlay=self._overlays[i],
         )

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replicax import coordinator as coordinator
+from replicax.checkpointing.preemption import (
+    PreemptionCheckpointHandler as PreemptionCheckpointHandler,
+)
+from replicax.checkpointing.preemption import TerminationConfig as TerminationConfig
+from replicax.checkpointing.preemption_notice import PreemptionWatcher as PreemptionWatcher
+from replicax.cluster_resolver import ClusterResolver
 from replicax.contexts.replica_context import ValueContext as ValueContext
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import CommunicationImplementation as CommunicationImplementation
 from replicax.foundation.options import CommunicationOptions as CommunicationOptions
-from replicax.strategies import tpu
+from replicax.launch.elastic import ElasticResult as ElasticResult
+from replicax.launch.elastic import ElasticRun as ElasticRun
+from replicax.launch.elastic import KeepGlobalBatch as KeepGlobalBatch
+from replicax.launch.elastic import KeepReplicaBatch as KeepReplicaBatch
+from replicax.launch.elastic import run_elastic as run_elastic
+from replicax.strategies import multi_worker, tpu
 from replicax.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
 from replicax.strategies.parameter_server import (
     ParameterServerStrategy as ParameterServerStrategy,
@@ -31,6 +42,23 @@ def CollectiveHints(
     return CommunicationOptions(bytes_per_pack, timeout_seconds)
 
 
+class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
+    """`rx.MultiWorkerMirroredStrategy` with its older arguments.
+
+    Args:
+      communication: The preferred collective library.
+      cluster_resolver: The cluster and this task; by default those of TF_CONFIG.
+    """
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+    ) -> None:
+        options = CommunicationOptions(implementation=communication)
+        super().__init__(cluster_resolver, options)
+
+
 class TPUStrategy(tpu.TPUStrategy):
     """`rx.TPUStrategy` with the older name of its second argument."""
 
@@ -48,12 +76,21 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "ElasticResult",
+    "ElasticRun",
+    "KeepGlobalBatch",
+    "KeepReplicaBatch",
+    "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
     "TPUStrategy",
+    "TerminationConfig",
     "ValueContext",
     "cache_variable_reads",
     "coordinator",
     "partitioners",
+    "run_elastic",
 ]
 
 

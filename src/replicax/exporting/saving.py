@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.bundle.writers import Writers
 from replicax.contexts.frames import Frame
 from replicax.exporting import files
 from replicax.exporting.loaded_program import LoadedProgram
@@ -26,8 +27,10 @@ DEFAULT_SIGNATURE = "serving_default"
 
 
 def save(obj: object, export_dir: str | os.PathLike[str], signatures: object, frame: Frame) -> None:
-    """Saves an object; `frame` is the frame of code that runs under no strategy."""
-    files.require_target(Path(export_dir))
+    """Saves an object; `frame` is the frame of code that runs under no strategy.
+
+    Of several processes that call this together, the chief writes.
+    """
     if signatures is None and isinstance(obj, LoadedModule):
         signatures = obj.signatures
     elif signatures is None:
@@ -41,6 +44,8 @@ def save(obj: object, export_dir: str | os.PathLike[str], signatures: object, fr
 
     graph = ObjectGraph(lambda function: specs_of(function) is not None)
     graph.add_root(obj)
+    writers = _writers(graph)
+    writers.from_chief("saved_model.save", lambda: files.require_target(Path(export_dir)), None)
     # Exports each function once per list of specs.
     functions: dict[tuple[int, str], tuple[Callable[..., Tree], Sequence[Tree]]] = {}
     for fn in graph.functions.values():
@@ -60,7 +65,17 @@ def save(obj: object, export_dir: str | os.PathLike[str], signatures: object, fr
     named = {name: numbers[_key(fn, own)] for name, (fn, own) in asked.items()}
     values = [_value(variable, frame) for variable in graph.variables]
     contents = files.Contents(graph.nodes, named, exported, entries)
-    files.write(export_dir, contents, values, [program.blob for program in programs])
+    blobs = [program.blob for program in programs]
+    writers.from_chief(
+        "saved_model.save to disk", lambda: files.write(export_dir, contents, values, blobs), None
+    )
+
+
+def _writers(graph: ObjectGraph) -> Writers:
+    """Returns the processes that save this together: the peers of its variables."""
+    layouts = [v.owner.layout for v in graph.variables if v.owner is not None]
+    peers = [layout.peers for layout in layouts if layout is not None]
+    return Writers(next((one for one in peers if one is not None), None))
 
 
 def _only_function(obj: object) -> Function | None:

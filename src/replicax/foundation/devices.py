@@ -42,6 +42,17 @@ _requested: contextvars.ContextVar[DeviceSpec | None] = contextvars.ContextVar(
 )
 
 
+class _Task:
+    # The task of this process, in the names of its devices; set when it joins a group.
+    job = "localhost"
+    index = 0
+
+
+def set_task(job: str, index: int) -> None:
+    """Sets the task in the names of the devices of this process."""
+    _Task.job, _Task.index = job, index
+
+
 @dataclasses.dataclass(frozen=True)
 class DeviceSpec:
     """A parsed device name; absent parts are None."""
@@ -52,10 +63,18 @@ class DeviceSpec:
     kind: str | None = None
     index: int | None = None
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the name is one of a device of this process."""
+        if self.job in (None, "localhost"):
+            return True
+        return (self.job, self.task or 0) == (_Task.job, _Task.index)
+
     def __str__(self) -> str:
         """Returns the canonical name, with the parts of this process filled in."""
         return (
-            f"/job:{self.job or 'localhost'}/replica:{self.replica or 0}/task:{self.task or 0}"
+            f"/job:{self.job or _Task.job}/replica:{self.replica or 0}"
+            f"/task:{_Task.index if self.task is None else self.task}"
             f"/device:{self.kind or 'CPU'}:{self.index or 0}"
         )
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import hashlib
+import importlib
+import re
+import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 
         id: int
         platform: str
+        process_index: int
 
 else:
     Device = jax.Device
@@ -340,6 +346,33 @@ def _names(axes: object) -> tuple[object, ...]:
     return axes if isinstance(axes, tuple) else (axes,)
 
 
+def fingerprint(jaxpr: Jaxpr) -> str:
+    """Returns a digest of a program that is equal in all processes that have traced the same.
+
+    Constants are not part of it: they are inputs of the compiled program.
+    """
+    # Functions in the parameters of operations are shown with their addresses.
+    text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# The key under which JAX's preemption service tells all processes when SIGTERM arrived.
+_PREEMPTION_KEY = "RECEIVED_PREEMPTION_NOTICE"
+
+
+def preemption_notice() -> str | None:
+    """Returns when a process of the group got SIGTERM, in the format of RFC 3339; None if none."""
+    # `multihost_utils.reached_preemption_sync_point` is the public way, but cannot be used; see
+    # Note [The common step] in checkpointing/preemption_sync.py.
+    state: Any = jax.distributed.initialize.__globals__["global_state"]
+    if state.client is None:
+        return None
+    try:
+        return str(state.client.key_value_try_get(_PREEMPTION_KEY))
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
 def has_callbacks(jaxpr: Jaxpr) -> bool:
     """Returns whether a program calls back into Python while it runs."""
     return any(
@@ -347,3 +380,107 @@ def has_callbacks(jaxpr: Jaxpr) -> bool:
         for inner in jaxprs_of(jaxpr)
         for eqn in inner.eqns
     )
+
+
+# Several processes.
+
+# JAX's own heartbeats would abort the process; the group has heartbeats that do not.
+_NO_HEARTBEAT_S = 10_000_000
+
+
+def is_backend_started() -> bool:
+    """Returns whether JAX has started its devices; then the process cannot join others."""
+    name = "jax_num_cpu_devices"
+    value: int = getattr(jax.config, name)
+    try:
+        # The only public trace of it: from then on, another value is rejected.
+        jax.config.update(name, value + 1)
+    except RuntimeError:
+        return True
+    jax.config.update(name, value)
+    return False
+
+
+def is_distributed_started() -> bool:
+    """Returns whether `jax.distributed` runs in this process."""
+    return jax.distributed.is_initialized()
+
+
+def start_distributed(
+    address: str, bind_address: str, count: int, index: int, host: str, seconds: int
+) -> None:
+    """Starts `jax.distributed` and the devices of this process.
+
+    Args:
+      address: The coordination service, as this process reaches it.
+      bind_address: Where process 0 starts the service.
+      count: The number of processes.
+      index: The index of this process.
+      host: The address at which other processes reach the collectives of this one. JAX would
+        publish what the name of this host resolves to.
+      seconds: The time to wait for the other processes.
+    """
+    native: Any = importlib.import_module("jaxlib._jax")
+    # By default, the end of the client waits for all others, and aborts the process if one is lost.
+    client = functools.partial(native.get_distributed_runtime_client, shutdown_on_destruction=False)
+    before = _swap_handler(None)
+    _swap_handler(before)
+    with _replaced(native, "get_distributed_runtime_client", client):
+        jax.distributed.initialize(
+            address,
+            count,
+            index,
+            cluster_detection_method="deactivate",
+            initialization_timeout=seconds,
+            heartbeat_timeout_seconds=_NO_HEARTBEAT_S,
+            coordinator_bind_address=bind_address,
+        )
+    # JAX has taken SIGTERM, as a notice that nothing may be waiting for.
+    _PreemptionSignal.handler = _swap_handler(before)
+    gloo = functools.partial(native.make_gloo_tcp_collectives, hostname=host)
+    with _replaced(native, "make_gloo_tcp_collectives", gloo):
+        jax.devices()
+
+
+class _PreemptionSignal:
+    # The handler of JAX for SIGTERM, as an address; None if `jax.distributed` does not run.
+    handler: int | None = None
+
+
+def watch_preemption_signal() -> None:
+    """Makes SIGTERM a notice of preemption; before, it ends the process as usual."""
+    if _PreemptionSignal.handler is not None:
+        _swap_handler(_PreemptionSignal.handler)
+
+
+def _swap_handler(address: int | None) -> int | None:
+    """Sets the handler of SIGTERM below Python's, and returns the one before; None is default."""
+    library = ctypes.CDLL(None)
+    library.signal.restype = ctypes.c_void_p
+    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    before: int | None = library.signal(signal.SIGTERM, address)
+    # A handler of Python runs when the main thread returns from a call of the system.
+    signal.siginterrupt(signal.SIGTERM, True)
+    return before
+
+
+def drop_distributed() -> None:
+    """Ends `jax.distributed` without the wait of `jax.distributed.shutdown` for the others."""
+    state: Any = jax.distributed.initialize.__globals__["global_state"]
+    manager, state.preemption_sync_manager = state.preemption_sync_manager, None
+    if manager is not None:
+        manager.shutdown()
+    for native in (state.client, state.service):
+        # Never destroyed: a client that polls a service that has ended aborts the process.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
+    state.client = state.service = None
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)

@@ -57,7 +57,10 @@ class RunOptions(NamedTuple):
 
 
 class CommunicationImplementation(enum.Enum):
-    """The preferred collective library; JAX selects the one that the devices support."""
+    """The preferred collectives: RING is XLA's own all-reduce, NCCL needs GPUs.
+
+    AUTO selects the fastest for the devices and for the size of the values.
+    """
 
     AUTO = "AUTO"
     RING = "RING"
@@ -70,7 +73,8 @@ class CommunicationOptions:
     Args:
       bytes_per_pack: Tensors are joined into packs of about this size; 0 lets the
         library choose.
-      timeout_seconds: Accepted for portability.
+      timeout_seconds: Of the options of a strategy: the time within which all workers must arrive
+        at a collective, or at a call that they make together.
       implementation: A `CommunicationImplementation`.
 
     >>> CommunicationOptions(bytes_per_pack=1 << 20).bytes_per_pack

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import overload
 
+from replicax.foundation import errors
+
 
 class Setting(str):
     """The name of an environment variable; its value is read on every call.
@@ -52,6 +54,9 @@ REPLICAX_KEYS = Setting("REPLICAX_KEYS")
 REPLICAX_TIMING = Setting("REPLICAX_TIMING")
 # "full" keeps the frames of the library in tracebacks.
 REPLICAX_TRACEBACK = Setting("REPLICAX_TRACEBACK")
+
+# Of Keras: which library computes.
+KERAS_BACKEND = Setting("KERAS_BACKEND")
 
 # Of this machine and of JAX.
 
@@ -114,3 +119,38 @@ def for_task(changes: Mapping[str, str], num_threads: int | None) -> dict[str, s
         flags = f"{found.get(XLA_FLAGS, '')} --xla_cpu_multi_thread_eigen=false"
         found[XLA_FLAGS] = flags.strip()
     return {**found, **changes}
+
+
+def for_group_task(changes: Mapping[str, str], num_devices: int, num_tasks: int) -> dict[str, str]:
+    """Returns the environment of one of several processes of a sync group on this machine.
+
+    Args:
+      changes: Further variables.
+      num_devices: The number of CPU devices of the process.
+      num_tasks: The number of processes, which share the cores.
+    """
+    # Threads for two programs: see `devices.set_virtual_cpu_devices`.
+    found = for_task({}, max(2 * num_devices, (os.cpu_count() or 1) // num_tasks))
+    # For programs that do not call `set_virtual_cpu_devices`.
+    found["JAX_NUM_CPU_DEVICES"] = str(num_devices)
+    # The cluster of this process is not that of its children.
+    found.pop(TF_CONFIG, None)
+    return {**found, **changes}
+
+
+def choose_keras_backend() -> None:
+    """Lets Keras, which is about to be imported, compute with JAX if nothing else was chosen."""
+    if not KERAS_BACKEND.is_set:
+        KERAS_BACKEND.write("jax")
+
+
+def wants_fast_timing() -> bool:
+    """Tells whether REPLICAX_TIMING selects the short timeouts for tests."""
+    name = REPLICAX_TIMING.read("")
+    if name in ("", "default", "fast"):
+        return name == "fast"
+    raise errors.InvalidArgumentError(
+        f"The environment variable {REPLICAX_TIMING} must be 'default' or 'fast'",
+        f"it is {name!r}",
+        "Correct it, or remove it.",
+    )

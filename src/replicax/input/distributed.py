@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,18 +13,22 @@ from typing_extensions import override
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
 from replicax.foundation import errors
+from replicax.foundation.peers import Peers
 from replicax.foundation.types import Tree
-from replicax.input import pipelines, splitting
-from replicax.input.input_context import InputOptions
+from replicax.input import agreement, pipelines, positions, splitting
+from replicax.input.dataset.plan import UNKNOWN_CARDINALITY
+from replicax.input.input_context import InputContext, InputOptions
 from replicax.input.iterators import DataIterator
 from replicax.input.rebatching import Share
-from replicax.input.sources import Source, unbatched
+from replicax.input.sharding import Sharding
+from replicax.input.sources import Source, Stream, unbatched
 from replicax.tracing.control_flow import reduce_elements
 from replicax.tracing.iterators import open_loop
 from replicax.tracing.signature import PerReplicaSpec, TensorSpec
 from replicax.values import printing
 from replicax.values.layout import ReplicaLayout
 
+_log = logging.getLogger(__name__)
 # The minimum size of the buffer. Python switches threads every 5 ms, in which a quick reader
 # fills several elements.
 _LEAST_AHEAD = 4
@@ -50,17 +55,19 @@ class DistributedDataset:
         layout: ReplicaLayout,
         sources: list[Source],
         options: InputOptions,
-        share: Share | None,
+        sharing: Sharding | InputContext,
     ) -> None:
         self._layout = layout
         self._sources = sources
         self._options = options
-        # How global batches are split; None if every replica gets whole batches.
-        self._share = share
+        # How global batches are shared; or the first input pipeline of this process, if every
+        # replica gets whole batches.
+        self._sharing = sharing
         self._spec: Tree = None
-        is_cut = share is not None and share.num_replicas * share.num_workers > 1
-        if is_cut and not sources[0].is_batched:
-            raise unbatched("this dataset has no `batch` step")
+        if isinstance(sharing, Sharding):
+            is_cut = sharing.share.num_replicas * sharing.share.num_workers > 1
+            if is_cut and not sources[0].is_batched:
+                raise unbatched("this dataset has no `batch` step")
 
     def __iter__(self) -> DistributedIterator:
         feed = open_loop(self)
@@ -82,8 +89,10 @@ class DistributedDataset:
         return self._spec
 
     def _find_spec(self) -> Tree:
-        count = self._layout.num_replicas
-        total = 1 if self._share is None else count * self._share.num_workers
+        count, total = self._layout.num_local, 1
+        if isinstance(self._sharing, Sharding):
+            total = count * self._sharing.share.num_workers
+        is_plain = count == 1 and not self._layout.spans_processes
 
         def spec(leaf: TensorSpec) -> TensorSpec | PerReplicaSpec:
             shape = leaf.shape
@@ -92,9 +101,22 @@ class DistributedDataset:
                 size = None if shape[0] % total else shape[0] // total
                 shape = (size, *shape[1:])
             own = TensorSpec(shape, _device_dtype(leaf.dtype))
-            return own if count == 1 else PerReplicaSpec((own,) * count)
+            return own if is_plain else PerReplicaSpec((own,) * count)
 
         return jax.tree.map(spec, self._sources[0].batch_spec())
+
+    def cardinality(self) -> int:
+        """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY.
+
+        >>> import replicax as rx
+        >>> strategy = rx.OneDeviceStrategy("CPU:0")
+        >>> data = strategy.experimental_distribute_dataset(rx.data.Dataset.range(5).batch(2))
+        >>> data.cardinality()
+        3
+        """
+        sharing = self._sharing
+        is_whole = isinstance(sharing, Sharding) and sharing.share.cuts_each_batch
+        return self._sources[0].num_batches if is_whole else UNKNOWN_CARDINALITY
 
     def reduce(self, initial_state: Tree, reduce_func: Callable[[Any, Any], Any]) -> Tree:
         """Calls `state = reduce_func(state, element)` for all elements.
@@ -118,18 +140,73 @@ class DistributedDataset:
     def open_pipeline(self, state: dict[str, Any] | None = None) -> pipelines.Pipeline:
         """Starts reading, at the first element or at a saved position."""
         options, layout = self._options, self._layout
-        splitter = self.splitter(options.fetches_to_device and not self.places_late)
-        if self._share is not None:
-            pipeline = pipelines.GlobalBatches(self._sources[0], splitter)
+        is_quick = all(source.is_quick for source in self._sources)
+        buffer_size = options.experimental_per_replica_buffer_size
+        depth = 0 if is_quick else max(layout.num_local, buffer_size, _LEAST_AHEAD)
+        to_device = options.fetches_to_device and not self.places_late
+        if isinstance(self._sharing, Sharding):
+            opened = self._open_batches(self._sharing, state, to_device)
         else:
-            pipeline = pipelines.ReplicaBatches(self._sources, layout, splitter)
+            opened = self._open_streams(self._sharing, state, to_device)
+        if layout.spans_processes:
+            return agreement.Lockstep(opened.pipeline, opened.splitter, layout, opened.facts, depth)
+        return pipelines.ReadAhead(opened.pipeline, depth) if depth else opened.pipeline
+
+    def _open_streams(
+        self, context: InputContext, state: dict[str, Any] | None, to_device: bool
+    ) -> _Opened:
+        """Opens the datasets of a function."""
+        splitter = self.splitter(to_device)
+        pipeline = pipelines.ReplicaBatches(
+            self._sources,
+            splitter,
+            self._layout.num_local,
+            context.input_pipeline_id,
+            context.num_input_pipelines,
+        )
         if state is not None:
             pipeline.set_state(state)
-        if all(source.is_quick for source in self._sources):
-            return pipeline
-        buffer_size = options.experimental_per_replica_buffer_size
-        depth = max(layout.num_replicas, buffer_size, _LEAST_AHEAD)
-        return pipelines.ReadAhead(pipeline, depth)
+        # The function may make another dataset for each worker.
+        facts = agreement.Facts("FUNCTION", "", UNKNOWN_CARDINALITY, state is not None)
+        return _Opened(pipeline, splitter, facts)
+
+    def _open_batches(
+        self, sharding: Sharding, state: dict[str, Any] | None, to_device: bool
+    ) -> _Opened:
+        """Opens a dataset of global batches."""
+        source = self._sources[0]
+        order = positions.order_of(state, source.name)
+        if order is not None:
+            opened = self._open_batches(sharding, None, to_device)
+            opened.pipeline.restart(order)
+            return opened
+        kind, count = sharding.policy.name, source.num_batches
+        share, labels, num_shards = sharding.share, positions.labels_of(sharding), 0
+        position: dict[str, Any] = {}
+        if state is not None:
+            position, share, labels, num_shards = positions.resumption(state, sharding)
+        if num_shards == 1:
+            stream: Stream = sharding.whole.open()
+        elif num_shards > 1:
+            _log.info("Resuming %d shards of files, all on each worker", num_shards)
+            shards = [sharding.shard(i, num_shards) for i in range(num_shards)]
+            stream = positions.ShardStreams([shard.open() for shard in shards])
+            count = UNKNOWN_CARDINALITY
+        else:
+            stream = source.open()
+        splitter = self.splitter(to_device, share)
+        if share.cuts_each_batch:
+            kind = "DATA"
+            pipeline: pipelines.LocalPipeline = pipelines.GlobalBatches(stream, splitter, labels)
+        else:
+            size = source.batch_size
+            pipeline = pipelines.OwnBatches(stream, splitter, share, size, labels)
+        if state is not None:
+            pipeline.set_state(position)
+            source.continue_after(position["stream"])
+        name = "" if kind == "OFF" else source.name
+        facts = agreement.Facts(kind, name, count, is_restored=state is not None)
+        return _Opened(pipeline, splitter, facts)
 
     @property
     def places_late(self) -> bool:
@@ -142,11 +219,19 @@ class DistributedDataset:
         is_quick = all(source.is_quick and source.is_fresh for source in self._sources)
         return is_one_cpu and is_quick and self._options.fetches_to_device
 
-    def splitter(self, to_device: bool) -> splitting.Splitter:
+    def splitter(self, to_device: bool, share: Share | None = None) -> splitting.Splitter:
         """Returns a splitter that places parts on devices, or keeps them on the host."""
         copies = not all(source.is_fresh for source in self._sources)
-        share = self._share or Share(self._layout.num_replicas)
-        return splitting.Splitter(self._layout, share, to_device, copies)
+        if share is None and isinstance(self._sharing, Sharding):
+            share = self._sharing.share
+        own = share or Share(self._layout.num_local)
+        kind = splitting.LocalSplitter if self._layout.spans_processes else splitting.Splitter
+        return kind(self._layout, own, to_device, copies)
+
+    @property
+    def peers(self) -> Peers | None:
+        """The workers that share the data; None if this process reads all of it."""
+        return self._layout.peers
 
     def __repr__(self) -> str:
         return f"<rx.DistributedDataset over {self.describe()}>"
@@ -155,6 +240,14 @@ class DistributedDataset:
         """Returns the number of replicas, and the spec of elements if it is known."""
         shown = printing.count(self._layout.num_replicas, "replica")
         return shown if self._spec is None else f"{shown}, elements of {self._spec}"
+
+
+class _Opened(NamedTuple):
+    """What this process reads, and what it tells other workers about it."""
+
+    pipeline: pipelines.LocalPipeline
+    splitter: splitting.Splitter
+    facts: agreement.Facts
 
 
 class DistributedIterator(DataIterator):
@@ -223,6 +316,19 @@ class DistributedIterator(DataIterator):
             self._returned = []
             self._pipeline = self._dataset.open_pipeline(state)
             self._is_initialized = True
+
+    @property
+    def peers(self) -> Peers | None:
+        """The workers that save and restore the position together; None if this one does alone."""
+        return self._dataset.peers
+
+    def set_worker_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Restores the positions of all workers, in their order, on any number of workers.
+
+        A checkpoint calls this if the number of workers has changed. See "Positions" in
+        docs/guides/datasets.md for what can be resumed; anything else raises.
+        """
+        self.set_state(dict(positions.merged(states)))
 
     @override
     def close(self) -> None:

@@ -6,18 +6,21 @@ import collections
 import logging
 import queue
 import threading
+import types
 import weakref
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from replicax.foundation import errors
 from replicax.foundation.types import Tree
-from replicax.input import splitting
+from replicax.input import positions, splitting
+from replicax.input.dataset.reading import DatasetIterator
+from replicax.input.rebatching import Share, sizes_of_step
 from replicax.input.sources import Source, Stream, close_stream
-from replicax.values.layout import ReplicaLayout
 
 _log = logging.getLogger(__name__)
 # The interval of log messages about a consumer that waits for data.
 _LOG_INTERVAL_S = 30.0
+_NO_LABELS: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Pipeline(Protocol):
@@ -30,64 +33,216 @@ class Pipeline(Protocol):
     def close(self) -> None: ...
 
 
-class GlobalBatches:
-    """Splits each global batch of one stream into parts for the replicas."""
-
-    def __init__(self, source: Source, splitter: splitting.Splitter) -> None:
-        self._stream: Stream = source.open()
-        self._splitter = splitter
-        self._steps: collections.deque[Tree] = collections.deque()
-        # The state of the stream before the current batch, and the number of its steps that
-        # were given.
-        self._before: Any = None
-        self._given = 0
-
-    def __next__(self) -> Tree:
-        while not self._steps:
-            # Needed only for batches that last for several steps.
-            before = self._stream.get_state() if self._splitter.has_many_steps else None
-            batch = next(self._stream)
-            self._steps.extend(self._splitter.steps(batch))
-            self._before, self._given = before, 0
-        self._given += 1
-        return self._steps.popleft()
-
-    def get_state(self) -> dict[str, Any]:
-        if self._steps:
-            return {"stream": self._before, "steps": self._given}
-        return {"stream": self._stream.get_state(), "steps": 0}
+class LocalPipeline(Pipeline, Protocol):
+    """Reads data in the thread of its caller."""
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a position that `get_state` returned."""
-        self._stream.set_state(state["stream"])
-        self._steps.clear()
-        for _ in range(state["steps"]):
-            next(self)
+        ...
+
+    @property
+    def order(self) -> dict[str, Any] | None:
+        """What decides the order of elements, for `restart`; None if it is not known."""
+        ...
+
+    def restart(self, order: dict[str, Any]) -> None:
+        """Starts at the first element again, in the order of another process."""
+        ...
+
+
+class _OneStream:
+    """Reads the batches of one stream."""
+
+    def __init__(self, stream: Stream, splitter: splitting.Splitter) -> None:
+        self._stream = stream
+        self._splitter = splitter
+
+    @property
+    def order(self) -> dict[str, Any] | None:
+        """What decides the order of batches; None for streams of other libraries."""
+        return self._stream.order if isinstance(self._stream, DatasetIterator) else None
+
+    def restart(self, order: dict[str, Any]) -> None:
+        """Starts at the first batch again, in the order of another process."""
+        assert isinstance(self._stream, DatasetIterator)
+        self._stream.restart(order)
 
     def close(self) -> None:
         close_stream(self._stream)
 
 
-class ReplicaBatches:
-    """Gives each replica a whole batch: from one stream in turn, or from its own stream."""
+class GlobalBatches(_OneStream):
+    """Splits each global batch of one stream, which all workers read, into parts for the replicas.
+
+    Args:
+      stream: The global batches.
+      splitter: Splits them.
+      labels: What the position says about the stream, next to its state.
+    """
 
     def __init__(
-        self, sources: list[Source], layout: ReplicaLayout, splitter: splitting.Splitter
+        self, stream: Stream, splitter: splitting.Splitter, labels: Mapping[str, Any] = _NO_LABELS
+    ) -> None:
+        super().__init__(stream, splitter)
+        self._labels = labels
+        # The rows of the next batch that were given before the position was restored.
+        self._given = 0
+
+    def __next__(self) -> Tree:
+        batch = next(self._stream)
+        while self._given:
+            rest = splitting.remaining_rows(batch, self._given)
+            self._given = 0
+            batch = next(self._stream) if rest is None else rest
+        return self._splitter.split(batch)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"stream": self._stream.get_state(), "rows": self._given, **self._labels}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores a position that `get_state` returned."""
+        self._stream.set_state(state["stream"])
+        # Positions that older versions saved are at the start of a batch.
+        self._given = state.get("rows", 0)
+
+
+class OwnBatches(_OneStream):
+    """Cuts the rows of a stream that only this worker reads into its parts of global batches.
+
+    All workers together take one global batch in each step. Rows of a smaller batch at the end of
+    a pass are joined with those of the next pass.
+
+    Args:
+      stream: The batches.
+      splitter: Places the parts.
+      share: The share of this worker.
+      batch_size: The rows of a global batch; None if batches have no common size: then each batch
+        lasts for as many steps as there are workers.
+      labels: What the position says about the stream.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        splitter: splitting.Splitter,
+        share: Share,
+        batch_size: int | None,
+        labels: Mapping[str, Any],
+    ) -> None:
+        super().__init__(stream, splitter)
+        self._share = share
+        self._batch_size = batch_size
+        self._labels = labels
+        # The batches with rows that were not given, each with the state of the stream before it.
+        self._batches: collections.deque[tuple[Tree, int, Any]] = collections.deque()
+        # The rows of the first of them that were given.
+        self._given = 0
+        # How many of those were given by another number of workers or replicas.
+        self._skipped = 0
+        self._phase = 0
+
+    def __next__(self) -> Tree:
+        is_new = self._phase == 0 or bool(self._batch_size)
+        if not self._batches and (not is_new or not self._read()):
+            raise StopIteration
+        size = self._batch_size or self._batches[0][1] - self._skipped
+        sizes = sizes_of_step(size, self._share, self._phase)
+        while self._batch_size and self._num_rows < sum(sizes) and self._read():
+            pass
+        parts = [self._take(rows) for rows in sizes]
+        self._phase = (self._phase + 1) % self._share.num_workers
+        is_used = not self._num_rows if self._batch_size else self._phase == 0
+        if is_used:
+            self._forget()
+        return self._splitter.join(parts)
+
+    def _forget(self) -> None:
+        self._batches.clear()
+        self._given = self._skipped = 0
+
+    @property
+    def _num_rows(self) -> int:
+        return sum(rows for _, rows, _ in self._batches) - self._given
+
+    def _read(self) -> bool:
+        """Reads one more batch; returns False at the end of the data."""
+        num_rows = 0
+        while not num_rows:
+            before = self._stream.get_state()
+            try:
+                batch = next(self._stream)
+            except StopIteration:
+                return False
+            num_rows = splitting.rows_of(batch)
+            self._batches.append((batch, num_rows, before))
+        return True
+
+    def _take(self, count: int) -> Tree:
+        """Returns the next rows, fewer if the data ends."""
+        pieces: list[Tree] = []
+        while True:
+            batch, rows, _ = self._batches[0]
+            start = self._given
+            stop = min(rows, start + count)
+            count -= stop - start
+            self._given = stop
+            if stop > start or (not pieces and (not count or len(self._batches) == 1)):
+                pieces.append(splitting.rows_between(batch, start, stop))
+            if not count or len(self._batches) == 1:
+                return splitting.concatenated(pieces)
+            self._batches.popleft()
+            self._given = 0
+
+    def get_state(self) -> dict[str, Any]:
+        state = self._batches[0][2] if self._batches else self._stream.get_state()
+        return {"stream": state, "rows": self._given, "phase": self._phase, **self._labels}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores a position that `get_state` returned."""
+        self._stream.set_state(state["stream"])
+        self._forget()
+        self._phase = state["phase"]
+        if (state["rows"] or self._phase) and self._read():
+            self._given = state["rows"]
+            self._skipped = 0 if self._phase else self._given
+            if not self._num_rows and (self._batch_size or not self._phase):
+                self._forget()
+
+
+class ReplicaBatches:
+    """Gives each local replica a whole batch: from one stream in turn, or from its own stream.
+
+    Args:
+      sources: The datasets of this process.
+      splitter: Places batches.
+      num_replicas: The number of local replicas.
+      first: The number of the first dataset, among those of all processes.
+      total: The number of datasets of all processes.
+    """
+
+    def __init__(
+        self,
+        sources: list[Source],
+        splitter: splitting.Splitter,
+        num_replicas: int,
+        first: int = 0,
+        total: int | None = None,
     ) -> None:
         self._streams = [source.open() for source in sources]
-        self._layout = layout
         self._splitter = splitter
+        self._num_replicas = num_replicas
+        self._first = first
+        self._total = len(sources) if total is None else total
         self._ended = [False] * len(self._streams)
 
     def __next__(self) -> Tree:
-        batches = [self._batch_for(i) for i in range(self._layout.num_replicas)]
+        batches = [self._batch_for(i) for i in range(self._num_replicas)]
         given = [b for b in batches if b is not None]
         if not given:
             raise StopIteration
         if len(given) < len(batches):
             batches = self._filled(batches, given[0])
-        placed = [self._splitter.place(batch, i) for i, batch in enumerate(batches)]
-        return splitting.joined(placed, self._layout)
+        return self._splitter.join(batches)
 
     def _batch_for(self, replica_id: int) -> Tree:
         i = replica_id % len(self._streams)
@@ -102,30 +257,32 @@ class ReplicaBatches:
     def _filled(self, batches: list[Tree], example: Tree) -> list[Tree]:
         """Replaces missing batches by batches without rows."""
         empty = splitting.empty_like(example)
-        if empty is None and self._layout.num_replicas > 1:
-            raise errors.InvalidArgumentError(
-                f"The last step needs an element for each of the {len(batches)} replicas, or "
-                "elements that can be empty",
-                f"there are {sum(b is not None for b in batches)}, without a batch dimension",
-                "Batch the dataset, or make its length a multiple of the replicas.",
-            )
+        if empty is None:
+            raise splitting.no_empty_elements(len(batches), sum(b is not None for b in batches))
         return [empty if b is None else b for b in batches]
 
     def get_state(self) -> dict[str, Any]:
-        return {"streams": [s.get_state() for s in self._streams], "ended": list(self._ended)}
+        streams = [stream.get_state() for stream in self._streams]
+        state: dict[str, Any] = {"streams": streams, "ended": list(self._ended)}
+        if self._total > len(streams):
+            state |= {"first": self._first, "total": self._total}
+        return state
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores a position that `get_state` returned."""
-        if len(state["streams"]) != len(self._streams):
-            raise errors.InvalidArgumentError(
-                f"The position must be from {len(self._streams)} input pipelines",
-                f"it is from {len(state['streams'])}",
-                "Restore it with the number of replicas that it was saved with, or save without "
-                "PER_REPLICA.",
-            )
-        for stream, own in zip(self._streams, state["streams"], strict=True):
-            stream.set_state(own)
-        self._ended = list(state["ended"])
+        """Restores a position that `get_state` returned, or those of all processes merged."""
+        own = positions.streams_of(state, self._first, len(self._streams), self._total)
+        for stream, position in zip(self._streams, own["streams"], strict=True):
+            stream.set_state(position)
+        self._ended = list(own["ended"])
+
+    @property
+    def order(self) -> None:
+        """None: each process may read its datasets in an order of its own."""
+        return None
+
+    def restart(self, order: dict[str, Any]) -> None:
+        """Is not called: there is no common order."""
+        raise NotImplementedError(order)
 
     def close(self) -> None:
         for stream in self._streams:
@@ -151,6 +308,11 @@ class ReadAhead:
 
     def get_state(self) -> Any:
         return self._state
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next element, or the end, is there without waiting."""
+        return self._buffer.is_filled
 
 
 class _Buffer:
@@ -190,6 +352,11 @@ class _Buffer:
             self._room.release()
             return item
         raise StopIteration
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether `take` would not wait."""
+        return not self._items.empty()
 
     def stop(self) -> None:
         """Makes the producer stop."""

@@ -67,6 +67,32 @@ def steps_of_batch(size: int, share: Share) -> list[list[Rows]]:
     return [rows[i : i + replicas] for i in range(0, len(rows), replicas)]
 
 
+def rows_of_all_replicas(size: int, share: Share) -> list[int]:
+    """Returns the number of rows of each replica of all workers, if they cut the same batch.
+
+    >>> rows_of_all_replicas(5, Share(num_replicas=2, num_workers=2))
+    [2, 1, 1, 1]
+    """
+    workers = [share._replace(worker=worker) for worker in range(share.num_workers)]
+    parts = [part for own in workers for part in steps_of_batch(size, own)[0]]
+    return [stop - start for start, stop in parts]
+
+
+def sizes_of_step(size: int, share: Share, phase: int) -> list[int]:
+    """Returns the rows of each local replica, in a worker's own stream of batches.
+
+    Args:
+      size: The rows of a batch.
+      share: The share of the worker.
+      phase: The number of steps that the batch was used for.
+
+    >>> share = Share(num_replicas=2, num_workers=2, worker=1, cuts_each_batch=False)
+    >>> sizes_of_step(7, share, 0), sizes_of_step(7, share, 1)
+    ([2, 1], [2, 2])
+    """
+    return [stop - start for start, stop in steps_of_batch(size, share)[phase]]
+
+
 def _bounds(sizes: list[int]) -> list[Rows]:
     ends = list(itertools.accumulate(sizes))
     return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 from replicax.foundation import errors
 from replicax.foundation.types import Tree
 from replicax.input.dataset.dataset import Dataset
 from replicax.input.dataset.options import AutoShardPolicy
+from replicax.input.dataset.plan import UNKNOWN_CARDINALITY
 from replicax.tracing.signature import TensorSpec
 from replicax.values.regroup import sequence_like
 
@@ -51,9 +53,28 @@ class Source(abc.ABC):
     drops_remainder = False
     policy = AutoShardPolicy.AUTO
 
+    @property
+    def name(self) -> str:
+        """What the dataset is, for comparison with that of other workers."""
+        return type(self).__name__
+
+    @property
+    def num_batches(self) -> int:
+        """The number of batches, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
+        return UNKNOWN_CARDINALITY
+
+    @property
+    def batch_size(self) -> int | None:
+        """The rows of all batches but the last of a pass; None if it is not known."""
+        return None
+
     @abc.abstractmethod
     def open(self) -> Stream:
         """Returns a stream at the first batch."""
+
+    def continue_after(self, state: object) -> None:
+        """Makes the next iteration the one after that of a restored stream."""
+        del state  # Only epochs of `rx.data` are numbered.
 
     def batch_spec(self) -> Tree:
         """Returns the spec of batches; the number of rows is None unless all have the same."""
@@ -89,8 +110,31 @@ class BuilderSource(Source):
         self.drops_remainder = dataset.drops_remainder
         self.policy = dataset.auto_shard_policy
 
+    @property
+    @override
+    def name(self) -> str:
+        return self.dataset.name
+
+    @property
+    @override
+    def num_batches(self) -> int:
+        return self.dataset.cardinality()
+
+    @property
+    @override
+    def batch_size(self) -> int | None:
+        return self.dataset.batch_size
+
+    @override
     def open(self) -> Stream:
         return iter(self.dataset)
+
+    @override
+    def continue_after(self, state: object) -> None:
+        if isinstance(state, dict):
+            shards = state.get("shards")
+            own = shards[0]["stream"] if shards else state
+            self.dataset.continue_after(own["epoch"])
 
     def batch_spec(self) -> Tree:
         # Opening an iterator would count as an epoch, and change the next shuffle.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from replicax.foundation import errors
 from replicax.protocol import messages, tasks
 from replicax.protocol.tasks import Role, Task
@@ -46,13 +48,35 @@ ALLOWED: dict[tuple[Role, Role], frozenset[type[messages.Body]]] = {
     ),
 }
 
+# The requests that the host of a group accepts from each role. A worker of a parameter-server
+# cluster accepts none of them.
+ALLOWED_IN_GROUP: dict[Role, frozenset[type[messages.Body]]] = {
+    "worker": frozenset(
+        {
+            messages.Hello,
+            messages.JoinGroup,
+            messages.Contribute,
+            messages.GroupBeat,
+            messages.GroupNotice,
+            messages.CoordinationBytes,
+            messages.Stacks,
+        }
+    ),
+}
+
 
 def requests_to(task: Task) -> dict[Role, frozenset[type[messages.Body]]]:
     """Returns the requests that a task accepts, by the role of the peer."""
     return {sender: types for (sender, to), types in ALLOWED.items() if to == task.job}
 
 
-def check(hello: messages.Hello, role: Role, task: Task, library: str) -> None:
+def check(
+    hello: messages.Hello,
+    role: Role,
+    task: Task,
+    library: str,
+    accepted: Mapping[Role, frozenset[type[messages.Body]]] | None = None,
+) -> None:
     """Raises if a task must not accept a peer.
 
     Args:
@@ -60,6 +84,7 @@ def check(hello: messages.Hello, role: Role, task: Task, library: str) -> None:
       role: The role of its key; without keys, the role that it claims.
       task: The task that it connects to.
       library: The version of this library.
+      accepted: The requests that the task accepts, by role; those of its role by default.
 
     Raises:
       ProtocolError: The peer has another version of Python, replicax or the protocol.
@@ -82,7 +107,7 @@ def check(hello: messages.Hello, role: Role, task: Task, library: str) -> None:
             f"{theirs[1]}, replicax {hello.library}"[:200],
             "Install the same versions everywhere.",
         )
-    accepted = requests_to(task)
+    accepted = requests_to(task) if accepted is None else accepted
     if hello.role != role or role not in accepted:
         raise errors.PermissionDeniedError(
             f"{task} accepts connections of {' and '.join(sorted(accepted))}",

@@ -13,7 +13,7 @@ import msgspec
 from replicax.protocol.tasks import Role
 
 # Increased whenever a message changes; both sides must have the same version.
-VERSION = 4
+VERSION = 5
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -611,6 +611,109 @@ class ResourceCreated(Body, frozen=True):
     error: RemoteError | None
 
 
+# Groups: workers that run one program in lock step. Index 0 hosts the service of the group.
+
+
+class JoinGroup(Body, frozen=True):
+    """A worker reports for the roll call; the reply, `GroupFormed`, comes when all have.
+
+    Attributes:
+      index: Its index in the group.
+      cluster: A digest of the tasks of the group and of their addresses.
+      versions: The versions of its packages, by name.
+      process: Its host and process id, for messages.
+    """
+
+    index: int
+    cluster: str
+    versions: dict[str, str]
+    process: str
+
+
+class GroupFormed(Body, frozen=True):
+    """The reply to `JoinGroup`: all tasks of the group have reported, or cannot form a group.
+
+    Attributes:
+      error: Why they cannot; None if they have.
+      may_retry: Whether the task may report again: the host has not started a new group yet.
+    """
+
+    error: ErrorReply | None = None
+    may_retry: bool = False
+
+
+class Contribute(Body, frozen=True):
+    """A worker makes a call that all workers make. Buffers: its value.
+
+    Attributes:
+      name: The name of the call.
+      number: The number of earlier calls of this name.
+      is_main: Whether the main thread waits for the reply.
+      position: The number of programs that the worker has dispatched before.
+      detail: What the call is about, for messages.
+    """
+
+    name: str
+    number: int
+    is_main: bool = False
+    position: int = 0
+    detail: str = ""
+
+
+class Contributions(Body, frozen=True):
+    """The reply to `Contribute`. Buffers: the values of all workers, by index.
+
+    Attributes:
+      number: A number of the call, the same for all workers.
+      error: Why the call has failed, without values; None if it has not.
+    """
+
+    number: int
+    error: ErrorReply | None = None
+
+
+class GroupBeat(Body, frozen=True):
+    """A heartbeat of a worker; the reply is `Done`.
+
+    Attributes:
+      activity: What its main thread does, for messages.
+      position: The number of programs that it dispatched before `programs`.
+      programs: The numbers of the programs that it has dispatched since.
+    """
+
+    activity: str
+    position: int
+    programs: list[int]
+
+
+class GroupNotice(Body, frozen=True):
+    """The host informs a worker, or a worker its host.
+
+    Attributes:
+      kind: "waiting" for tasks that have not reported, "lost" for a task of the group that has
+        ended or does not answer, "differs" for workers that run different programs, and "leaving"
+        for a worker that ends.
+      index: The index of the task in question; -1 without.
+      error: The error to raise.
+    """
+
+    kind: Literal["waiting", "lost", "differs", "leaving"]
+    index: int
+    error: ErrorReply
+
+
+class CoordinationBytes(Body, frozen=True):
+    """Bytes of a connection to the coordination service of JAX, in one buffer; none at its end.
+
+    Attributes:
+      connection: The number of the connection, of one worker.
+      number: The number of earlier messages of the connection in this direction.
+    """
+
+    connection: int
+    number: int
+
+
 _OfConnections = (
     Hello | Welcome | ErrorReply | Done | Attach | Detach | Ping | Pong | GetStacks | Stacks
 )
@@ -621,7 +724,18 @@ _OfTraining = Exchange | Exchanged | FlushGradients
 _OfWorkers = (
     ShipFunction | Run | CreateResource | DropResources | Cancel | Finished | ResourceCreated
 )
-AnyBody = _OfConnections | _OfMirrors | _OfServers | _OfCheckpoints | _OfTraining | _OfWorkers
+_OfGroups = (
+    JoinGroup
+    | GroupFormed
+    | Contribute
+    | Contributions
+    | GroupBeat
+    | GroupNotice
+    | CoordinationBytes
+)
+AnyBody = (
+    _OfConnections | _OfMirrors | _OfServers | _OfCheckpoints | _OfTraining | _OfWorkers | _OfGroups
+)
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):

@@ -29,7 +29,8 @@ def save(obj: object, export_dir: str | os.PathLike[str], signatures: object = N
     replica, and saved as portable programs. Sizes that are None stay open; on axis 0 they
     are the batch, and equal for all arguments. Each variable is one array: the common value
     of mirrored copies, the combined value of ON_READ copies. An existing saved model is
-    replaced in one step, when the new one is complete.
+    replaced in one step, when the new one is complete. Of a strategy over several workers, all
+    workers call this; the chief writes, in the directory that it was given.
 
     Args:
       obj: An `rx.Module`, another object with attributes, or a dict.

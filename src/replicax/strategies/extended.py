@@ -101,8 +101,8 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The device of each replica."""
-        return tuple(devices.name_of(d) for d in self._require_layout().devices)
+        """The device of each replica of this process."""
+        return tuple(devices.name_of(d) for d in self._require_layout().local_devices)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -115,6 +115,26 @@ class StrategyExtended:
     def experimental_require_static_shapes(self) -> bool:
         """Whether replica code must know all shapes; eager replica code need not."""
         return False
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether each process runs the program for its own replicas."""
+        return False
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this process initializes variables."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process writes checkpoints."""
+        return True
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries."""
+        return True
 
     def _require_own_cross_replica(self, api: str, instead: str = "") -> None:
         """Raises in replica code, and under another strategy."""
@@ -152,7 +172,7 @@ class StrategyExtended:
         arguments = (tuple(args), dict(kwargs or {}))
         for leaf in leaves_of(arguments):
             if isinstance(leaf, PerReplica):
-                leaf.require_components(self.num_replicas_in_sync)
+                leaf.require_replicas(self._require_layout())
         return self._call_for_each_replica(fn, *arguments)
 
     def _call_for_each_replica(
@@ -175,9 +195,10 @@ class StrategyExtended:
 
     def values_from_function(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
         """Calls `value_fn` for each replica and wraps the results, leaf by leaf."""
-        count = self.num_replicas_in_sync
-        values = [value_fn(ValueContext(i, count)) for i in range(count)]
-        return wrap_all(values, self.layout)
+        layout = self._require_layout()
+        count, first = layout.num_replicas, layout.first_local
+        values = [value_fn(ValueContext(first + i, count)) for i in range(layout.num_local)]
+        return wrap_all(values, layout)
 
     def value_container(self, value: object) -> Any:
         """Returns the distributed value or variable that a component belongs to."""

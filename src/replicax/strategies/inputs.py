@@ -17,13 +17,16 @@ class Inputs:
     """Distributes datasets over the replicas of this process.
 
     Args:
-      layout: The replicas of this process.
-      context: The input pipeline of this process; by default the only one.
+      layout: The replicas, of all processes if there are several.
+      context: The input pipeline of this process; by default one of those of the layout's
+        processes.
     """
 
     def __init__(self, layout: ReplicaLayout, context: InputContext | None = None) -> None:
         self._layout = layout
-        self.context = context or InputContext(num_replicas_in_sync=layout.num_replicas)
+        peers = layout.peers
+        count, index = (1, 0) if peers is None else (peers.count, peers.index)
+        self.context = context or InputContext(count, index, layout.num_replicas)
 
     def distribute(self, dataset: object, options: InputOptions | None) -> DistributedDataset:
         """Cuts the global batches of a dataset into one part per replica."""

@@ -106,12 +106,13 @@ def resolve_worker_devices(names: Sequence[str | Device] | None) -> tuple[Device
     tasks = {
         (spec.job, spec.task)
         for spec in (devices.parse(n) for n in names if isinstance(n, str))
-        if spec.job not in (None, "localhost")
+        if not spec.is_local
     }
     if tasks:
         raise errors.InvalidArgumentError(
             "MirroredStrategy needs devices of this machine",
             f"{list(names)} names devices of other tasks",
-            "Name local devices; for several machines use rx.ParameterServerStrategy.",
+            "Name local devices; for several machines use "
+            "rx.MultiWorkerMirroredStrategy or rx.ParameterServerStrategy.",
         )
     return devices.resolve_all(names)

@@ -13,7 +13,7 @@ from replicax.foundation import devices, errors, jax_compat
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import VariableSynchronization
 from replicax.values.layout import ReplicaLayout
-from replicax.variables import creators
+from replicax.variables import common_values, creators
 from replicax.variables.plain import adopt, create_plain
 from replicax.variables.replicated import MirroredVariable, SyncOnReadVariable
 from replicax.variables.variable import Variable
@@ -92,7 +92,7 @@ class CopyPerReplica(Placement):
         layout = owner.layout
         assert layout is not None
         targets = kwargs.pop("colocate_with", None)
-        if targets is not None and tuple(targets) != layout.devices:
+        if targets is not None and tuple(targets) != layout.local_devices:
             return create_plain(owner, targets[0], is_aggregating=True, **kwargs)
         return replicated_by(next_creator, owner, layout, kwargs)
 
@@ -121,7 +121,7 @@ def replicated_by(
     name = kwargs.get("name") or "Variable"
     first: jax.Array | None = None
     parts: list[Variable] = []
-    for i, device in enumerate(layout.devices):
+    for i, device in enumerate(layout.local_devices):
         own = dict(kwargs, name=name if i == 0 else f"{name}/replica_{i}")
         if i > 0:
             own["initial_value"] = first
@@ -164,4 +164,6 @@ def create_replicated(owner: StrategyHooks, layout: ReplicaLayout, **kwargs: Any
     else:
         with jax_compat.eagerly():
             variable.initialize(initial)
+        if layout.spans_processes:
+            common_values.make_common(variable)
     return variable

@@ -50,7 +50,7 @@ class Reductions:
     ) -> list[Tree]:
         """Combines several values; returns one result per value, on its targets."""
         self._note_layout()
-        found = [_as_distributed(value) for value in values]
+        found = [self._with_layout(_as_distributed(value)) for value in values]
         return self.ops.reduce_values(op, found, targets, self._count, options)
 
     def reduce_along(
@@ -60,18 +60,45 @@ class Reductions:
         if axis is None:
             return self.reduce(op, [value], [(device,)])[0]
         self._note_layout()
-        sums, divisor = _sum_along(op, _as_distributed(value), axis, self._count)
-        total = self.ops.reduce_values(ReduceOp.SUM, [sums], [(device,)], self._count)[0]
-        return total if divisor is None else total / divisor
+        found = self._with_layout(_as_distributed(value))
+        axes = _resolve_axes(axis)
+        if not isinstance(found, PerReplica):
+            combined = _combine_along(op, found, axes)
+            return self.ops.reduce_values(op, [combined], [(device,)], self._count)[0]
+        sums, sizes = _sum_along(op, found, axes, self._count)
+        if op is ReduceOp.SUM:
+            return self.ops.reduce_values(ReduceOp.SUM, [sums], [(device,)], self._count)[0]
+        if len(sizes) == self._count:
+            total = self.ops.reduce_values(ReduceOp.SUM, [sums], [(device,)], self._count)[0]
+            return total / sum(sizes)
+        # Only the other processes know the sizes of their components.
+        counts = PerReplica([jnp.asarray(size) for size in sizes], sums.layout)
+        total, number = self.ops.reduce_values(
+            ReduceOp.SUM, [sums, counts], [(device,)] * 2, self._count
+        )
+        return total / number
 
     def gather(self, value: object, axis: int, device: Device) -> Tree:
         """Concatenates the components of a value along an axis, on one device."""
         self._note_layout()
-        return self.ops.gather_values(_as_distributed(value), axis, device, self._count)
+        found = self._with_layout(_as_distributed(value))
+        return self.ops.gather_values(found, axis, device, self._count)
 
     def broadcast(self, value: object, targets: Sequence[Device]) -> Tree:
         """Copies a value to devices."""
         return self.ops.broadcast_value(value, targets)
+
+    def _with_layout(self, value: object) -> object:
+        """Returns a value of no replicas as one of these, if other processes run some."""
+        layout = self._layout
+        if layout is None or not layout.spans_processes:
+            return value
+        if isinstance(value, PerReplica) and value.layout is None:
+            return PerReplica(value.values, layout)
+        if isinstance(value, bool | int | float | complex) and frames.current().overlay is None:
+            # Equal on the local replicas; other processes may have another number.
+            return PerReplica((value,) * layout.num_local, layout)
+        return value
 
     def _note_layout(self) -> None:
         """Adds the replicas to the layout of the function that is being compiled, if any."""
@@ -84,35 +111,41 @@ def _as_distributed(value: object) -> object:
     """Returns a variable as a value: per replica, if its copies differ."""
     if not isinstance(value, Variable):
         return value
-    copies = value.components
-    if len(copies) > 1 and value.is_per_replica:
-        return PerReplica([copy.read_value() for copy in copies], value.layout)
+    layout = value.layout
+    if value.is_per_replica and layout is not None and layout.num_replicas > 1:
+        return PerReplica([copy.read_value() for copy in value.components], layout)
     return value.read_value()
 
 
+def _combine_along(op: ReduceOp, value: object, axes: tuple[int, ...]) -> jax.Array:
+    """Sums or averages a value along dimensions that is equal on all replicas."""
+    first = value.values[0] if isinstance(value, Mirrored) else value
+    array = in_replica.summable(op, jnp.asarray(require_number(first)))
+    kept = _checked_axes(axes, array.ndim)
+    total = jnp.sum(array, axis=kept)
+    if op is ReduceOp.SUM:
+        return total
+    return total / math.prod(array.shape[a] for a in kept)
+
+
 def _sum_along(
-    op: ReduceOp, value: object, axis: int | Sequence[int], count: int
-) -> tuple[PerReplica, int | None]:
-    """Sums inside each replica along `axis`.
+    op: ReduceOp, value: PerReplica, axes: tuple[int, ...], count: int
+) -> tuple[PerReplica, list[int]]:
+    """Sums inside each replica along dimensions.
 
     Returns:
-      The sum of each replica, and the number to divide their total by (None for SUM).
+      The sum of each replica, and how many elements it was made of; for eager code of several
+      processes, of local replicas only.
     """
-    if not isinstance(value, PerReplica):
-        first = value.values[0] if isinstance(value, Mirrored) else value
-        value = PerReplica((jnp.asarray(require_number(first)),) * count)
     value.require_numbers(count)
-    axes = _resolve_axes(axis)
     shapes = _component_shapes(value)
     normal = [_checked_axes(axes, len(shape)) for shape in shapes]
     sums = _map_components(
         lambda x: jnp.sum(in_replica.summable(op, x), axis=_checked_axes(axes, jnp.ndim(x))), value
     )
-    if op is ReduceOp.SUM:
-        return sums, None
-    return sums, sum(
+    return sums, [
         math.prod(shape[a] for a in kept) for shape, kept in zip(shapes, normal, strict=True)
-    )
+    ]
 
 
 def _map_components(fn: Callable[[jax.Array], jax.Array], value: PerReplica) -> PerReplica:

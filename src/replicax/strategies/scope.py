@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from replicax.contexts import frames, guards
 from replicax.contexts.frames import Frame, Mode
-from replicax.foundation import devices, errors
+from replicax.foundation import devices, errors, gate
 from replicax.foundation.jax_compat import Device
 from replicax.variables import creators
 
@@ -48,7 +48,7 @@ class Scope(Generic[_S]):
         frames.push(frame)
         return self._strategy
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         if not self._opened():
             raise errors.ContextError(
                 "A scope must be entered before it is left",
@@ -63,6 +63,9 @@ class Scope(Generic[_S]):
         frames.pop(opened.frame)
         self._opened().pop()
         creators.set_creator_stack(opened.before)
+        if exception[0] is None and not frames.current().is_scope:
+            # Variables of several workers get their common values here, all at once.
+            gate.settle()
 
     def __repr__(self) -> str:
         return f"<scope of {self._strategy!r}>"

@@ -1,4 +1,4 @@
-"""TPUStrategy: mirrored training over the TPU cores of this machine."""
+"""TPUStrategy: mirrored training over the TPU cores of this host, or of several."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.typing import ArrayLike
 
+from replicax.cluster_resolver import ClusterResolver
 from replicax.foundation import devices, errors
 from replicax.foundation.jax_compat import Device
+from replicax.foundation.options import CommunicationOptions
 from replicax.strategies.base import Strategy
-from replicax.strategies.mirrored import MirroredExtended, resolve_worker_devices
-from replicax.strategies.placement import CopyPerReplica
+from replicax.strategies.mirrored import resolve_worker_devices
+from replicax.strategies.multi_worker import MultiWorkerExtended, layout_of_hosts
 from replicax.values.layout import ReplicaLayout
 
 _T = TypeVar("_T")
@@ -24,8 +26,12 @@ _LOGICAL_DEVICES = 1
 class TPUStrategy(Strategy):
     """Trains in sync on TPU cores, one replica on each.
 
+    On a slice of several hosts, every host runs the same program; see
+    `rx.MultiWorkerMirroredStrategy`.
+
     Args:
-      tpu_cluster_resolver: Kept, and returned by `cluster_resolver`.
+      tpu_cluster_resolver: The hosts, and the index of this one; without it, or with a single
+        host, the replicas are on the cores of this host.
       experimental_device_assignment: The devices to use, if not all TPU cores.
       experimental_spmd_xla_partitioning: Accepted for portability; programs are always
         partitioned by XLA.
@@ -39,14 +45,19 @@ class TPUStrategy(Strategy):
     ) -> None:
         del experimental_spmd_xla_partitioning
         self._resolver = tpu_cluster_resolver
+        options = CommunicationOptions()
+        layout: ReplicaLayout | None = None
+        if isinstance(tpu_cluster_resolver, ClusterResolver):
+            # Before any device is used: several hosts start JAX together.
+            layout = layout_of_hosts(tpu_cluster_resolver, options)
         if experimental_device_assignment is not None:
             found = resolve_worker_devices(experimental_device_assignment)
         else:
             found = tuple(devices.devices_of_kind("TPU"))
         if not found:
             raise errors.InvalidArgumentError(*devices.missing("TPUStrategy", "TPU"))
-        layout = ReplicaLayout(found)
-        super().__init__(MirroredExtended(self, layout, placement=CopyPerReplica()))
+        layout = ReplicaLayout(found) if layout is None else layout.restricted_to(found)
+        super().__init__(MultiWorkerExtended(self, layout, options))
 
     @property
     def cluster_resolver(self) -> Any:

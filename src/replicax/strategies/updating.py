@@ -57,7 +57,7 @@ def update_variable(
         results: list[Tree] = []
         for i, component in enumerate(var.components):
             own_args, own_kwargs = select_mirrored(i, (args, kwargs))
-            with _updating(frame, i, layout.devices[i]):
+            with _updating(frame, i, layout.local_devices[i]):
                 results.append(fn(component, *own_args, **own_kwargs))
         return _merge_eager(results, layout, group)
 

@@ -13,17 +13,24 @@ with rx.testing.LocalCluster(workers=3, ps=2, timing="fast", proxied=("ps",)) as
     cluster.proxy("ps", 1).harm(drop_requests=0.1, duplicate_requests=0.1)
     ...
     assert cluster.proxy("ps", 1).landed["drop_requests"] > 0
+
+with rx.testing.LocalCluster(workers=2, ps=0) as cluster:
+    losses = cluster.run(train, args=(directory,))  # A program in lock step, one process each.
 """
 
+from replicax.launch.outcomes import Outcome as Outcome
 from replicax.testing.disks import fill as fill
 from replicax.testing.disks import small_disk as small_disk
 from replicax.testing.faults import Faults as Faults
 from replicax.testing.local_cluster import LocalCluster as LocalCluster
+from replicax.testing.lock_step import LaunchedProgram as LaunchedProgram
 from replicax.testing.proxy import Proxy as Proxy
 
 __all__ = [
     "Faults",
+    "LaunchedProgram",
     "LocalCluster",
+    "Outcome",
     "Proxy",
     "fill",
     "small_disk",

@@ -15,7 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from replicax.foundation import errors, settings
+from replicax.launch.group_supervisor import GroupSupervisor
+from replicax.launch.sync_group import SyncGroup
 from replicax.testing.child import Child
+from replicax.testing.namespaces import Namespaces
 from replicax.testing.proxy import Proxy
 from replicax.testing.supervisor import Supervisor
 from replicax.testing.throttle import Throttles
@@ -48,6 +51,12 @@ class Plan:
     proxied: tuple[str, ...]
     restarts: bool
     seed: int
+    namespaces: bool = False
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether the tasks form sync groups: there is no parameter server."""
+        return not self.counts["ps"]
 
 
 class ProcessGroup:
@@ -59,7 +68,10 @@ class ProcessGroup:
       proxies: The proxies in front of them.
       throttles: The throttled processes.
       keys_directory: The keys, with "tcp".
+      namespaces: The network namespaces of the tasks, if they have any.
       snapshots_directory: The directory of the servers' snapshots; None if there are none.
+      sync_group: The last run of a program by a sync group.
+      group_supervisor: What restarts it, if anything does.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -70,13 +82,21 @@ class ProcessGroup:
         self.proxies: dict[tuple[str, int], Proxy] = {}
         self.throttles = Throttles()
         self.keys_directory: Path | None = None
+        self.namespaces: Namespaces | None = None
         self.snapshots_directory: Path | None = None
+        self.sync_group: SyncGroup | None = None
+        self.group_supervisor: GroupSupervisor | None = None
         self._supervisor: Supervisor | None = None
         # The kernel kills a child when the thread that started it exits. This thread exists as long
         # as the cluster.
         self._launcher = concurrent.futures.ThreadPoolExecutor(1, "replicax-local-cluster")
         # Serializes starting and stopping by the caller and the supervisor.
         self.process_lock = threading.RLock()
+
+    @property
+    def logs(self) -> Path:
+        """The directory of the logs."""
+        return self._plan.log_directory or self.directory
 
     # Starting.
 
@@ -85,17 +105,24 @@ class ProcessGroup:
         plan = self._plan
         if plan.protocol == "tcp":
             self.keys_directory = keys.make(self.directory / "keys")
+        if plan.namespaces:
+            self.namespaces = Namespaces(sum(plan.counts.values()))
         if plan.snapshots:
             given = plan.snapshots
             self.snapshots_directory = (
                 given if isinstance(given, Path) else self.directory / "snapshots"
             )
             self.snapshots_directory.mkdir(parents=True, exist_ok=True)
-        logs = plan.log_directory or self.directory
-        logs.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        # The programs of a sync group start their own processes.
+        if not plan.is_sync:
+            self._start_serving(timeout)
+
+    def _start_serving(self, timeout: float) -> None:
+        plan = self._plan
         for job, count in plan.counts.items():
             for index in range(count):
-                child = Child(job, index, logs / f"{job}-{index}.log")
+                child = Child(job, index, self.logs / f"{job}-{index}.log")
                 is_tcp = plan.protocol == "tcp"
                 where = f"ipc://{self.directory}/{job[0]}{index}"
                 child.address = "127.0.0.1:0" if is_tcp else where
@@ -138,6 +165,13 @@ class ProcessGroup:
         with self.process_lock:
             self._launcher.submit(child.spawn, options, env).result(timeout=_START_SECONDS)
 
+    def end_sync_group(self) -> None:
+        """Ends the processes of a program, without another restart. Idempotent."""
+        if self.group_supervisor is not None:
+            self.group_supervisor.close()
+        if self.sync_group is not None:
+            self.sync_group.end()
+
     def expect_end(self, tasks: Iterable[tuple[str, int]]) -> None:
         """Announces to coordinators in this process that tasks are stopped on purpose."""
         for key in tasks:
@@ -160,6 +194,7 @@ class ProcessGroup:
         if os.getpid() != self._owner:
             # A fork of the owner.
             return
+        self.end_sync_group()
         self.expect_end(self.children)
         if self._supervisor is not None:
             self._supervisor.end()
@@ -179,6 +214,8 @@ class ProcessGroup:
         for child in children:
             child.kill(max(0.0, deadline - time.monotonic()))
         self._launcher.shutdown(wait=True)
+        if self.namespaces is not None:
+            self.namespaces.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 

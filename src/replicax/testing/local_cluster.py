@@ -14,19 +14,37 @@ from typing import Any, Literal, Self
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver import SimpleClusterResolver
 from replicax.foundation import errors, settings
-from replicax.testing import launching
+from replicax.foundation.types import Tree
+from replicax.launch.program import Program
+from replicax.launch.sync_group import tasks_of
+from replicax.launch.task_process import TaskProcess
+from replicax.testing import launching, lock_step
 from replicax.testing.child import Child
+from replicax.testing.lock_step import LaunchedProgram
+from replicax.testing.namespaces import Namespaces
 from replicax.testing.proxy import Proxy
 
 
 class LocalCluster:
-    """Starts workers and parameter servers as processes on this machine.
+    """Starts the tasks of a cluster as processes on this machine.
+
+    With parameter servers, the tasks serve a coordinator, which is this process:
 
         with rx.testing.LocalCluster(workers=3, ps=2) as cluster:
             strategy = rx.ParameterServerStrategy(cluster.resolver)
             ...
             cluster.kill("worker", 1)
             cluster.restart("worker", 1)
+
+    Without, every task runs the same program, in lock step with the others:
+
+        with rx.testing.LocalCluster(workers=2, ps=0) as cluster:
+            losses = cluster.run(train, args=(directory,))  # One process per worker.
+
+            training = cluster.launch(train, args=(directory,))
+            cluster.kill("worker", 1)
+            for outcome in training.wait(timeout=60):
+                print(outcome.text)
 
     The processes end with the block, and with this process however it ends. They use CPU devices
     unless `env` sets `JAX_PLATFORMS`, and communicate over sockets in a directory that only this
@@ -38,8 +56,8 @@ class LocalCluster:
 
     Args:
       workers: The number of workers.
-      ps: The number of parameter servers.
-      protocol: "ipc" or "tcp".
+      ps: The number of parameter servers; 0 for a cluster that runs programs in lock step.
+      protocol: "ipc" or "tcp". JAX itself always uses TCP on the loopback interface.
       timing: "fast" shortens the time after which tasks count as dead, for tests.
       env: Environment variables of the processes, in addition to those of this one.
       devices_per_worker: The CPU devices of each worker, for several replicas on each.
@@ -48,8 +66,15 @@ class LocalCluster:
       snapshot_every: The seconds between two snapshots.
       proxied: The jobs whose tasks are behind a `Proxy`, such as ("ps",), which injects faults into
         their connections. It is slower.
-      restarts: Whether processes that stop themselves are restarted.
+      restarts: Whether processes that stop themselves are restarted. The tasks of a lock-step
+        program are not: none of them can join the others again.
       seed: The seed of random faults.
+      chief: Whether there is a chief beside the workers; only without parameter servers.
+      evaluator: Whether there is an evaluator, which is not part of the group; only without
+        parameter servers.
+      namespaces: Whether each task has a network namespace of its own, as if it were on a host of
+        its own, and communicates over TCP; needs the rights of root. Then `cut` and `mend` are for
+        programs in lock step, too. Only without parameter servers.
     """
 
     def __init__(
@@ -67,14 +92,21 @@ class LocalCluster:
         proxied: Sequence[str] = (),
         restarts: bool = True,
         seed: int = 0,
+        chief: bool = False,
+        evaluator: bool = False,
+        namespaces: bool = False,
     ) -> None:
+        if namespaces:
+            protocol = "tcp"
         _check(workers, ps, protocol, devices_per_worker)
         _check_more(snapshot_every, proxied)
+        _check_sync(ps, snapshots, proxied, chief or evaluator or namespaces)
+        self._tasks = tasks_of(workers, chief=chief, evaluator=evaluator)
         extra = dict(env or {})
         if timing is not None:
             extra.setdefault(settings.REPLICAX_TIMING, timing)
         self._plan = launching.Plan(
-            {"worker": workers, "ps": ps},
+            {"chief": int(chief), "worker": workers, "evaluator": int(evaluator), "ps": ps},
             protocol,
             extra,
             devices_per_worker,
@@ -84,6 +116,7 @@ class LocalCluster:
             tuple(proxied),
             restarts,
             seed,
+            namespaces,
         )
         self._running: launching.ProcessGroup | None = None
         self._end: weakref.finalize[..., Any] | None = None
@@ -124,8 +157,10 @@ class LocalCluster:
 
     @property
     def cluster_spec(self) -> ClusterSpec:
-        """The addresses of the tasks, or of their proxies."""
+        """The addresses of the tasks, or of their proxies; without servers, of the last run."""
         group = self._group("where its tasks listen")
+        if group.sync_group is not None:
+            return group.sync_group.cluster_spec
         found: dict[str, list[str]] = {}
         for key, child in group.children.items():
             proxy = group.proxies.get(key)
@@ -163,6 +198,75 @@ class LocalCluster:
           DeadlineExceededError: If one does not listen in time.
         """
         launching.wait_until_ready(self._group("its tasks").children.values(), timeout)
+
+    # Programs in lock step.
+
+    def run(
+        self,
+        program: Program,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+        *,
+        timeout: float = launching.PATIENCE,
+        max_restarts: int = 0,
+    ) -> list[Tree]:
+        """Runs a program once per task, as `launch` does, and returns what the functions return.
+
+        Args:
+          program: See `launch`.
+          args: See `launch`.
+          kwargs: See `launch`.
+          timeout: The most seconds that it may take.
+          max_restarts: See `launch`.
+
+        Returns:
+          One value per task: of the chief, the workers, and the evaluator. None for scripts and
+          commands.
+
+        Raises:
+          Exception: What a function raised, if it is an error of Python or replicax; any other
+            becomes a `ClosureError`. Its notes have the traceback, and the end of the log.
+          UnavailableError: A process ended with another exit code than 0.
+          DeadlineExceededError: It took longer; with the stacks of the tasks. They are killed.
+        """
+        return self.launch(program, args, kwargs, max_restarts=max_restarts).values(timeout)
+
+    def launch(
+        self,
+        program: Program,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+        *,
+        max_restarts: int = 0,
+    ) -> LaunchedProgram:
+        """Starts a program once per task, in processes whose TF_CONFIG names the task.
+
+        The next program can be started when all processes of this one have ended. Each gets new
+        ports.
+
+        Args:
+          program: A function, which is pickled, by value if it is the user's own; the path of a
+            Python script; or a command, as a list of strings.
+          args: The positional arguments of the function, or the command line of the script.
+          kwargs: The keyword arguments of the function.
+          max_restarts: How often all tasks are restarted, as by a cluster manager, after one was
+            lost. Announced preemptions are not counted. An error that the program raises is final.
+
+        Returns:
+          The running processes, to be waited for.
+
+        Raises:
+          ArgumentTypeError: The function or an argument cannot be pickled.
+        """
+        group = self._group("a program")
+        if not self._plan.is_sync:
+            raise errors.ContextError(
+                "Programs run in lock step on a cluster without parameter servers",
+                f"{self!r} has {self._plan.counts['ps']}",
+                "Pass `ps=0`, or use a ClusterCoordinator.",
+            )
+        prepared = lock_step.prepare(group, self._plan, program, args, kwargs)
+        return lock_step.launch(group, self._plan, self._tasks, prepared, max_restarts)
 
     # Processes.
 
@@ -203,14 +307,21 @@ class LocalCluster:
         """
         group, child = self._task(job, index)
         group.throttles.set(child, 1)
-        group.expect_end([(job, index)])
+        if isinstance(child, Child):
+            group.expect_end([(job, index)])
         with group.process_lock:
             child.send(signal.SIGTERM)
             child.send(signal.SIGCONT)
             if not child.reap(timeout):
                 child.kill()
-            child.close_pipe()
         return child.exit_code
+
+    def preempt(self, job: str, index: int) -> None:
+        """Announces to a process that it will be preempted (SIGTERM), and does not wait.
+
+        A program with a `PreemptionCheckpointHandler` saves on all workers, and ends.
+        """
+        self._task(job, index)[1].send(signal.SIGTERM)
 
     def restart(
         self,
@@ -237,6 +348,12 @@ class LocalCluster:
           DeadlineExceededError: If it does not listen in time.
         """
         group, child = self._task(job, index)
+        if not isinstance(child, Child):
+            raise errors.ContextError(
+                f"{child} cannot join the others again",
+                "it runs a program in lock step with them",
+                "Launch the program again, for all tasks.",
+            )
         deadline = time.monotonic() + timeout
         if not child.restarting.acquire(timeout=timeout):
             raise launching.late([child], timeout)
@@ -259,7 +376,7 @@ class LocalCluster:
     def pid(self, job: str, index: int) -> int:
         """Returns the id of the current or last process of a task."""
         pid = self._task(job, index)[1].pid
-        assert pid is not None, "children are started when they are made"
+        assert pid is not None, "processes are started when they are made"
         return pid
 
     def logs(self, job: str, index: int, lines: int = 100) -> str:
@@ -276,6 +393,12 @@ class LocalCluster:
         """
         group, child = self._task(job, index)
         found = group.proxies.get((job, index))
+        if self._plan.is_sync:
+            raise errors.UnsupportedError(
+                "A proxy can be in front of tasks that serve a coordinator",
+                f"{child} runs in lock step, and JAX connects its processes directly",
+                "Use `stop`, or `cut` with `namespaces=True`.",
+            )
         if found is None:
             raise errors.InvalidArgumentError(
                 f"{child} must be called through a proxy",
@@ -291,19 +414,40 @@ class LocalCluster:
           job: Its job.
           index: Its index.
           caller: Who is cut off from it, such as ("worker", 1) or ("coordinator", 0); everybody
-            by default. Only with "ipc".
+            by default. Only with "ipc" and parameter servers.
         """
-        self.proxy(job, index).cut(caller)
+        network = self._network(job, index)
+        if network is None:
+            self.proxy(job, index).cut(caller)
+        elif caller is None:
+            network[0].cut(network[1])
+        else:
+            raise errors.UnsupportedError(
+                "A task that runs in lock step can be cut off from all others",
+                f"`caller` is {caller!r}",
+                "Leave it out.",
+            )
 
     def mend(self, job: str, index: int) -> None:
         """Ends a `cut` between a task and its peers."""
-        self.proxy(job, index).mend()
+        network = self._network(job, index)
+        if network is None:
+            self.proxy(job, index).mend()
+        else:
+            network[0].mend(network[1])
 
     def blip(self, job: str, index: int) -> int:
         """Closes all connections to a task once; returns how many there were."""
         return self.proxy(job, index).blip()
 
     # Internals.
+
+    def _network(self, job: str, index: int) -> tuple[Namespaces, int] | None:
+        """Returns the namespaces and the number of that of a task; None without."""
+        group, child = self._task(job, index)
+        if group.namespaces is None:
+            return None
+        return group.namespaces, self._tasks.index(child.task)
 
     def _group(self, asked: str) -> launching.ProcessGroup:
         if self._running is None:
@@ -314,15 +458,22 @@ class LocalCluster:
             )
         return self._running
 
-    def _task(self, job: str, index: int) -> tuple[launching.ProcessGroup, Child]:
+    def _task(self, job: str, index: int) -> tuple[launching.ProcessGroup, TaskProcess]:
         group = self._group(f"{job} {index}")
-        child = group.children.get((job, index))
-        if child is None:
+        if self._plan.is_sync:
+            child = None
+            if group.sync_group is not None:
+                child = group.sync_group.processes.get((job, index))
+            what = ", ".join(map(str, self._tasks)) if group.sync_group else "launched nothing"
+            found = f"it has {what}"
+        else:
+            child = group.children.get((job, index))
             counts = self._plan.counts
+            found = f"it has {counts['worker']} workers and {counts['ps']} ps"
+        if child is None:
             raise errors.InvalidArgumentError(
                 "A task of the cluster was expected",
-                f"{job!r} {index!r} was named and it has {counts['worker']} workers "
-                f"and {counts['ps']} ps",
+                f"{job!r} {index!r} was named and {found}",
                 'Name one of them, such as ("worker", 0).',
             )
         return group, child
@@ -362,4 +513,24 @@ def _check_more(snapshot_every: float, proxied: Sequence[str]) -> None:
             '`proxied` must be a sequence of jobs, of "ps" and "worker"',
             f"it is {proxied!r}",
             'Pass ("ps",).',
+        )
+
+
+def _check_sync(
+    ps: int,
+    snapshots: bool | str | os.PathLike[str],
+    proxied: Sequence[str],
+    is_for_sync: bool,
+) -> None:
+    if ps and is_for_sync:
+        raise errors.InvalidArgumentError(
+            "A cluster with a chief, an evaluator or namespaces runs programs in lock step",
+            f"it has {ps} parameter servers",
+            "Pass `ps=0`; with parameter servers, this process is the coordinator.",
+        )
+    if not ps and (snapshots or proxied):
+        raise errors.InvalidArgumentError(
+            "`snapshots` and `proxied` are for clusters with parameter servers",
+            "`ps` is 0",
+            "Leave them out.",
         )

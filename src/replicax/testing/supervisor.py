@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from replicax.launch.backoff import Backoff
 from replicax.process.shutdown import START_AGAIN
 from replicax.testing.child import Child
 
@@ -18,37 +19,6 @@ _log = logging.getLogger(__name__)
 _OWN_ENDINGS = (START_AGAIN, -signal.SIGABRT)
 _LOOK_S = 0.05
 _JOIN_SECONDS = 5.0
-
-
-class Backoff:
-    """Decides when to restart a process. Pure: time is a parameter.
-
-    Example:
-      >>> backoff = Backoff()
-      >>> [backoff.next(100.0) for _ in range(6)]
-      [100.2, 100.4, 100.8, 101.6, 103.2, None]
-      >>> backoff.next(200.0)
-      200.2
-    """
-
-    FIRST_S = 0.2
-    LONGEST_S = 5.0
-    # At most this many restarts in this many seconds.
-    MOST = 5
-    WINDOW_S = 60.0
-
-    def __init__(self) -> None:
-        self._times: collections.deque[float] = collections.deque()
-
-    def next(self, now: float) -> float | None:
-        """Returns when to restart; None if it was restarted too often."""
-        while self._times and self._times[0] <= now - self.WINDOW_S:
-            self._times.popleft()
-        if len(self._times) >= self.MOST:
-            return None
-        pause = min(self.FIRST_S * 2 ** len(self._times), self.LONGEST_S)
-        self._times.append(now)
-        return now + pause
 
 
 class Supervisor:

@@ -6,7 +6,7 @@ import signal
 import threading
 
 from replicax.foundation import errors
-from replicax.testing.child import Child
+from replicax.launch.task_process import TaskProcess
 
 # One round of running and being stopped. Short, so that heartbeats are in time.
 _ROUND_S = 0.1
@@ -21,7 +21,7 @@ class Throttle:
       throttle: The share of the time that it runs, between 0 and 1.
     """
 
-    def __init__(self, child: Child, throttle: float) -> None:
+    def __init__(self, child: TaskProcess, throttle: float) -> None:
         self._child = child
         self._share = throttle
         self._ended = threading.Event()
@@ -53,7 +53,7 @@ class Throttles:
         self._lock = threading.Lock()
         self._cycles: dict[int, Throttle] = {}
 
-    def set(self, child: Child, throttle: object) -> None:
+    def set(self, child: TaskProcess, throttle: object) -> None:
         """Throttles a process; 1 is full speed.
 
         Raises:

@@ -233,6 +233,8 @@ def value_and_grad(
     (Array(18., dtype=float32), Array(12., dtype=float32))
     """
     named: list[Variable] = []
+    # Variables of other libraries name the one that holds their value.
+    variables = map_structure(lambda v: getattr(v, "replicax_variable", v), variables)
     map_structure(functools.partial(_collect, named), variables)
     if not named and leaves_of(variables):
         raise _nothing_to_differentiate(variables)

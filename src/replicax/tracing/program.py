@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,7 @@ class Program:
         arguments: signature.Arguments,
         supply: feeds.Supply,
     ) -> None:
+        self._name = name
         leaves = leaves_of(arguments.skeleton)
         consumption = Consumption(name, Reach(fn, leaves))
         overlay = ProgramOverlay(supply, consumption)
@@ -128,9 +129,8 @@ class Program:
     ) -> None:
         self.created = overlay.creations
         self._num_fed = len(overlay.fed_indices)
-        self._layout = (
-            overlay.program_layout.layout or self._results.layout or _layout_of(captured, layouts)
-        )
+        used = overlay.program_layout.layout or self._results.layout
+        self._layout = used or _nearest(_layout_of(captured, layouts), captured, layouts)
         is_mesh = self._layout is not None and self._layout.is_mesh
         self._mesh = self._layout if is_mesh else None
         self._takes_turns = self._mesh is not None and gate.needs_turns(self._mesh.devices)
@@ -153,6 +153,11 @@ class Program:
         self._has_effects = bool(captured.jaxpr.effects)
         # The outputs of a program without inputs, the same in each call.
         self._is_fixed = captured.is_fixed
+        # The processes that run the program together, and its number among theirs.
+        self._peers = None if self._mesh is None else self._mesh.peers
+        self._number: int | None = None
+        if self._peers is not None:
+            self._fingerprint = jax_compat.fingerprint(captured.jaxpr)
         self._fixed: tuple[list[jax.Array], list[jax.Array]] | None = None
         self._build(captured if self._exchange is None else self._exchange.program)
         if captured.created:
@@ -313,17 +318,34 @@ class Program:
         self, arrays: list[ArrayLike], pulled: exchange.Pulled
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         old, kept = self._moved_state() if self._moved else self._state()
-        if self._takes_turns:
-            gate.wait_for_previous()
-        new, outs, changed, token = self._run(old, kept, self._constants, arrays, pulled)
-        if self._takes_turns:
-            gate.set_running(token)
+        if self._peers is None:
+            new, outs, changed = self._run_in_turn(old, kept, arrays, pulled)
+        else:
+            if self._number is None:
+                self._number = self._peers.confirm(self._name, self._fingerprint)
+            with self._peers.guarded():
+                self._peers.record(self._number)
+                new, outs, changed = self._run_in_turn(old, kept, arrays, pulled)
         for variable, value in zip(self._written, new, strict=True):
             variable.stored = value
             variable.is_lent = False
         if self._returns:
             self._return_values(new)
         return outs, changed
+
+    def _run_in_turn(
+        self,
+        old: list[jax.Array],
+        kept: list[jax.Array],
+        arrays: list[ArrayLike],
+        pulled: exchange.Pulled,
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        if self._takes_turns:
+            gate.wait_for_previous(self)
+        new, outs, changed, token = self._run(old, kept, self._constants, arrays, pulled)
+        if self._takes_turns:
+            gate.set_running(token)
+        return new, outs, changed
 
     def _state(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns the arrays of the variables: those to be replaced, and the others."""
@@ -380,7 +402,9 @@ class Program:
     def _return_path(self, target: Sharding) -> tuple[int, Sharding | None]:
         """Returns the shard of a result nearest to a variable, and the sharding to move it to."""
         assert self._devices is not None
-        devices = self._devices.devices
+        # Shards of other processes are not in the list of shards.
+        here = self._devices.sharding.addressable_devices
+        devices = [device for device in self._devices.devices if device in here]
         if len(target.device_set) > 1 or not target.device_set <= set(devices):
             return 0, target
         return devices.index(next(iter(target.device_set))), None
@@ -408,6 +432,21 @@ def _layout_of(captured: Capture, layouts: list[ReplicaLayout]) -> ReplicaLayout
     return max(found, key=found.count, default=None)
 
 
+def _nearest(
+    layout: ReplicaLayout | None, captured: Capture, layouts: list[ReplicaLayout]
+) -> ReplicaLayout | None:
+    """Returns the layout of this process for a function that only reads variables with copies.
+
+    Any process may call such a function by itself, for example to evaluate a model.
+    """
+    if layout is None or not layout.spans_processes:
+        return layout
+    is_shared = captured.written or captured.created or layouts
+    if is_shared or any(variable.is_per_replica for variable in captured.variables):
+        return layout
+    return ReplicaLayout(layout.local_devices[:1])
+
+
 class _ProgramDevices:
     """The devices of one program: those of its replicas, or the one of its variables.
 
@@ -416,9 +455,15 @@ class _ProgramDevices:
       devices: The devices, in the order of the mesh.
     """
 
-    def __init__(self, sharding: Sharding, devices: tuple[Device, ...]) -> None:
+    def __init__(
+        self,
+        sharding: Sharding,
+        devices: tuple[Device, ...],
+        layout: ReplicaLayout | None = None,
+    ) -> None:
         self.sharding = sharding
         self.devices = devices
+        self._layout = layout
         self._device_set = sharding.device_set
         self._mesh = getattr(sharding, "mesh", None)
 
@@ -433,10 +478,19 @@ class _ProgramDevices:
             i for i, a in enumerate(result) if isinstance(a, jax.Array) and self._is_remote(a)
         ]
         if moving:
-            moved = jax.device_put([result[i] for i in moving], self.sharding)
+            moved = self._moved([result[i] for i in moving])
             for i, array in zip(moving, moved, strict=True):
                 result[i] = array
         return result
+
+    def _moved(self, arrays: list[Tree]) -> list[Any]:
+        if self._layout is None or not self._layout.spans_processes:
+            # Of arrays that span processes, the local copy.
+            here = [a if a.is_fully_addressable else a.addressable_data(0) for a in arrays]
+            return jax.device_put(here, self.sharding)
+        # `device_put` would make all processes compare the values, by a collective.
+        layout = self._layout
+        return [layout.from_copies([array] * layout.num_local) for array in arrays]
 
     def _is_remote(self, array: jax.Array) -> bool:
         sharding = array.sharding
@@ -451,7 +505,7 @@ class _ProgramDevices:
 def _devices_of(layout: ReplicaLayout | None, captured: Capture) -> _ProgramDevices | None:
     """Returns the devices of a program; None if it has neither replicas nor variables."""
     if layout is not None:
-        return _ProgramDevices(layout.replicated, _ordered(layout))
+        return _ProgramDevices(layout.replicated, _ordered(layout), layout)
     variables = dict.fromkeys((*captured.variables, *captured.written, *captured.created))
     sizes: dict[Device, int] = {}
     for variable in variables:

@@ -20,7 +20,12 @@ from replicax.foundation.types import Tree, TreeDef
 from replicax.tracing.iterators import Feed, PythonIterator, is_iterator
 from replicax.values import printing
 from replicax.values.array_surface import ArraySurface
-from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
+from replicax.values.distributed_values import (
+    AllShapes,
+    Mirrored,
+    PerReplica,
+    TracedPerReplica,
+)
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout
 from replicax.values.regroup import leaves_of, map_structure
@@ -108,6 +113,33 @@ class RaggedSlot:
     layout: ReplicaLayout | None
 
 
+@dataclasses.dataclass(frozen=True)
+class PaddedSlot:
+    """Replaces a per-replica argument whose components differ in shape, on several processes.
+
+    Its arrays hold the components of all replicas, padded to the largest shape.
+    """
+
+    index: int
+    layout: ReplicaLayout
+    treedef: TreeDef
+    # Per replica, the shape of each leaf of its component.
+    shapes: AllShapes
+
+    def components(self, arrays: Sequence[ArrayLike]) -> list[Tree]:
+        """Returns the component of each replica, without padding."""
+        found: list[list[Tree]] = []
+        for replica, shapes in enumerate(self.shapes):
+            leaves: list[Tree] = []
+            for i, shape in enumerate(shapes):
+                stored = jnp.asarray(arrays[self.index + i])
+                most = tuple(max(other[i][d] for other in self.shapes) for d in range(len(shape)))
+                row = stored.reshape((len(self.shapes), *most))[replica]
+                leaves.append(row[tuple(slice(size) for size in shape)])
+            found.append(leaves)
+        return [jax.tree.unflatten(self.treedef, leaves) for leaves in found]
+
+
 class Ragged(Exception):
     """Raised for per-replica arguments that one compiled program cannot take."""
 
@@ -189,7 +221,7 @@ class Arguments:
 
     def _add_per_replica(
         self, leaf: PerReplica, key: list[Hashable], layout: ReplicaLayout | None
-    ) -> Slot | RaggedSlot | PerReplica:
+    ) -> Slot | RaggedSlot | PaddedSlot | PerReplica:
         layout = leaf.layout or layout
         # Batches of datasets are not split, and stay so: splitting one in each call is slow.
         if leaf.is_split and _are_python_values(leaf.values):
@@ -202,6 +234,8 @@ class Arguments:
         if layout is None:
             return self._add_ragged(leaf, key, None)
         stored = leaf.stored(layout)
+        if stored is None and layout.spans_processes:
+            return self._add_padded(leaf, key, layout)
         if stored is None:
             return self._add_ragged(leaf, key, layout)
         start = len(self.arrays)
@@ -209,6 +243,19 @@ class Arguments:
         shapes = tuple((a.shape, a.dtype) for a in stored)
         key.append(("per_replica", layout, shapes, leaf.scalars, leaf.treedef))
         return Slot(start, "per_replica", len(stored), layout, leaf.treedef, leaf.scalars)
+
+    def _add_padded(
+        self, leaf: PerReplica, key: list[Hashable], layout: ReplicaLayout
+    ) -> PaddedSlot:
+        shapes = leaf.all_shapes(layout)
+        if shapes is None:
+            raise Ragged
+        treedef = jax.tree.structure(leaf.values[0])
+        slot = PaddedSlot(len(self.arrays), layout, treedef, shapes)
+        arrays = leaf.padded(layout)
+        self.arrays += arrays
+        key.append(("padded", layout, shapes, tuple(a.dtype for a in arrays), treedef))
+        return slot
 
     def _add_ragged(
         self, leaf: PerReplica, key: list[Hashable], layout: ReplicaLayout | None
@@ -272,6 +319,8 @@ def fill(skeleton: Tree, arrays: Sequence[ArrayLike]) -> Tree:
         if isinstance(leaf, RaggedSlot):
             components = [jax.tree.unflatten(t, arrays[a : a + n]) for a, n, t in leaf.parts]
             return PerReplica(components, leaf.layout)
+        if isinstance(leaf, PaddedSlot):
+            return PerReplica(leaf.components(arrays), leaf.layout)
         if not isinstance(leaf, Slot):
             return leaf
         if leaf.kind == "array":
@@ -289,7 +338,7 @@ def fill(skeleton: Tree, arrays: Sequence[ArrayLike]) -> Tree:
 
 def layouts_of(skeleton: Tree) -> list[ReplicaLayout]:
     """Returns the layouts that the arguments of a call are distributed over."""
-    slots = [leaf for leaf in leaves_of(skeleton) if isinstance(leaf, Slot)]
+    slots = [leaf for leaf in leaves_of(skeleton) if isinstance(leaf, Slot | PaddedSlot)]
     return [slot.layout for slot in slots if slot.layout is not None]
 
 
@@ -419,7 +468,7 @@ def _structure_key(skeleton: tuple[tuple[Tree, ...], dict[str, Tree]]) -> Hashab
     args, kwargs = skeleton
     if all(isinstance(a, Slot) for a in args) and not kwargs:
         return len(args)
-    leaves = (Slot, RaggedSlot, PerReplica, ArraySurface)
+    leaves = (Slot, RaggedSlot, PaddedSlot, PerReplica, ArraySurface)
     return jax.tree.structure((args, kwargs), is_leaf=lambda x: isinstance(x, leaves))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -180,12 +180,20 @@ class Results(Structure):
             if isinstance(leaf, Slot):
                 return _result(leaf, arrays, layout, mesh)
             if isinstance(leaf, PerReplica):
-                return PerReplica([visit(v) for v in leaf.values], leaf.layout)
+                return PerReplica([visit(v) for v in _local_values(leaf)], leaf.layout)
             return leaf.map_arrays(visit) if isinstance(leaf, IndexedSlices) else leaf
 
         if type(self._numbered) is int:
             return visit(leaves[0])
         return map_structure(lambda number: visit(leaves[number]), self._numbered)
+
+
+def _local_values(value: PerReplica) -> tuple[Any, ...]:
+    """Returns the components of local replicas: a program has made those of all."""
+    layout = value.layout
+    if layout is None or len(value.values) != layout.num_replicas:
+        return value.values
+    return value.values[layout.first_local : layout.first_local + layout.num_local]
 
 
 def _result(
@@ -204,7 +212,8 @@ def _result(
     if slot.kind == "mirrored":
         copies = (array,) if mesh is None else mesh.copies(array)
         copies = tuple(map(placement.uncommitted, copies))
-        return Mirrored(copies if len(copies) == slot.count else copies[:1] * slot.count)
+        is_each = len(copies) == slot.count or (mesh is not None and mesh.spans_processes)
+        return Mirrored(copies if is_each else copies[:1] * slot.count)
     first = array if mesh is None else array.addressable_data(0)
     return placement.uncommitted(first) if first.committed else first
 

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
-from replicax.foundation import errors
+from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
 from replicax.values.distributed_values import PerReplica
 from replicax.variables.module import Module
@@ -54,8 +54,12 @@ def replica_key(key: ArrayLike, *data: ArrayLike) -> Any:
             f"this is {frame.describe()}",
             "Create the key before, and pass it in `args`.",
         )
-    keys = [_folded(base, i, *data) for i in range(frame.layout.num_replicas)]
-    return keys[0] if len(keys) == 1 else PerReplica(keys, frame.layout)
+    layout = frame.layout
+    numbers = range(layout.num_replicas)
+    if layout.spans_processes and jax_compat.is_eager():
+        numbers = numbers[layout.first_local : layout.first_local + layout.num_local]
+    keys = [_folded(base, i, *data) for i in numbers]
+    return keys[0] if layout.num_replicas == 1 else PerReplica(keys, layout)
 
 
 class Generator(Module):

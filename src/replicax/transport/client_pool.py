@@ -64,7 +64,7 @@ class _Peer:
       task: The task.
       connection: The connection to it.
       incarnation: The incarnation that was reported as connected, until it is reported as lost.
-      is_lost: Whether it was reported as lost, and not yet as connected again.
+      loss: Makes the error that it was reported as lost with; None once it is connected again.
       retry_at: When to reconnect to a task that has rejected the connection.
       queued: The messages to send once it is connected, in order.
       pending: The requests of waiting threads, by number.
@@ -74,7 +74,7 @@ class _Peer:
         self.task = task
         self.connection = connection
         self.incarnation: int | None = None
-        self.is_lost = False
+        self.loss: Callable[[], errors.DistributeError] | None = None
         self.retry_at: float | None = None
         self.queued: collections.deque[list[codec.Part]] = collections.deque(maxlen=limits.QUEUE)
         self.pending: dict[int, _PendingReply] = {}
@@ -322,7 +322,7 @@ class ClientPool:
 
     def _send(self, task: Task, message: list[codec.Part]) -> None:
         peer = self._peers.get(task)
-        if peer is None or peer.is_lost:
+        if peer is None or peer.loss is not None:
             _log.debug("%s dropped a message to %s, which is lost", self.me, task)
         elif peer.connection.is_ready:
             peer.connection.send(message)
@@ -331,12 +331,9 @@ class ClientPool:
 
     def _request(self, task: Task, number: int, pending: _PendingReply) -> None:
         peer = self._peers.get(task)
-        if peer is None or peer.is_lost:
-            pending.error = (
-                self._closed(task)
-                if peer is None
-                else failures.unavailable(task, peer.connection.location, "the connection is lost")
-            )
+        if peer is None or peer.loss is not None:
+            # A task that rejects the connection did so before this request: say why.
+            pending.error = self._closed(task) if peer is None or peer.loss is None else peer.loss()
             pending.event.set()
             return
         peer.pending[number] = pending
@@ -377,7 +374,7 @@ class ClientPool:
         if peer.incarnation is not None and peer.incarnation != welcome.incarnation:
             self._lose(peer, "it was restarted")
         peer.incarnation = welcome.incarnation
-        peer.is_lost = False
+        peer.loss = None
         while peer.queued:
             peer.connection.send(peer.queued.popleft())
         for pending in peer.pending.values():
@@ -402,10 +399,10 @@ class ClientPool:
 
     def _lose(self, peer: _Peer, reason: str, error: errors.DistributeError | None = None) -> None:
         peer.incarnation = None
-        peer.is_lost = True
+        location = peer.connection.location
+        peer.loss = lambda: error or failures.unavailable(peer.task, location, reason)
         peer.queued.clear()
-        unavailable = failures.unavailable(peer.task, peer.connection.location, reason)
-        self._fail_pending(peer, error or unavailable)
+        self._fail_pending(peer, peer.loss())
         self._call(self._on_lost, peer.task, reason)
 
     @staticmethod

@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -115,6 +115,10 @@ class Service:
       on_idle: Called in the service thread at least every 0.1 s with the monotonic time.
       on_failed: Called in the service thread, with the reason, when it cannot listen any more, for
         example because its sockets were closed.
+      accepted: The requests to accept, by the role of the peer; those of the task's role by
+        default.
+      on_rejected: Called in the service thread with the handshake of an authenticated peer that
+        was not accepted, and the error that it gets.
 
     A request may arrive twice, if the connection broke before the reply arrived; handlers must be
     idempotent.
@@ -144,6 +148,8 @@ class Service:
         incarnation: int | None = None,
         on_idle: Callable[[float], None] | None = None,
         on_failed: Callable[[str], None] | None = None,
+        accepted: Mapping[Role, frozenset[type[messages.Body]]] | None = None,
+        on_rejected: Callable[[messages.Hello, errors.DistributeError], None] | None = None,
     ) -> None:
         self.task = task
         self.incarnation = incarnation or new_incarnation()
@@ -157,7 +163,8 @@ class Service:
         self._listener = listener.Listener(location, task, keys)
         self.url = self._listener.url
         self.address = self._listener.address
-        self._accepted = admission.requests_to(task)
+        self._accepted = admission.requests_to(task) if accepted is None else accepted
+        self._on_rejected = on_rejected
         # The least recently used first.
         self._sessions: collections.OrderedDict[bytes, Session] = collections.OrderedDict()
         # What other threads send, in order.
@@ -445,8 +452,10 @@ class Service:
     def _admit(self, hello: messages.Hello, role: Role) -> messages.Body:
         """Returns the reply to a handshake."""
         try:
-            admission.check(hello, role, self.task, library_version())
+            admission.check(hello, role, self.task, library_version(), self._accepted)
         except errors.DistributeError as error:
+            if self._on_rejected is not None:
+                self._on_rejected(hello, error)
             return error_replies.from_error(error)
         return messages.Welcome(
             library_version(), self.task.role, self.task.index, self.incarnation

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,6 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from replicax.foundation import jax_compat
+from replicax.foundation.peers import Peers
 from replicax.values import printing
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
@@ -21,6 +24,7 @@ _UNARY = {"neg": operator.neg, "pos": operator.pos, "abs": abs, "invert": operat
 _WITHHELD = frozenset({"block_until_ready", "delete", "is_deleted", "sharding"})
 # What only concrete arrays offer.
 _CONCRETE_ONLY = frozenset({"tolist"})
+_UNGUARDED = contextlib.nullcontext()
 
 
 if TYPE_CHECKING:
@@ -39,6 +43,11 @@ class ArrayOperators(_Array):
     def _as_array(self) -> Any:
         raise NotImplementedError
 
+    def _reading(self) -> AbstractContextManager[None]:
+        """Names the lost process, if that is why the value cannot be computed."""
+        peers: Peers | None = getattr(getattr(self, "layout", None), "peers", None)
+        return _UNGUARDED if peers is None else peers.guarded()
+
     def __jax_array__(self) -> Any:
         return self._as_array()
 
@@ -46,7 +55,8 @@ class ArrayOperators(_Array):
         self, dtype: DTypeLike | None = None, copy: bool | None = None
     ) -> np.ndarray:
         # Always a copy: a view would see, or block, the reuse of its buffer by a later step.
-        return np.array(self._as_array(), dtype=dtype, copy=True)
+        with self._reading():
+            return np.array(self._as_array(), dtype=dtype, copy=True)
 
     def __getitem__(self, index: object) -> Any:
         return self._as_array()[as_operand(index)]
@@ -58,10 +68,12 @@ class ArrayOperators(_Array):
         return len(self._as_array())
 
     def __float__(self) -> float:
-        return float(self._as_array())
+        with self._reading():
+            return float(self._as_array())
 
     def __int__(self) -> int:
-        return int(self._as_array())
+        with self._reading():
+            return int(self._as_array())
 
     def __index__(self) -> int:
         return operator.index(self._as_array())
@@ -70,7 +82,8 @@ class ArrayOperators(_Array):
         return complex(self._as_array())
 
     def __bool__(self) -> bool:
-        return bool(self._as_array())
+        with self._reading():
+            return bool(self._as_array())
 
     def __round__(self, ndigits: int | None = None) -> Any:
         array = self._as_array()

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from replicax.foundation import devices, errors, jax_compat
+from replicax.foundation.peers import Peers
 from replicax.foundation.types import Tree
 from replicax.values import printing
 from replicax.values.array_surface import ArrayOperators, ArraySurface, elementwise_equal
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import AXIS, ReplicaLayout
+
+# Per replica of all processes, the shape of each leaf of its component.
+AllShapes: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
 
 # Returned by the finder where code acts for all replicas, or for none.
 NOT_HERE = object()
@@ -62,10 +67,28 @@ class PerReplica(DistributedValues, ArrayOperators):
     # Either `_components` (one object per replica, of any kind) or `_stored` (per leaf of
     # the components' structure `_treedef`, the stored array of all replicas) is set first;
     # the other is made on demand. `_scalars` holds which leaves are scalars locally.
-    __slots__ = ("__weakref__", "_components", "_scalars", "_stored", "_treedef", "layout")
+    # With a layout of several processes, `_components` are those of the local replicas.
+    __slots__ = (
+        "__weakref__",
+        "_all_shapes",
+        "_components",
+        "_scalars",
+        "_stored",
+        "_treedef",
+        "layout",
+    )
 
-    def __init__(self, values: Sequence[Any], layout: ReplicaLayout | None = None) -> None:
+    def __init__(
+        self,
+        values: Sequence[Any],
+        layout: ReplicaLayout | None = None,
+        all_shapes: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
         self._components: tuple[Any, ...] | None = tuple(values)
+        # Per replica of all processes, the shape of each leaf; None if they are not known here.
+        self._all_shapes: AllShapes | None = None
+        if all_shapes is not None:
+            self._all_shapes = tuple((tuple(shape),) for shape in all_shapes)
         self._stored: tuple[Any, ...] | None = None
         self._treedef: Any = None
         self._scalars: tuple[bool, ...] = ()
@@ -123,8 +146,20 @@ class PerReplica(DistributedValues, ArrayOperators):
         """The number of components; taking stored arrays apart is not needed for it."""
         if self._components is not None:
             return len(self._components)
-        assert self.layout is not None
-        return self.layout.num_replicas
+        assert self.layout is not None and self._stored is not None
+        is_traced = any(map(jax_compat.is_traced, self._stored))
+        return self.layout.num_replicas if is_traced else self.layout.num_local
+
+    def require_replicas(self, layout: ReplicaLayout) -> None:
+        """Raises unless there is a component for each local replica; in a trace, for each."""
+        count = layout.num_local
+        if count != layout.num_replicas and self._is_traced():
+            count = layout.num_replicas
+        self.require_components(count)
+
+    def _is_traced(self) -> bool:
+        leaves = self._stored if self._components is None else jax.tree.leaves(self._components)
+        return any(map(jax_compat.is_traced, leaves or ()))
 
     def require_components(self, count: int) -> None:
         """Raises unless there is one component for each of `count` replicas."""
@@ -136,8 +171,11 @@ class PerReplica(DistributedValues, ArrayOperators):
             )
 
     def require_numbers(self, count: int) -> None:
-        """Raises unless there are `count` components that arithmetic can combine."""
-        self.require_components(count)
+        """Raises unless there are components of `count` replicas that arithmetic can combine."""
+        if self.layout is None or self.layout.num_replicas != count:
+            self.require_components(count)
+        else:
+            self.require_replicas(self.layout)
         if self._stored is None:
             for component in self.values:
                 if not isinstance(component, jax.Array | IndexedSlices):
@@ -147,9 +185,13 @@ class PerReplica(DistributedValues, ArrayOperators):
         """Returns the stored arrays of all replicas, or None if components are ragged."""
         if self._stored is not None and self.layout == layout:
             return self._stored
-        self.require_components(layout.num_replicas)
+        self.require_replicas(layout)
         components = self.values
         flat = [jax.tree.flatten(c) for c in components]
+        if layout.peers is not None and not self._is_traced():
+            shapes = self.all_shapes(layout)
+            if shapes is None or any(other != shapes[0] for other in shapes):
+                return None
         if any(treedef != flat[0][1] for _, treedef in flat):
             return None
         columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
@@ -166,6 +208,35 @@ class PerReplica(DistributedValues, ArrayOperators):
         self._scalars = tuple(not column[0].shape for column in arrays)
         self.layout = layout
         return self._stored
+
+    def all_shapes(self, layout: ReplicaLayout) -> AllShapes | None:
+        """Returns, for each replica of all processes, the shapes of the leaves of its component.
+
+        All processes call this together, unless the shapes came with the value. None if
+        components are not arrays, or differ in structure or type.
+        """
+        if self._all_shapes is None:
+            assert layout.peers is not None
+            self._all_shapes = _gathered_shapes(layout.peers, self.values)
+        return self._all_shapes or None
+
+    def padded(self, layout: ReplicaLayout) -> tuple[Any, ...]:
+        """Returns stored arrays of components that are padded to the largest shape of all."""
+        shapes = self.all_shapes(layout)
+        assert shapes is not None
+        flat = [jax.tree.leaves(component) for component in self.values]
+        arrays = []
+        for i, column in enumerate(zip(*flat, strict=True)):
+            found = [own[i] for own in shapes]
+            if len(set(map(len, found))) > 1:
+                raise errors.InvalidArgumentError(
+                    "A compiled function needs arrays of one rank on all workers",
+                    f"their shapes are {', '.join(map(str, found))}",
+                    "Add dimensions of size 1 where they are missing.",
+                )
+            most = tuple(map(max, zip(*found, strict=True)))
+            arrays.append(layout.assemble([_padded(leaf, most) for leaf in column]))
+        return tuple(arrays)
 
     def _as_array(self) -> Any:
         own = _Finder.find(self)
@@ -230,6 +301,15 @@ class TracedPerReplica(PerReplica):
             )
         return self._components
 
+    @property
+    def num_components(self) -> int:
+        assert self.layout is not None
+        return self.layout.num_replicas
+
+    def require_replicas(self, layout: ReplicaLayout) -> None:
+        """Raises unless the trace is one of as many replicas."""
+        self.require_components(layout.num_replicas)
+
     def require_numbers(self, count: int) -> None:
         """Does nothing: the trace checks its own arrays."""
 
@@ -275,6 +355,33 @@ class Mirrored(DistributedValues, ArraySurface):
         return equal if equal is NotImplemented else jax.numpy.logical_not(equal)
 
     __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def _gathered_shapes(peers: Peers, components: Sequence[Tree]) -> AllShapes:
+    """Exchanges the shapes of local components with all processes; () if they cannot be joined."""
+    own: list[object] = []
+    for component in components:
+        leaves, treedef = jax.tree.flatten(component)
+        if not all(map(is_array_like, leaves)):
+            own.append(None)
+            continue
+        kinds = [[list(np.shape(leaf)), str(dtype_of(leaf))] for leaf in leaves]
+        own.append([str(treedef), kinds])
+    found = peers.exchange("shapes of a per-replica value", json.dumps(own).encode())
+    replicas = [replica for one in found for replica in json.loads(one)]
+    if any(replica is None for replica in replicas):
+        return ()
+    structures = {(tree, *(dtype for _, dtype in kinds)) for tree, kinds in replicas}
+    if len(structures) > 1:
+        return ()
+    return tuple(tuple(tuple(shape) for shape, _ in kinds) for _, kinds in replicas)
+
+
+def _padded(leaf: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
+    array = np.asarray(leaf)
+    whole = np.zeros(shape, array.dtype)
+    whole[tuple(slice(size) for size in array.shape)] = array
+    return whole
 
 
 # The container of a component, by the component's id. Entries go when the container goes;

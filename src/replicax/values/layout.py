@@ -2,6 +2,12 @@
 
 A layout stores the values of all replicas as *one* array: concatenated along axis 0, or
 stacked if the values are scalars. On a mesh that costs no copy in either direction.
+
+Note [Local replicas]
+    The devices of a layout may belong to several processes, all of which run the same program.
+    Eager code of a process handles the values of its own replicas, numbered from 0: `assemble`
+    takes them, `split` returns them. Compiled code is one program for all processes, and numbers
+    all replicas: replica `first_local + i` of the program is the local replica `i`.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from jax.typing import ArrayLike
 
 from replicax.foundation import jax_compat, placement
 from replicax.foundation.jax_compat import Device
+from replicax.foundation.peers import Peers
 from replicax.foundation.types import Tree
 from replicax.values import printing
 
@@ -88,12 +95,32 @@ _program_layout: contextvars.ContextVar[ProgramLayout | None] = contextvars.Cont
 
 
 class ReplicaLayout:
-    """The devices of the replicas: one each on a mesh, or all of them on one device."""
+    """The devices of the replicas: one each on a mesh, or all of them on one device.
 
-    def __init__(self, devices: Sequence[Device], num_virtual: int = 1) -> None:
+    Args:
+      devices: The devices of all replicas; those of one process are consecutive.
+      num_virtual: The number of replicas on each device; more than 1 needs a single device.
+      peers: The processes that the devices belong to; None if all belong to this one.
+
+    Attributes:
+      devices: The device of each replica.
+      local_devices: The device of each replica of this process.
+      first_local: The number of the first replica of this process.
+      peers: The processes that run the replicas; None if this one runs all of them.
+    """
+
+    def __init__(
+        self, devices: Sequence[Device], num_virtual: int = 1, peers: Peers | None = None
+    ) -> None:
         self.is_virtual = num_virtual > 1
         self.num_replicas = len(devices) * num_virtual
         self.devices: tuple[Device, ...] = tuple(devices) * num_virtual
+        self.peers = peers
+        self.local_devices, self.first_local = self.devices, 0
+        if peers is not None:
+            own = [i for i, d in enumerate(self.devices) if d.process_index == peers.index]
+            self.local_devices = tuple(self.devices[i] for i in own)
+            self.first_local = own[0]
         self.is_mesh = len(devices) > 1
         if self.is_mesh:
             self.mesh = Mesh(np.array(devices), (AXIS,))
@@ -102,14 +129,24 @@ class ReplicaLayout:
         else:
             self.replicated = self.per_replica = SingleDeviceSharding(devices[0])
 
+    @property
+    def num_local(self) -> int:
+        """The number of replicas of this process."""
+        return len(self.local_devices)
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether other processes run some of the replicas."""
+        return self.peers is not None
+
     @functools.cached_property
     def replica_ids(self) -> tuple[jax.Array, ...]:
-        """The number of each replica, as a scalar array on its device."""
+        """The number of each local replica, as a scalar array on its device."""
         ids: list[jax.Array] = []
         with jax_compat.eagerly():
-            for i, device in enumerate(self.devices):
+            for i, device in enumerate(self.local_devices):
                 with jax.default_device(device):
-                    ids.append(jnp.asarray(i, jnp.int32))
+                    ids.append(jnp.asarray(self.first_local + i, jnp.int32))
         return tuple(ids)
 
     def __eq__(self, other: object) -> bool:
@@ -126,6 +163,18 @@ class ReplicaLayout:
         names = printing.listing([str(device) for device in dict.fromkeys(self.devices)])
         return f"ReplicaLayout({printing.count(self.num_replicas, 'replica')} on {names})"
 
+    def restricted_to(self, local: Sequence[Device]) -> ReplicaLayout:
+        """Returns the layout of some of the local devices, and of the same ones of each peer."""
+        chosen = {self.local_devices.index(device) for device in local}
+        places: dict[int, int] = {}
+        found: list[Device] = []
+        for device in self.devices:
+            place = places.get(device.process_index, 0)
+            places[device.process_index] = place + 1
+            if place in chosen:
+                found.append(device)
+        return ReplicaLayout(found, peers=self.peers)
+
     def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape in which values of `shape` are stored together."""
         if self.num_replicas == 1:
@@ -139,7 +188,10 @@ class ReplicaLayout:
         return () if is_scalar else (shape[0] // self.num_replicas, *shape[1:])
 
     def assemble(self, components: Sequence[Any]) -> Any:
-        """Joins one array per replica, all of one shape and dtype, into the stored array."""
+        """Joins one array per local replica, all of one shape and dtype, into the stored array.
+
+        In a trace the arrays are those of all replicas.
+        """
         first = components[0]
         if any(map(jax_compat.is_traced, components)):
             return first if self.num_replicas == 1 else _join(jnp, components)
@@ -152,20 +204,21 @@ class ReplicaLayout:
             return _join(jnp, jax.device_put(list(components), self.devices[0]))
         if is_on_host and not first.shape:
             components = [c.reshape((1,)) for c in components]
-        parts = _on_each(components, self.devices)
+        parts = _on_each(components, self.local_devices)
         if not first.shape and not is_on_host:
             parts = [_reshaped(part, (1,)) for part in parts]
         shape = self.global_shape(first.shape)
         return jax.make_array_from_single_device_arrays(shape, self.per_replica, parts)
 
     def split(self, array: jax.Array, is_scalar: bool) -> tuple[jax.Array, ...]:
-        """Splits the stored array of all replicas; undoes `assemble`."""
+        """Splits the stored array into the parts of the local replicas; undoes `assemble`."""
         count = self.num_replicas
         if count == 1:
             return (placement.uncommitted(array),)
         if array.size == 0:
             # XLA does not shard what is empty.
-            return (jnp.zeros(self.local_shape(array.shape, is_scalar), array.dtype),) * count
+            empty = jnp.zeros(self.local_shape(array.shape, is_scalar), array.dtype)
+            return (empty,) * (count if jax_compat.is_traced(array) else self.num_local)
         # NumPy has no keys of jax.random.
         is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
         if jax_compat.is_traced(array) or (is_key and not self.is_mesh):
@@ -182,7 +235,7 @@ class ReplicaLayout:
         return tuple(map(placement.uncommitted, parts))
 
     def component(self, array: jax.Array, replica_id: int, is_scalar: bool) -> jax.Array:
-        """Returns one replica's part of a stored array."""
+        """Returns the part of a local replica in a stored array; of any replica in a trace."""
         if self.num_replicas == 1:
             return array
         if array.size == 0:
@@ -196,14 +249,14 @@ class ReplicaLayout:
     def with_component(
         self, array: jax.Array, replica_id: int, is_scalar: bool, part: Tree
     ) -> jax.Array:
-        """Returns a stored array with one replica's part replaced."""
+        """Returns a stored array with the part of one replica replaced; see `component`."""
         if self.num_replicas == 1:
             return part if jax_compat.is_traced(part) else jax.device_put(part, self.devices[0])
         if array.size == 0:
             return array
         if self.is_mesh and not jax_compat.is_traced(array):
             parts = [shard.data for shard in array.addressable_shards]
-            part = _on_each([part], [self.devices[replica_id]])[0]
+            part = _on_each([part], [self.local_devices[replica_id]])[0]
             parts[replica_id] = _reshaped(part, (1,)) if is_scalar else part
             return jax.make_array_from_single_device_arrays(array.shape, self.per_replica, parts)
         local = self.local_shape(array.shape, is_scalar)
@@ -211,26 +264,31 @@ class ReplicaLayout:
         return rows.at[replica_id].set(part).reshape(array.shape)
 
     def copies(self, array: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the copy of a replicated array that each replica sees."""
+        """Returns the copy of a replicated array that each local replica sees."""
         if self.is_mesh and not jax_compat.is_traced(array):
             return tuple(shard.data for shard in array.addressable_shards)
-        return (array,) * self.num_replicas
+        return (array,) * self.num_local
 
     def copy_for(self, array: jax.Array, replica_id: int) -> jax.Array:
-        """Returns the copy of a replicated array that one replica sees."""
+        """Returns the copy of a replicated array that one local replica sees."""
         if self.is_mesh and not jax_compat.is_traced(array):
             return array.addressable_shards[replica_id].data
         return array
 
     def replicate(self, value: ArrayLike) -> jax.Array:
-        """Makes a replicated array in fresh buffers."""
+        """Makes a replicated array in fresh buffers, from a value that all processes have."""
+        if self.spans_processes:
+            # `device_put` would make all processes compare the value, by a collective.
+            placed = _on_each([value] * self.num_local, self.local_devices)
+            copies = [copier(array.sharding)(array) for array in placed]
+            return self.from_copies(copies)
         return copier(self.replicated)(jax.device_put(value, self.replicated))
 
     def from_copies(self, copies: Sequence[ArrayLike]) -> jax.Array:
-        """Joins one equal array per replica into a replicated array, without a copy."""
+        """Joins one equal array per local replica into a replicated array, without a copy."""
         if not self.is_mesh:
             return jax.device_put(copies[0], self.replicated)
-        parts = _on_each(copies, self.devices)
+        parts = _on_each(copies, self.local_devices)
         return jax.make_array_from_single_device_arrays(parts[0].shape, self.replicated, parts)
 
     def map_replicas(

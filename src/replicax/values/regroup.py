@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.foundation import errors
+from replicax.foundation import errors, jax_compat
 from replicax.foundation.types import Tree
 from replicax.values.array_surface import ArraySurface
 from replicax.values.distributed_values import (
@@ -87,11 +87,14 @@ def regroup(
       wrap: What leaves that differ become.
       own: If given, turns a leaf that differs from the others into its replica's component.
     """
-    if len(values) == 1:
+    is_whole = layout is None or not layout.spans_processes
+    if len(values) == 1 and is_whole:
         return values[0]
 
     def merge(*leaves: Tree) -> Tree:
-        merged = _merge_leaf(leaves)
+        # Other processes may have other arrays, whatever the local replicas have.
+        is_apart = not is_whole and is_concrete_array(leaves[0])
+        merged = _DIFFERENT if is_apart else _merge_leaf(leaves)
         if merged is not _DIFFERENT:
             return merged
         if own is not None:
@@ -101,6 +104,14 @@ def regroup(
         return result
 
     return map_structure(merge, *values)
+
+
+def is_concrete_array(leaf: object) -> bool:
+    """Tells whether a leaf has one value per process, not one for the program of all of them."""
+    if isinstance(leaf, IndexedSlices):
+        return is_concrete_array(leaf.values)
+    is_array = isinstance(leaf, jax.Array | np.ndarray)
+    return is_array and not jax_compat.is_traced(leaf)
 
 
 def select(replica_id: int, structure: Tree) -> Tree:
@@ -173,13 +184,16 @@ _DIFFERENT = object()
 
 def _merge_leaf(leaves: tuple[Any, ...]) -> Any:
     first = leaves[0]
-    if all(leaf is first for leaf in leaves):
-        return first
     container = getattr(first, "container", None)
+    # The only local replica may return its copy of a variable.
+    if (container is None or len(leaves) > 1) and all(leaf is first for leaf in leaves):
+        return first
     if container is not None:
         owned = [getattr(leaf, "container", None) is container for leaf in leaves]
         if all(owned) and [leaf.replica_id for leaf in leaves] == list(range(len(leaves))):
             return container
+    if len(leaves) == 1:
+        return first
     if isinstance(first, _SCALARS) and all(
         type(leaf) is type(first) and leaf == first for leaf in leaves
     ):

@@ -21,10 +21,10 @@ from replicax.foundation import devices, jax_compat, placement
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.types import Tree
 from replicax.variables import creators, read_cache, row_numbers, updates
-from replicax.variables.replicated import apply_from_replicas, payload_for
+from replicax.variables.replicated import apply_from_replicas
 from replicax.variables.row_selection import select_rows
 from replicax.variables.slicing import Index, SlicedValue, as_rows
-from replicax.variables.updates import Payload
+from replicax.variables.updates import Payload, payload_for
 from replicax.variables.variable import Variable, require_outside_traces
 
 
@@ -195,7 +195,7 @@ class RemoteVariable(RemoteVariableBase):
         with jax_compat.eagerly(), jax_compat.any_dtype(self.dtype):
             value = jnp.asarray(read_cache.pull(self.client, [Read(self, ids)])[0])
             if frame.replica_id is not None and frame.layout is not None:
-                return placement.put(value, frame.layout.devices[frame.replica_id])
+                return placement.put(value, frame.layout.local_devices[frame.replica_id])
             return value
 
     @override

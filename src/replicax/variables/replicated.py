@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 from jax.typing import ArrayLike
 from typing_extensions import override
 
-from replicax.collectives import eager, in_replica
+from replicax.collectives import across_processes, eager, in_replica
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import View
@@ -24,18 +24,13 @@ from replicax.contexts.rendezvous import (
 )
 from replicax.foundation import devices, errors, gate, jax_compat, placement
 from replicax.foundation.jax_compat import Device
-from replicax.foundation.options import ReduceOp, VariableAggregation
+from replicax.foundation.options import VariableAggregation
 from replicax.foundation.types import Tree
 from replicax.values import printing
 from replicax.values.distributed_values import (
     DistributedValues,
-    Mirrored,
-    PerReplica,
-    TracedPerReplica,
 )
-from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import AXIS, ReplicaLayout
-from replicax.values.regroup import map_structure
 from replicax.variables import updates
 from replicax.variables.creators import VariableAttributes
 from replicax.variables.slicing import SlicedValue, api_of
@@ -61,7 +56,11 @@ class ReplicatedVariable(DistributedValues, LocalVariable):
     @property
     @override
     def components(self) -> tuple[Variable, ...]:
-        return tuple(VariableComponent(self, i) for i in range(self.replicas.num_replicas))
+        layout = self.replicas
+        # One program stands for all processes: it numbers all replicas.
+        is_local = frames.current().overlay is None
+        count = layout.num_local if is_local else layout.num_replicas
+        return tuple(VariableComponent(self, i) for i in range(count))
 
     @override
     def store(self, frame: Frame, value: ArrayLike) -> None:
@@ -86,7 +85,7 @@ class ReplicatedVariable(DistributedValues, LocalVariable):
     def __repr__(self) -> str:
         return printing.braces(
             type(self).__name__,
-            self.replicas.num_replicas,
+            self.replicas.num_local,
             lambda i: VariableComponent(self, i).describe(),
         )
 
@@ -114,7 +113,8 @@ class MirroredVariable(ReplicatedVariable):
 
     def _replica_on(self, device: Device | None) -> int:
         """Returns the replica whose copy is nearest to a device."""
-        return self.replicas.devices.index(device) if device in self.replicas.devices else 0
+        local = self.replicas.local_devices
+        return local.index(device) if device in local else 0
 
     @override
     def read_copy(self, replica_id: int) -> jax.Array:
@@ -137,7 +137,7 @@ class MirroredVariable(ReplicatedVariable):
             frame.overlay.write(self, value)
             return
         require_concrete(self, value)
-        self.store_copies([value] * self.replicas.num_replicas)
+        self.store_copies([value] * self.replicas.num_local)
 
     def lend_copies(self) -> tuple[jax.Array, ...]:
         """Returns the copies of all replicas. The caller holds `gate.state()`."""
@@ -203,6 +203,8 @@ class SyncOnReadVariable(ReplicatedVariable):
         require_readable(self, frame)
         if frame.replica_id is not None:
             return placement.uncommitted(self.read_copy(frame.replica_id))
+        if self.replicas.spans_processes:
+            return self._combine_across_processes()
         with gate.state():
             if self.stored.nbytes <= _HOST_BYTES:
                 return self._combine_on_host(self.stored)
@@ -214,6 +216,18 @@ class SyncOnReadVariable(ReplicatedVariable):
         with gate.state():
             self.is_lent = True
             return self.replicas.component(self.stored, replica_id, not self.shape)
+
+    def _combine_across_processes(self) -> jax.Array:
+        self._require_aggregation("Reading")
+        with gate.state():
+            results = across_processes.run_on_mesh(
+                "read of an ON_READ variable",
+                self.replicas,
+                (self.aggregation, self.shape),
+                lambda stored: [self._combine_stored(stored)],
+                [self.stored],
+            )
+        return placement.put(across_processes.local_copy(results[0]), devices.current())
 
     def _combine_on_host(self, stored: jax.Array) -> jax.Array:
         self._require_aggregation("Reading")
@@ -230,7 +244,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         self._require_aggregation("Reading")
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return copies[0]
-        op = _OPS[self.aggregation]
+        op = updates.OPS[self.aggregation]
         total: Tree = eager.reduce_to_device(op, [copies], devices.current())[0]
         return placement.uncommitted(total.astype(self.dtype))
 
@@ -248,7 +262,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         self._require_aggregation("Reading")
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return in_replica.first_replica(local)
-        op = _OPS[self.aggregation]
+        op = updates.OPS[self.aggregation]
         total: Tree = in_replica.all_reduce(op, [local], self.replicas.num_replicas)[0]
         return total.astype(self.dtype)
 
@@ -290,7 +304,8 @@ class SyncOnReadVariable(ReplicatedVariable):
             return
         require_concrete(self, value)
         with gate.state():
-            self.stored = self.replicas.assemble([shares[i] for i in range(len(shares))])
+            first, count = self.replicas.first_local, self.replicas.num_local
+            self.stored = self.replicas.assemble([shares[first + i] for i in range(count)])
             self.is_lent = True
 
     def _shares(self, value: Tree) -> Any:
@@ -360,7 +375,7 @@ class VariableComponent(Variable):
     @property
     @override
     def placement(self) -> tuple[Device, ...]:
-        return (self.container.replicas.devices[self.replica_id],)
+        return (self.container.replicas.local_devices[self.replica_id],)
 
     @override
     def read(self, frame: Frame) -> jax.Array:
@@ -412,7 +427,7 @@ def stored_for_replicas(layout: ReplicaLayout, value: ArrayLike) -> jax.Array:
     """Makes the stored array of a variable whose copies all start from one value."""
     array = jnp.asarray(value)
     # The copies may share buffers with each other: a new variable counts as lent.
-    return layout.assemble([array] * layout.num_replicas)
+    return layout.assemble([array] * layout.num_local)
 
 
 class _Update(NamedTuple):
@@ -423,14 +438,11 @@ class _Update(NamedTuple):
     payload: Payload
 
 
-_OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
-
-
 def apply_from_replicas(variable: Variable, frame: Frame, kind: str, payload: Payload) -> None:
     """Applies the aggregate of the replicas' updates to every copy of a variable."""
-    _require_reducible(variable, kind)
+    updates.require_reducible(variable, kind)
     if isinstance(payload, SlicedValue):
-        payload = _of_common_part(variable, kind, payload)
+        payload = updates.of_common_part(variable, kind, payload)
     if frame.overlay is not None and not frame.overlay.meets_other_replicas:
         _apply_under_gradient(variable, frame, kind, payload)
     elif frame.rendezvous is not None:
@@ -455,54 +467,20 @@ def _apply_together(frame: Frame, rendezvous: Rendezvous, update: _Update) -> No
         for i, call in enumerate(meeting.calls):
             if not isinstance(call, _Update) or call.variable is not variable or call.kind != kind:
                 raise different_calls(i, _described(meeting.calls[0]), _described(call))
-        payload = _merged([call.payload for call in meeting.calls], frame)
-        combined = _combine(frame, variable, payload)
+        payload = updates.merged([call.payload for call in meeting.calls], frame)
+        combined = updates.combined(frame, variable, payload)
         apply_to_copies(variable, frames.current(), kind, combined)
 
 
 def _apply_merged(strategy: object, variable: Variable, kind: str, payload: Payload) -> None:
     frame = frames.current()
-    apply_to_copies(variable, frame, kind, _combine(frame, variable, payload))
-
-
-def _merged(payloads: list[Payload], frame: Frame) -> Payload:
-    """Merges the payloads of all replicas; an object that all of them pass stays one."""
-    first = payloads[0]
-    if all(payload is first for payload in payloads):
-        return first
-    if not isinstance(first, SlicedValue):
-        return PerReplica(payloads, frame.layout)
-    return map_structure(
-        lambda *leaves: _merged(list(leaves), frame),
-        *payloads,
-    )
-
-
-def _combine(frame: Frame, variable: Variable, payload: Payload) -> Payload:
-    """Aggregates merged payloads by the rule of the variable."""
-    if isinstance(payload, SlicedValue):
-        return payload.map_arrays(lambda array: _combine(frame, variable, array))
-    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return _first(payload)
-    op = _OPS[variable.aggregation]
-    count = 1 if frame.layout is None else frame.layout.num_replicas
-    if isinstance(payload, PerReplica):
-        return frame.reducer.reduce_values(op, [payload], [variable.placement], count)[0]
-    # Every replica passed the same object.
-    return _scaled(payload, count) if op is ReduceOp.SUM else payload
+    apply_to_copies(variable, frame, kind, updates.combined(frame, variable, payload))
 
 
 def _described(call: object) -> str:
     if not isinstance(call, _Update):
         return f"{call}"
     return f"`{api_of(call.kind)}` of variable {call.variable.name!r}"
-
-
-def _scaled(payload: Payload, factor: int) -> Payload:
-    """Multiplies a payload; rows of IndexedSlices too."""
-    if isinstance(payload, IndexedSlices):
-        return payload.map_values(lambda v: v * factor)
-    return payload * factor
 
 
 def apply_to_copies(variable: Variable, frame: Frame, kind: str, payload: Payload) -> None:
@@ -512,60 +490,17 @@ def apply_to_copies(variable: Variable, frame: Frame, kind: str, payload: Payloa
         return
     with gate.state():
         if frame.overlay is not None:
-            new = updates.apply(kind, frame.overlay.read(variable), payload_for(payload, 0))
+            new = updates.apply(kind, frame.overlay.read(variable), updates.payload_for(payload, 0))
             variable.store_all_copies(frame, new)
         elif isinstance(variable, MirroredVariable) and variable.replicas.is_mesh:
             copies = [
-                updates.apply_beside(kind, copy, payload_for(payload, i))
+                updates.apply_beside(kind, copy, updates.payload_for(payload, i))
                 for i, copy in enumerate(variable.lend_copies())
             ]
             variable.store_copies(copies)
         else:
-            new = updates.apply_beside(kind, variable.read_copy(0), payload_for(payload, 0))
+            new = updates.apply_beside(kind, variable.read_copy(0), updates.payload_for(payload, 0))
             variable.store_all_copies(frame, new)
-
-
-def payload_for(payload: Payload, replica_id: int) -> Payload:
-    """Returns the copy of a payload on the device of one replica."""
-    if isinstance(payload, SlicedValue):
-        return payload.map_arrays(lambda array: payload_for(array, replica_id))
-    return payload.values[replica_id] if isinstance(payload, Mirrored) else payload
-
-
-def _require_reducible(variable: Variable, kind: str) -> None:
-    """Raises where the updates of several replicas cannot become one."""
-    if variable.aggregation is VariableAggregation.NONE:
-        raise errors.InvalidArgumentError(
-            f"`{api_of(kind)}` on variable {variable.name!r} in replica context needs a rule "
-            "to combine what the replicas write",
-            "its aggregation is NONE",
-            "Create it with aggregation=rx.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA.",
-        )
-    first = variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
-    if kind in updates.NOT_REDUCIBLE and not first:
-        raise errors.UnsupportedError(
-            f"`{api_of(kind)}` on variable {variable.name!r} in replica context needs "
-            "aggregation ONLY_FIRST_REPLICA",
-            f"its aggregation is {variable.aggregation.name}",
-            "Rows of several replicas cannot be summed or averaged there: change the "
-            "aggregation, or write in cross-replica context.",
-        )
-
-
-def _of_common_part(variable: Variable, kind: str, payload: SlicedValue) -> SlicedValue:
-    """Returns a value for a part that is the same on all replicas, or raises."""
-    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return payload
-    common = payload.with_known_arrays()
-    if common is None:
-        raise errors.UnsupportedError(
-            f"`{api_of(kind)}` of a part of variable {variable.name!r} in replica context "
-            "needs the same index on all replicas",
-            "the index is computed by the compiled program, on each replica by itself",
-            "Use Python numbers, aggregation ONLY_FIRST_REPLICA, or `scatter_add`, which "
-            "joins the rows of all replicas.",
-        )
-    return common
 
 
 def _apply_under_gradient(variable: Variable, frame: Frame, kind: str, payload: Payload) -> None:
@@ -577,16 +512,10 @@ def _apply_under_gradient(variable: Variable, frame: Frame, kind: str, payload: 
         gather = frame.executor.all_gather
         combined = jax.tree.map(lambda x: gather(jnp.expand_dims(x, 0), 0)[0], payload)
     else:
-        op = _OPS[variable.aggregation]
+        op = updates.OPS[variable.aggregation]
         combined = frame.executor.all_reduce(op, payload, None)
     combined = jax.lax.stop_gradient(combined)
     if variable.is_remote:
         variable.apply_directly(frame, kind, combined)
     else:
         frame.overlay.write(variable, updates.apply(kind, old, combined))
-
-
-def _first(payload: Payload) -> Payload:
-    if isinstance(payload, TracedPerReplica):
-        return jax.tree.map(in_replica.first_replica, payload.local)
-    return payload.values[0] if isinstance(payload, PerReplica) else payload

@@ -23,10 +23,9 @@ from replicax.values.indexed_slices import IndexedSlices
 from replicax.variables import creators, updates
 from replicax.variables.partitioners import split_rows
 from replicax.variables.remote import Read, RemoteVariable, RemoteVariableBase, checked_rows
-from replicax.variables.replicated import payload_for
 from replicax.variables.row_selection import select_rows
 from replicax.variables.slicing import Index
-from replicax.variables.updates import Payload
+from replicax.variables.updates import Payload, payload_for
 from replicax.variables.variable import Variable
 
 

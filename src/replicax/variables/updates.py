@@ -1,4 +1,4 @@
-"""The kinds of updates of variables, each as a pure function of old value and payload."""
+"""Updates of variables: pure functions of old value and payload, and payloads of all replicas."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from replicax.collectives import across_processes, in_replica
+from replicax.contexts.frames import Frame
 from replicax.foundation import errors, jax_compat, placement
+from replicax.foundation.options import ReduceOp, VariableAggregation
 from replicax.foundation.types import Tree
 from replicax.values.array_surface import as_operand
-from replicax.values.distributed_values import PerReplica
+from replicax.values.distributed_values import Mirrored, PerReplica, TracedPerReplica
 from replicax.values.indexed_slices import IndexedSlices
+from replicax.values.layout import ReplicaLayout
+from replicax.values.regroup import is_concrete_array, map_structure
 from replicax.variables import row_numbers, slicing
+from replicax.variables.slicing import SlicedValue, api_of
 
 if TYPE_CHECKING:
     from replicax.variables.variable import Variable
@@ -235,3 +241,100 @@ def _refuse_zero_divisors(variable: Variable, divisors: jax.Array) -> None:
             "there is a 0 among them",
             "Correct the values.",
         )
+
+
+# The payloads that all replicas pass to one write become one payload.
+
+OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
+
+
+def merged(payloads: list[Payload], frame: Frame) -> Payload:
+    """Merges the payloads of all replicas; an object that all of them pass stays one."""
+    first = payloads[0]
+    # Other processes may have another array where the local replicas have one.
+    is_apart = frame.layout is not None and frame.layout.spans_processes
+    if all(payload is first for payload in payloads) and not (
+        is_apart and (isinstance(first, SlicedValue) or is_concrete_array(first))
+    ):
+        return first
+    if not isinstance(first, SlicedValue):
+        return PerReplica(payloads, frame.layout)
+    return map_structure(
+        lambda *leaves: merged(list(leaves), frame),
+        *payloads,
+    )
+
+
+def combined(frame: Frame, variable: Variable, payload: Payload) -> Payload:
+    """Aggregates merged payloads by the rule of the variable."""
+    if isinstance(payload, SlicedValue):
+        return payload.map_arrays(lambda array: combined(frame, variable, array))
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return _first(payload, frame.layout)
+    op = OPS[variable.aggregation]
+    count = 1 if frame.layout is None else frame.layout.num_replicas
+    if isinstance(payload, PerReplica):
+        return frame.reducer.reduce_values(op, [payload], [variable.placement], count)[0]
+    # Every replica passed the same object.
+    return _scaled(payload, count) if op is ReduceOp.SUM else payload
+
+
+def _scaled(payload: Payload, factor: int) -> Payload:
+    """Multiplies a payload; rows of IndexedSlices too."""
+    if isinstance(payload, IndexedSlices):
+        return payload.map_values(lambda v: v * factor)
+    return payload * factor
+
+
+def payload_for(payload: Payload, replica_id: int) -> Payload:
+    """Returns the copy of a payload on the device of one replica."""
+    if isinstance(payload, SlicedValue):
+        return payload.map_arrays(lambda array: payload_for(array, replica_id))
+    return payload.values[replica_id] if isinstance(payload, Mirrored) else payload
+
+
+def require_reducible(variable: Variable, kind: str) -> None:
+    """Raises where the updates of several replicas cannot become one."""
+    if variable.aggregation is VariableAggregation.NONE:
+        raise errors.InvalidArgumentError(
+            f"`{api_of(kind)}` on variable {variable.name!r} in replica context needs a rule "
+            "to combine what the replicas write",
+            "its aggregation is NONE",
+            "Create it with aggregation=rx.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA.",
+        )
+    first = variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
+    if kind in NOT_REDUCIBLE and not first:
+        raise errors.UnsupportedError(
+            f"`{api_of(kind)}` on variable {variable.name!r} in replica context needs "
+            "aggregation ONLY_FIRST_REPLICA",
+            f"its aggregation is {variable.aggregation.name}",
+            "Rows of several replicas cannot be summed or averaged there: change the "
+            "aggregation, or write in cross-replica context.",
+        )
+
+
+def of_common_part(variable: Variable, kind: str, payload: SlicedValue) -> SlicedValue:
+    """Returns a value for a part that is the same on all replicas, or raises."""
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return payload
+    common = payload.with_known_arrays()
+    if common is None:
+        raise errors.UnsupportedError(
+            f"`{api_of(kind)}` of a part of variable {variable.name!r} in replica context "
+            "needs the same index on all replicas",
+            "the index is computed by the compiled program, on each replica by itself",
+            "Use Python numbers, aggregation ONLY_FIRST_REPLICA, or `scatter_add`, which "
+            "joins the rows of all replicas.",
+        )
+    return common
+
+
+def _first(payload: Payload, layout: ReplicaLayout | None) -> Payload:
+    if isinstance(payload, TracedPerReplica):
+        return jax.tree.map(in_replica.first_replica, payload.local)
+    is_local = isinstance(payload, PerReplica) and not jax_compat.is_traced(
+        jax.tree.leaves(payload.values)[0]
+    )
+    if is_local and layout is not None and layout.spans_processes:
+        return across_processes.first_component(payload, layout)
+    return payload.values[0] if isinstance(payload, PerReplica) else payload

@@ -158,7 +158,7 @@ class Variable(ArraySurface, UnsharedState, metaclass=_VariableMeta):
     def placement(self) -> tuple[Device, ...]:
         """The devices that hold a copy."""
         if self.layout is not None:
-            return self.layout.devices
+            return self.layout.local_devices
         if self.stored is None or jax_compat.is_traced(self.stored):
             return (self.intended_device or devices.current(),)
         return tuple(self.stored.devices())
@@ -231,7 +231,8 @@ class Variable(ArraySurface, UnsharedState, metaclass=_VariableMeta):
 
     def numpy(self) -> np.ndarray:
         """Returns a copy of the current value."""
-        return np.array(self.read_value(), copy=True)
+        with self._reading():
+            return np.array(self.read_value(), copy=True)
 
     def read(self, frame: Frame) -> jax.Array:
         """Returns the value that code in `frame` sees."""
@@ -242,7 +243,7 @@ class Variable(ArraySurface, UnsharedState, metaclass=_VariableMeta):
             self.is_lent = True
             array = self.stored
         if frame.replica_id is not None and frame.layout is not None:
-            return placement.put(array, frame.layout.devices[frame.replica_id])
+            return placement.put(array, frame.layout.local_devices[frame.replica_id])
         return placement.uncommitted(array)
 
     def sparse_read(self, indices: ArrayLike) -> jax.Array:

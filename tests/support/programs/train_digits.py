@@ -63,7 +63,7 @@ def load(file: str | None) -> Examples:
 class Training:
     """Model, optimizer, metric and visit counts of one run under a strategy."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Any, *, is_compiled: bool = True) -> None:
         import jax
         import optax
 
@@ -84,7 +84,7 @@ class Training:
                 aggregation=rx.VariableAggregation.SUM,
             )
         self._jax = jax
-        self.train_step = rx.function(self._train_step)
+        self.train_step = rx.function(self._train_step) if is_compiled else self._train_step
         self.test_step = rx.function(self._test_step)
 
     def _logits(self, pixels: Any) -> Any:

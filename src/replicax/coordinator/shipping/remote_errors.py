@@ -6,6 +6,7 @@ import builtins
 
 from replicax.foundation import errors
 from replicax.protocol.messages import RemoteError
+from replicax.protocol.tasks import Task
 
 
 def _is_simple(kind: object) -> bool:
@@ -26,7 +27,7 @@ _OWN = {
 _END_OF_DATA = {"StopIteration", "StopAsyncIteration"}
 
 
-def rebuild_error(error: RemoteError, worker: int) -> Exception:
+def rebuild_error(error: RemoteError, worker: int | Task) -> Exception:
     """Returns the exception for an error that a worker has reported.
 
     Errors of Python and of replicax keep their type; others become `ClosureError`. The
@@ -34,13 +35,13 @@ def rebuild_error(error: RemoteError, worker: int) -> Exception:
 
     Args:
       error: The report of the worker.
-      worker: The index of the worker.
+      worker: The index of the worker, or the task.
 
     >>> error = RemoteError("closure", "ValueError", "bad batch", "Traceback ...")
     >>> rebuild_error(error, 1)
     ValueError('bad batch')
     """
-    task = f"/job:worker/task:{worker}"
+    task = str(worker if isinstance(worker, Task) else Task("worker", worker))
     made = _rebuild(error, task)
     if error.cause == "input" and not isinstance(made, errors.ClosureInputError):
         inner, made = made, errors.ClosureInputError(*_parts(error, task))

@@ -570,3 +570,8 @@ def _require_datasets(step: str, values: Iterable[object]) -> list[Dataset]:
             "Pass at least one dataset.",
         )
     return datasets
+
+
+def seeds_of(dataset: Dataset) -> tuple[Seed, ...]:
+    """Returns the seeds of a dataset that its user did not choose."""
+    return dataset._plan.seeds

@@ -47,10 +47,11 @@ class ReadableDataset:
     def open_feed(self) -> DatasetIterator:
         """Returns a new iterator, at the first element of the next epoch."""
         epoch = self._next_epoch
-        self._set_epoch(epoch)
-        return DatasetIterator(self._plan, epoch, self._set_epoch)
+        self.continue_after(epoch)
+        return DatasetIterator(self._plan, epoch, self.continue_after)
 
-    def _set_epoch(self, epoch: int) -> None:
+    def continue_after(self, epoch: int) -> None:
+        """Makes the next iteration the one after this epoch."""
         self._next_epoch = epoch + 1
 
     def as_numpy_iterator(self) -> Iterator[Tree]:
@@ -120,6 +121,11 @@ class ReadableDataset:
         return self._plan.build((0,))
 
     # Facts that distribution needs.
+
+    @property
+    def name(self) -> str:
+        """The steps, such as "range > shuffle > batch"."""
+        return self._plan.name
 
     @property
     def batch_size(self) -> int | None:
@@ -241,16 +247,26 @@ class DatasetIterator(DataIterator):
                 f"it is from {found!r}",
                 "Build the dataset with the same steps as when the position was saved.",
             )
-        for seed, value in zip(self._plan.seeds, state["seeds"], strict=True):
+        with self._lock:
+            self.restart(state)
+            self._iterator.set_state(state["position"])
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """The epoch, and the seeds that the user did not choose: they decide the order."""
+        return {"epoch": self._epoch, "seeds": [seed.value for seed in self._plan.seeds]}
+
+    def restart(self, order: dict[str, Any]) -> None:
+        """Starts at the first element again, in the order of another process."""
+        for seed, value in zip(self._plan.seeds, order["seeds"], strict=True):
             seed.value = value
         with self._lock:
             self._returned = []
             self._iterator.close()
             self._end = None
-            self._epoch = state["epoch"]
+            self._epoch = order["epoch"]
             self._on_epoch(self._epoch)
             self._iterator = self._plan.open((self._epoch,))
-            self._iterator.set_state(state["position"])
 
     @override
     def close(self) -> None:

@@ -280,9 +280,10 @@ def _over_all_replicas(result: Callable[..., Tree]) -> Callable[..., Tree]:
         merged = frame.replica_context.merge_call(
             lambda strategy: jax.tree.map(_from_host, result(self))
         )
-        if frame.replica_id is None or frame.layout is None:
+        # A program places its values itself.
+        if frame.replica_id is None or frame.layout is None or not jax_compat.is_eager():
             return merged
-        device = frame.layout.devices[frame.replica_id]
+        device = frame.layout.local_devices[frame.replica_id]
         return jax.tree.map(lambda leaf: jax.device_put(leaf, device), merged)
 
     return combined
