@@ -1,0 +1,257 @@
+"""What replicax changes in Keras: each change passes on to Keras where no strategy is involved."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from replicax.contexts import frames
+from replicax.foundation import errors
+from replicax.keras import (
+    alone,
+    checkpoints,
+    custom_loops,
+    data,
+    internals,
+    saving,
+    training,
+    workers,
+)
+from replicax.keras.parameter_servers import embedding
+from replicax.keras.parameter_servers import trainer as ps_trainer
+from replicax.keras.variables import adopt, creation, is_in_scope, is_metric, is_seed, made_by
+from replicax.strategies.base import Strategy
+
+
+class _Changes:
+    # The classes and attributes that were changed, and what was there before.
+    made: list[tuple[type, str, Any]] = []
+
+
+def is_installed() -> bool:
+    """Tells whether Keras models are distributed by the scope that they are made in.
+
+    >>> import replicax as rx
+    >>> rx.keras.is_installed()
+    True
+    """
+    return bool(_Changes.made)
+
+
+def uninstall() -> None:
+    """Takes all changes back: Keras ignores strategies from now on.
+
+    Models that were made in a scope keep their variables, and Keras trains them by itself.
+
+    >>> import replicax as rx
+    >>> rx.keras.uninstall()
+    >>> rx.keras.is_installed()
+    False
+    >>> rx.keras.install()
+    """
+    while _Changes.made:
+        owner, name, before = _Changes.made.pop()
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+    training.forget_steps()
+
+
+def install() -> None:
+    """Lets the scope of a strategy distribute Keras models; idempotent.
+
+    `import replicax` does so when Keras is imported, before or after it.
+
+    >>> import keras
+    >>> import numpy as np
+    >>> import replicax as rx
+    >>> rx.keras.install()
+    >>> strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="zeros")])
+    ...     model.compile("sgd", "mse")
+    >>> float(model.train_on_batch(np.ones((3, 1)), np.full((3, 1), 2.0)))
+    4.0
+    """
+    if is_installed():
+        return
+    if keras.backend.backend() != "jax":
+        _replace(keras.Variable, "__init__", _refuse_backend)
+        return
+    _replace(keras.Variable, "__init__", _variable_init)
+    _replace(keras.layers.Layer, "add_weight", _add_weight)
+    _replace(keras.layers.Layer, "__new__", _layer_new)
+    _replace(internals.Trainer, "compile", _in_scope_of_model)
+    for name in ("fit", "evaluate", "predict"):
+        _replace(keras.Model, name, _in_scope_of_model)
+    for name in ("train_on_batch", "test_on_batch", "predict_on_batch"):
+        _replace(keras.Model, name, _in_scope_of_model)
+    for name in ("make_train_function", "make_test_function", "make_predict_function"):
+        _replace(keras.Model, name, _make_function)
+    _replace(keras.Model, "__setattr__", _set_attribute)
+    _replace(keras.Model, "_get_jax_state", _get_state)
+    _replace(keras.Model, "jax_state_sync", _sync_state)
+    _replace(internals.data_adapters_module, "get_data_adapter", data.get_data_adapter)
+    checkpoints.install(_replace)
+    _replace(keras.layers.Embedding, "call", embedding.looking_up)
+    custom_loops.install(_replace)
+    saving.install(_replace)
+    training.forget_steps()
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replaces an attribute of a class or module by a wrapper of it."""
+    own = vars(owner).get(name)
+    wrapped = wrap(getattr(owner, name, None))
+    setattr(owner, name, wrapped)
+    _Changes.made.append((owner, name, own))
+
+
+def _refuse_backend(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if is_in_scope() and not frames.current().is_default:
+            raise errors.UnsupportedError(
+                "Keras under a strategy of replicax needs its JAX backend",
+                f"keras uses {keras.backend.backend()!r}",
+                "Set KERAS_BACKEND=jax before Keras is first imported.",
+            )
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _variable_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_in_scope():
+            original(self, *args, **kwargs)
+            return
+        internals.require_known()
+        strategy = _current_strategy()
+        with creation(strategy):
+            original(self, *args, **kwargs)
+            # Metrics and seeds of models on parameter servers stay with the coordinator.
+            if not (ps_trainer.is_for(strategy) and (is_metric(self) or is_seed(self))):
+                adopt(self, strategy)
+
+    return __init__
+
+
+def _add_weight(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_weight(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = training.maker_of(self)
+        # A layer may be built later, outside of the scope that it was made in.
+        is_late = strategy is not None and not is_in_scope()
+        late = creation(strategy) if strategy and is_late else contextlib.nullcontext()
+        with late, made_by("layer"):
+            return original(self, *args, **kwargs)
+
+    return add_weight
+
+
+def _layer_new(original: Callable[..., Any]) -> Any:
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        layer = original(cls, *args, **kwargs)
+        if is_in_scope():
+            training.remember(layer, _current_strategy())
+        return layer
+
+    return staticmethod(__new__)
+
+
+def _in_scope_of_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = training.strategy_of(self)
+        frame = frames.current()
+        if strategy is not frame.strategy and not frame.is_default and is_in_scope():
+            training.require_own_scope(self, original.__name__, _current_strategy())
+        if strategy is None:
+            return original(self, *args, **kwargs)
+        if alone.is_alone():
+            with alone.own_functions(self):
+                return original(self, *args, **kwargs)
+        # Optimizers, metrics and lazy layers make their variables in here.
+        with strategy.scope(), made_by("fit"):
+            if ps_trainer.is_for(strategy):
+                return ps_trainer.call(original, self, strategy, args, kwargs)
+            try:
+                return workers.together(original, self, *args, **kwargs)
+            except BaseException:
+                # Keras does so in `fit` alone: the last step has taken the old values over.
+                self.jax_state_sync()
+                raise
+
+    return call
+
+
+def _make_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    ours = getattr(training, original.__name__)
+
+    @functools.wraps(original)
+    def make_function(self: Any, force: bool = False) -> Any:
+        strategy = training.strategy_of(self)
+        if strategy is not None and ps_trainer.is_for(strategy):
+            return ps_trainer.make_function(self, strategy, original.__name__, force)
+        is_ours = training.layout_of(self) is not None and not alone.is_alone()
+        return (ours if is_ours else original)(self, force=force)
+
+    return make_function
+
+
+def _set_attribute(original: Callable[..., None]) -> Callable[..., None]:
+    """Leaves out Keras' search for layers among the arrays of each step: 0.1 ms and more."""
+
+    @functools.wraps(original)
+    def __setattr__(self: Any, name: str, value: object) -> None:
+        if name == internals.STATE and training.layout_of(self) is not None:
+            self.__dict__[name] = value
+        else:
+            original(self, name, value)
+
+    return __setattr__
+
+
+def _get_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _get_jax_state(self: Any, **kinds: bool) -> Any:
+        strategy = training.strategy_of(self)
+        if strategy is not None and ps_trainer.is_for(strategy):
+            ps_trainer.take_state(self, strategy)
+            return tuple([] for kind in training.KINDS if kinds.get(kind))
+        if training.layout_of(self) is None:
+            return original(self, **kinds)
+        return training.take_state(self, [kind for kind in training.KINDS if kinds.get(kind)])
+
+    return _get_jax_state
+
+
+def _sync_state(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def jax_state_sync(self: Any) -> None:
+        strategy = training.strategy_of(self)
+        if strategy is not None and ps_trainer.is_for(strategy):
+            ps_trainer.sync_state(self, strategy)
+            return
+        if training.layout_of(self) is None:
+            original(self)
+            return
+        state = internals.state_of(self)
+        if state and not internals.is_state_synced(self):
+            training.give_state(self, state)
+            internals.set_state_synced(self)
+
+    return jax_state_sync
+
+
+def _current_strategy() -> Strategy:
+    strategy = frames.current().strategy
+    assert isinstance(strategy, Strategy)
+    return strategy
