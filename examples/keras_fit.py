@@ -3,8 +3,9 @@
     python examples/keras_fit.py --strategy mirrored
 
 A model made in `strategy.scope()` is distributed; nothing else in the program changes. The
-strategies `multi_worker` and `parameter_server` take their cluster from TF_CONFIG, so start the
-file as every task. All strategies of one process print the same numbers.
+strategies `multi_worker` and `parameter_server` take their cluster from TF_CONFIG: start the file
+as every task, with a `--directory` that all of them see, since one task writes files. All
+synchronous strategies print the same numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ GLOBAL_BATCH, EPOCHS = 64, 6
 
 
 def parameter_servers() -> rx.Strategy:
-    return rx.ParameterServerStrategy(rx.cluster_resolver.TFConfigClusterResolver())
+    task = rx.cluster_resolver.TFConfigClusterResolver()
+    if task.task_type in ("worker", "ps"):
+        rx.Server(task.cluster_spec(), job_name=task.task_type, task_index=task.task_id).join()
+    return rx.ParameterServerStrategy(task)
 
 
 STRATEGIES: dict[str, Callable[[], rx.Strategy | None]] = {
@@ -72,7 +76,9 @@ def digits() -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", choices=STRATEGIES, default="mirrored")
-    name = parser.parse_args().strategy
+    parser.add_argument("--directory", type=Path, help="for files; default: a temporary one")
+    options = parser.parse_args()
+    name = options.strategy
     if name not in ("multi_worker", "parameter_server"):
         rx.set_virtual_cpu_devices(2)  # leave out on a machine with GPUs
     strategy = STRATEGIES[name]()
@@ -82,7 +88,7 @@ def main() -> None:
 
     training, testing = digits()
     with tempfile.TemporaryDirectory() as directory:
-        best = Path(directory) / "best.keras"
+        best = (options.directory or Path(directory)) / "best.keras"
         history = model.fit(
             *training,
             batch_size=GLOBAL_BATCH,

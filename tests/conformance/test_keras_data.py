@@ -8,6 +8,7 @@ import keras_programs as programs
 import numpy as np
 import pytest
 from keras_programs import UNEVEN, keras
+from peer_packages import import_peer
 
 import replicax as rx
 
@@ -140,9 +141,12 @@ def test_mistakes_about_datasets_are_errors_that_say_what_to_do() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the environment may have to be installed
 @pytest.mark.parametrize("name", programs.STRATEGY_NAMES)
-def test_a_torch_data_loader_is_read_under_every_strategy(name: str) -> None:
-    torch = pytest.importorskip("torch")
+def test_a_torch_data_loader_is_read_under_every_strategy(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = import_peer(monkeypatch, "torch")
     tensors = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
     loader = torch.utils.data.DataLoader(tensors, batch_size=BATCH)
     model, _ = new_model(name)
@@ -150,9 +154,12 @@ def test_a_torch_data_loader_is_read_under_every_strategy(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the environment may have to be installed
 @pytest.mark.parametrize("name", programs.STRATEGY_NAMES)
-def test_a_tf_data_dataset_is_read_under_every_strategy(name: str) -> None:
-    tf = pytest.importorskip("tensorflow")
+def test_a_tf_data_dataset_is_read_under_every_strategy(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tf = import_peer(monkeypatch, "tensorflow")
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
     model, _ = new_model(name)
     fit(model, data, shuffle=False).require_equal(by_arrays())
