@@ -11,6 +11,7 @@ import keras_programs as programs
 import numpy as np
 import pytest
 from keras_programs import STRATEGY_NAMES, UNEVEN, keras
+from peer_packages import import_peer
 
 callbacks = keras.callbacks
 X, Y = programs.data_of("sequential", UNEVEN)
@@ -165,6 +166,27 @@ def test_a_callback_does_the_same_under_every_strategy(
     name: str, strategy_name: str, tmp_path: Path
 ) -> None:
     _require_same(name, strategy_name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the environment may have to be installed
+@pytest.mark.parametrize("strategy_name", [None, *STRATEGY_NAMES])
+def test_tensorboard_writes_the_losses_of_the_history(
+    strategy_name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tf = import_peer(monkeypatch, "tensorflow")
+    with programs.scope_of(strategy_name):
+        model = programs.compiled("sequential")
+    board = callbacks.TensorBoard(tmp_path, histogram_freq=1, update_freq=1)
+    history = fit(model, callbacks=[board])
+    (path,) = (tmp_path / "train").glob("events*")
+    written = [
+        float(tf.make_ndarray(value.tensor))
+        for record in tf.data.TFRecordDataset(str(path))
+        for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value
+        if value.tag == "epoch_loss"
+    ]
+    np.testing.assert_allclose(written, history["loss"], rtol=1e-6)
 
 
 def _require_same(name: str, strategy_name: str, directory: Path) -> None:
