@@ -5,6 +5,7 @@ Run `python docs/reference/write_names.py` after a public name or its first line
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import types
 from pathlib import Path
@@ -26,13 +27,21 @@ _CONSTANTS = {
 }
 
 
+# Namespaces that only lead to others, and these.
+_DEEPER = {
+    "compat": ["compat.v1.distribute", "compat.v1.distribute.experimental"],
+    "contrib": ["contrib.distribute"],
+}
+
+
 def page() -> str:
     """Returns the text of the page."""
     parts = [_HEAD, _section("rx", rx)]
     for name in sorted([*rx.__all__, *rx._LAZY]):
-        value = getattr(rx, name)
-        if isinstance(value, types.ModuleType):
-            parts.append(_section(f"rx.{name}", value))
+        if isinstance(getattr(rx, name), types.ModuleType):
+            for path in _DEEPER.get(name, [name]):
+                namespace = importlib.import_module(f"replicax.{path}")
+                parts.append(_section(f"rx.{path}", namespace))
     return "\n".join(parts)
 
 

@@ -162,8 +162,9 @@ __all__ = [
 ]
 
 
-# Imported when it is first used, as it imports Keras; so `from replicax import *` leaves it out.
-_LAZY = ("keras",)
+# Imported when first used, as they import Keras or are seldom needed; so `from replicax import *`
+# leaves them out.
+_LAZY = ("compat", "contrib", "keras")
 
 
 def __dir__() -> list[str]:
