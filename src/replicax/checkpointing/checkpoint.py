@@ -110,6 +110,10 @@ class Checkpoint:
     def restore(self, path: str | os.PathLike[str] | None) -> RestoreStatus:
         """Restores every object that the checkpoint at `path` has a value for.
 
+        The path may also be that of a TensorFlow 2 checkpoint (its prefix, or the directory with
+        its state file), or of a SavedModel, whose values are found by the names of attributes,
+        layers and list indices.
+
         Everything is read and checked first: if a name, shape, type or checksum is wrong,
         nothing changes. Objects that are created later are restored when they are created. With
         None (no checkpoint yet) nothing happens. Several workers restore the same checkpoint: if
@@ -160,6 +164,7 @@ class Checkpoint:
 
     def _walk(self) -> Graph:
         graph = Graph()
+        graph.roots = dict(self._objects)
         counter = ValueSlot(_COUNTER, self._counter, self._put_counter)
         graph.slots[_COUNTER] = counter
         for name, value in self._objects.items():

@@ -30,7 +30,7 @@ from replicax.variables.module import Module
 from replicax.variables.variable import Variable
 
 # Attributes of `Module` that are not its state.
-_NOT_STATE = ("_name", "on_new_child")
+NOT_STATE = ("_name", "on_new_child")
 
 
 class _Growing(Protocol):
@@ -58,6 +58,7 @@ class Graph:
     Attributes:
       slots: Everything that can be saved, by name; each variable once.
       aliases: Further paths of objects that are saved under another name.
+      roots: The objects of the Checkpoint itself, by name.
       growing: Objects that report new children (`on_new_child`), by path.
       peers: The processes that save and restore these objects together; None if this one does
         alone.
@@ -66,6 +67,7 @@ class Graph:
     def __init__(self) -> None:
         self.slots: dict[str, Slot] = {}
         self.aliases: dict[str, str] = {}
+        self.roots: dict[str, object] = {}
         self.growing: dict[str, _Growing] = {}
         self.peers: Peers | None = None
         # Rebuild immutable structures around restored leaves; inner ones come first.
@@ -76,10 +78,10 @@ class Graph:
 
     def add(self, name: str, value: object, put: Setter) -> bool:
         """Adds an object and all below it; returns False if it cannot be saved."""
-        value = _own_variable(value)
+        value = own_variable(value)
         if isinstance(value, Variable) or _has_array(value):
             self._add_variable(name, value, put)
-        elif _has_children(value):
+        elif has_children(value):
             self._add_own_children(name, value)
         elif isinstance(value, Module):
             self._add_children(name, value, list(vars(value).items()), value.__dict__.__setitem__)
@@ -116,6 +118,12 @@ class Graph:
             if name == first or name.startswith(f"{first}/"):
                 found.append(alias + name[len(first) :])
         return found
+
+    def path_of(self, value: object) -> str | None:
+        """Returns the first path of a variable, or of an object with children; None for others."""
+        if isinstance(value, Variable):
+            value = getattr(value, "container", value)
+        return self._first_paths.get(id(value))
 
     def rebuild(self) -> None:
         """Rebuilds the immutable structures whose leaves were restored."""
@@ -161,7 +169,7 @@ class Graph:
         if not self._enter(name, value):
             return
         for key, child in children:
-            if not (isinstance(value, Module) and key in _NOT_STATE):
+            if not (isinstance(value, Module) and key in NOT_STATE):
                 self.add(child_name(name, key), child, lambda new, key=key: put(key, new))
 
     def _add_own_children(self, name: str, value: _HasChildren) -> None:
@@ -202,11 +210,12 @@ def _is_object(value: object) -> bool:
     return is_own or hasattr(type(value), "checkpoint_children")
 
 
-def _has_children(value: object) -> TypeGuard[_HasChildren]:
+def has_children(value: object) -> TypeGuard[_HasChildren]:
+    """Returns whether an object lists its parts for checkpoints."""
     return not isinstance(value, type) and callable(getattr(value, "checkpoint_children", None))
 
 
-def _own_variable(value: object) -> object:
+def own_variable(value: object) -> object:
     """Returns the variable that holds the value of one of another library, if there is one."""
     return value.replicax_variable if _has_own_variable(value) else value
 

@@ -143,11 +143,15 @@ class SavedCheckpoint:
       metrics: The numbers that were saved with it.
       entries: Arrays and plain values, by name.
       aliases: Further paths of objects that are saved once.
+      optional: Slots that are not missed if the checkpoint has no value for them.
 
     Raises:
       CheckpointError: It cannot be read, or has another format.
       DataLossError: Its manifest is damaged.
     """
+
+    is_own_format = True
+    optional: frozenset[str] = frozenset()
 
     def __init__(self, path: Path) -> None:
         self.bundle = Bundle(path, CHECKPOINT)
@@ -185,6 +189,20 @@ class SavedCheckpoint:
         """The arrays, in the order of their names."""
         found = [entry for entry in self.entries.values() if isinstance(entry, ArrayEntry)]
         return sorted(found, key=lambda entry: entry.name)
+
+    @property
+    def array_names(self) -> Iterable[str]:
+        """The names of all arrays."""
+        return self.bundle.arrays.keys()
+
+    @property
+    def digest(self) -> str:
+        """The digest of the manifest, which contains the checksums of all bytes."""
+        return self.bundle.digest
+
+    def check_files(self) -> None:
+        """Raises DataLossError if a file is missing, foreign, or has another size."""
+        self.bundle.check_files()
 
     def find(self, name: str) -> Entry | None:
         """Returns the entry for a path of an object, which may be one of several."""

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from replicax.checkpointing import sources
 from replicax.checkpointing.directory import steps_in
 from replicax.checkpointing.manifest import ArrayEntry, SavedCheckpoint
+from replicax.checkpointing.tensorflow_checkpoint import TensorFlowCheckpoint
 from replicax.foundation import errors
+from replicax.tensorflow_files import checkpoint_paths
 
 _log = logging.getLogger(__name__)
 # The seconds between two looks at a directory, and between two log messages of a long wait.
@@ -24,13 +27,18 @@ _REPORT_S = 60.0
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """Returns the path of the newest checkpoint in a directory, by number; None if empty.
 
-    Needs no lock: works beside a process that saves.
+    In a directory of TensorFlow checkpoints, it is the one that their state file names. Needs no
+    lock: works beside a process that saves.
 
     >>> import tempfile
     >>> latest_checkpoint(tempfile.mkdtemp()) is None
     True
     """
-    return next((str(path) for path in reversed(steps_in(Path(directory)).values())), None)
+    own = next((str(path) for path in reversed(steps_in(Path(directory)).values())), None)
+    if own is not None:
+        return own
+    prefix = checkpoint_paths.latest_prefix(directory)
+    return None if prefix is None else str(prefix)
 
 
 def checkpoints_iterator(
@@ -91,13 +99,17 @@ def _wait_for_new(directory: Path, last: str | None, timeout: float | None) -> s
 def list_variables(path: str | os.PathLike[str]) -> list[tuple[str, tuple[int, ...], str]]:
     """Returns name, shape and dtype of every array in a checkpoint, by name.
 
-    Reads the manifest only.
+    Reads the manifest only. Of a TensorFlow checkpoint (its prefix, or a directory with its state
+    file) or a SavedModel, it lists the tensors by TensorFlow's names.
 
     >>> import replicax as rx, tempfile
     >>> path = rx.train.Checkpoint(v=rx.Variable([1.0, 2.0])).write(tempfile.mkdtemp() + "/a")
     >>> list_variables(path)
     [('v', (2,), 'float32')]
     """
+    prefix = sources.tensorflow_prefix(Path(path))
+    if prefix is not None:
+        return TensorFlowCheckpoint(prefix).listed()
     with SavedCheckpoint(Path(path)) as saved:
         return [(entry.name, entry.shape, entry.dtype) for entry in saved.arrays]
 
@@ -105,13 +117,17 @@ def list_variables(path: str | os.PathLike[str]) -> list[tuple[str, tuple[int, .
 def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
     """Returns one array of a checkpoint, after comparing its checksums.
 
-    Reads the manifest and the bytes of this array only.
+    Reads the manifest and the bytes of this array only. Takes TensorFlow checkpoints and
+    SavedModels as `list_variables` does; a name there may be the path of an object.
 
     >>> import replicax as rx, tempfile
     >>> path = rx.train.Checkpoint(v=rx.Variable([1.0, 2.0])).write(tempfile.mkdtemp() + "/a")
     >>> load_variable(path, "v")
     array([1., 2.], dtype=float32)
     """
+    prefix = sources.tensorflow_prefix(Path(path))
+    if prefix is not None:
+        return TensorFlowCheckpoint(prefix)[name]
     with SavedCheckpoint(Path(path)) as saved:
         entry = saved.find(name)
         if not isinstance(entry, ArrayEntry):

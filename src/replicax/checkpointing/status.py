@@ -10,12 +10,14 @@ from typing import Any, Self
 
 import numpy as np
 
+from replicax.bundle import dtypes
 from replicax.bundle.names import child_path
 from replicax.bundle.writers import Writers
-from replicax.checkpointing import plain, tables, together
+from replicax.checkpointing import plain, sources, tables, together
 from replicax.checkpointing.graph import Graph
-from replicax.checkpointing.manifest import ArrayEntry, Entry, PlainEntry, SavedCheckpoint
+from replicax.checkpointing.manifest import ArrayEntry, Entry, PlainEntry
 from replicax.checkpointing.slots import Setter, Slot, StateSlot, describe
+from replicax.checkpointing.sources import Source
 from replicax.foundation import errors
 from replicax.variables.remote import TableRows
 
@@ -41,7 +43,7 @@ class RestoreStatus:
         self.path = None if path is None else str(path)
         self.fallbacks: list[tuple[str, errors.CheckpointError]] = []
         self._walk = walk
-        self._saved: SavedCheckpoint | None = None
+        self._saved: Source | None = None
         self._restored: dict[str, None] = {}
         # Entries that no object has claimed; the arrays among them.
         self._pending: dict[str, Entry] = {}
@@ -61,7 +63,9 @@ class RestoreStatus:
     @property
     def missing(self) -> tuple[str, ...]:
         """Names of the objects that the checkpoint has no value for."""
-        return tuple(sorted(set(self._settled().slots) - set(self._restored)))
+        slots = set(self._settled().slots)
+        optional = frozenset() if self._saved is None else self._saved.optional
+        return tuple(sorted(slots - set(self._restored) - optional))
 
     @property
     def pending(self) -> tuple[str, ...]:
@@ -138,7 +142,7 @@ class RestoreStatus:
         """Restores every object on all processes, or raises and changes nothing."""
         graph = self._walk()
         saved, matched, rows, arrays = together.read(
-            path, lambda: self._read(graph, path), lambda found: found[0].bundle.digest, writers
+            path, lambda: self._read(graph, path), lambda found: found[0].digest, writers
         )
         on_servers = {row.name for row in rows}
         here = {n: e for n, e in matched.items() if e.name not in on_servers}
@@ -158,32 +162,39 @@ class RestoreStatus:
 
     def _read(
         self, graph: Graph, path: Path
-    ) -> tuple[SavedCheckpoint, dict[str, Entry], list[TableRows], dict[str, np.ndarray]]:
+    ) -> tuple[Source, dict[str, Entry], list[TableRows], dict[str, np.ndarray]]:
         """Reads a checkpoint and compares it with the objects.
 
         Returns:
           The checkpoint, the entry for each object, the tables that servers will read, the arrays.
         """
-        with SavedCheckpoint(path) as saved:
+        with sources.open_source(path) as saved:
             self._saved = saved
             matched = self._match(graph, saved.entries)
-            saved.bundle.check_files()
+            saved.check_files()
+            # Servers read tables from files of this library's own format only.
             rows = [
                 row
                 for name, entry in matched.items()
                 for row in tables.rows_of(graph.slots[name], entry.name)
+                if saved.is_own_format
             ]
             if rows and not tables.load(rows, path, is_check=True):
                 rows = []
-            arrays = saved.read(saved.bundle.arrays.keys() - {row.name for row in rows})
+            arrays = saved.read(set(saved.array_names) - {row.name for row in rows})
         return saved, matched, rows, arrays
 
     def give(self, name: str, value: object, put: Setter) -> None:
         """Restores pending values of an object that was just created under `name`."""
-        if self._pending and not self._is_partial:
-            graph = Graph()
-            graph.add(name, value, put)
-            self._give_to(graph)
+        if not self._pending or self._is_partial:
+            return
+        if self._saved is not None and not self._saved.is_own_format:
+            # Names of TensorFlow are found from the Checkpoint down.
+            self._settled()
+            return
+        graph = Graph()
+        graph.add(name, value, put)
+        self._give_to(graph)
 
     def _settled(self) -> Graph:
         """Restores pending values of objects that were created unnoticed, such as list items."""
@@ -208,14 +219,11 @@ class RestoreStatus:
     ) -> dict[str, Entry]:
         """Returns the entry for each slot that has one, after checking that it fits."""
         assert self._saved is not None
-        found: dict[str, Entry] = {}
-        for name, slot in (graph.slots if slots is None else slots).items():
-            for path in graph.paths_of(name):
-                entry = self._saved.find(path)
-                if entry is not None and entry.name in wanted:
-                    slot.check(entry, str(self.path))
-                    found[name] = entry
-                    break
+        found = sources.match(self._saved, graph, wanted)
+        if slots is not None:
+            found = {name: entry for name, entry in found.items() if name in slots}
+        for name, entry in found.items():
+            graph.slots[name].check(entry, str(self.path))
         return found
 
     def _listen(self, graph: Graph) -> None:
@@ -254,10 +262,16 @@ def _write(
     for name, entry in matched.items():
         slot = graph.slots[name]
         if isinstance(entry, ArrayEntry):
-            slot.write(arrays[entry.name])
+            slot.write(_in_type_of(entry, arrays[entry.name]))
         elif not isinstance(slot, StateSlot):
             slot.write(plain.decode(entry.encoded))
     graph.rebuild()
+
+
+def _in_type_of(entry: ArrayEntry, value: np.ndarray) -> np.ndarray:
+    """Converts whole numbers of TensorFlow that were checked to fit into another type."""
+    dtype = dtypes.dtype_named(entry.dtype)
+    return value if value.dtype == dtype else value.astype(dtype)
 
 
 def _write_states(graph: Graph, matched: Mapping[str, Entry], writers: Writers) -> None:

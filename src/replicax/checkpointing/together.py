@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from replicax.bundle import manifest
 from replicax.bundle.writers import Writers
+from replicax.checkpointing import sources
 from replicax.foundation import errors
 
 _T = TypeVar("_T")
@@ -60,7 +60,7 @@ def read(
 
 def _require_shared(path: Path, writers: Writers) -> None:
     """Raises on all workers if some have a checkpoint that others do not have."""
-    file = path / manifest.FILE_NAME
+    file = sources.file_of(path)
     if not any(writers.together("restore: look", file.is_file, bool)):
         # The reader says what is missing.
         return

@@ -7,7 +7,7 @@ place of a layer in its parent, and the index of a variable in its layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,12 @@ def install(replace: Replace) -> None:
     """Lets checkpoints list the parts of Keras objects, and read and write their variables."""
     for owner in (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric):
         replace(owner, "checkpoint_children", lambda _: _children)
+    for owner in (keras.layers.Layer, keras.metrics.Metric):
+        replace(owner, "tensorflow_children", lambda _: _tensorflow_children)
+    optimizer = keras.optimizers.Optimizer
+    replace(optimizer, "tensorflow_children", lambda _: _tensorflow_parts)
+    replace(optimizer, "tensorflow_slots", lambda _: _tensorflow_slots)
+    replace(optimizer, "tensorflow_trained", lambda _: internals.trainable_variables_of)
     replace(keras.optimizers.Optimizer, "on_new_child", lambda _: None)
     replace(keras.optimizers.Optimizer, internals.TRACK_VARIABLE, _track)
     replace(keras.Variable, "checkpoint_array", lambda _: property(_array))
@@ -40,6 +46,75 @@ def _children(owner: internals.KerasSaveable) -> dict[str, object]:
     for i, generator in enumerate(internals.seed_generators(owner)):
         found[f"seeds/{i}"] = generator.state
     return {**found, **internals.saveable_children(owner)}
+
+
+# What corresponds to Keras objects in a TensorFlow checkpoint of Keras 2 or 3.
+
+# Variables that had another name in Keras 2.
+_KERAS2_NAMES = {"kernel": "depthwise_kernel"}
+
+# For the variables of an optimizer: the names of the same quantities in Keras 1 to 3.
+_SLOTS = {
+    "momentum": ("momentum", "m"),
+    "velocity": ("velocity", "v", "rms"),
+    "velocity_hat": ("velocity_hat", "vhat"),
+    "norm": ("norm", "u"),
+    "accumulator": ("accumulator",),
+    "linear": ("linear",),
+    "average_gradient": ("average_gradient", "mg"),
+    "accumulated_grad": ("accumulated_grad", "accum_grad"),
+    "accumulated_delta_var": ("accumulated_delta_var", "accum_var"),
+}
+
+
+def _tensorflow_children(
+    owner: internals.KerasSaveable, names: Sequence[str]
+) -> Iterator[tuple[str, object]]:
+    """Yields the parts of a layer or metric by the names that TensorFlow has for them."""
+    for variable in internals.own_variables(owner):
+        yield variable.name, variable
+        older = _KERAS2_NAMES.get(variable.name)
+        if older is not None and older in names:
+            yield older, variable
+    for name, value in vars(owner).items():
+        if isinstance(value, keras.Variable | internals.KerasSaveable | list | dict | tuple):
+            yield name, value
+    if isinstance(owner, keras.Model):
+        yield from _layers(owner)
+
+
+def _layers(model: keras.Model) -> Iterator[tuple[str, object]]:
+    """Yields the layers of a model by the names that Keras 2 gave them."""
+    num_with_weights = 0
+    for number, layer in enumerate(model.layers):
+        yield f"layer-{number}", layer
+        if layer.weights:
+            yield f"layer_with_weights-{num_with_weights}", layer
+            num_with_weights += 1
+
+
+def _tensorflow_parts(
+    optimizer: keras.optimizers.Optimizer, names: Sequence[str]
+) -> Iterator[tuple[str, object]]:
+    """Yields the variables of an optimizer that belong to no other one."""
+    del names
+    for name in ("iterations", "iter"):
+        yield name, optimizer.iterations
+    rate = internals.learning_rate_of(optimizer)
+    if isinstance(rate, keras.Variable):
+        yield "learning_rate", rate
+
+
+def _tensorflow_slots(
+    optimizer: keras.optimizers.Optimizer,
+) -> Iterator[tuple[object, object, Sequence[str]]]:
+    """Yields the slots of an optimizer, each with its variable and its names."""
+    by_name = {variable.name: variable for variable in internals.own_variables(optimizer)}
+    for owner in internals.trainable_variables_of(optimizer):
+        for role, names in _SLOTS.items():
+            slot = by_name.get(f"{owner.path.replace('/', '_')}_{role}")
+            if slot is not None:
+                yield slot, owner, names
 
 
 def _array(variable: keras.Variable) -> jax.Array:

@@ -100,6 +100,11 @@ def autocast(variable: keras.Variable, value: jax.Array | None) -> Any:
     return variable._maybe_autocast(value)
 
 
+def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns the learning rate of an optimizer: a variable, or a schedule."""
+    return optimizer._learning_rate
+
+
 def trainable_variables_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """Returns the variables that an optimizer was built for."""
     return list(optimizer._trainable_variables)

@@ -7,6 +7,7 @@ from replicax.checkpointing.reading import latest_checkpoint as latest_checkpoin
 from replicax.checkpointing.reading import list_variables as list_variables
 from replicax.checkpointing.reading import load_variable as load_variable
 from replicax.checkpointing.status import RestoreStatus as RestoreStatus
+from replicax.checkpointing.tensorflow_checkpoint import load_tf_checkpoint as load_tf_checkpoint
 from replicax.checkpointing.warm_start import warm_start as warm_start
 from replicax.cluster.spec import ClusterSpec as ClusterSpec
 from replicax.training.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
@@ -20,6 +21,7 @@ __all__ = [
     "checkpoints_iterator",
     "latest_checkpoint",
     "list_variables",
+    "load_tf_checkpoint",
     "load_variable",
     "warm_start",
 ]

@@ -15,6 +15,7 @@ from replicax.input.dataset.elements import whole_number
 from replicax.input.dataset.plan import UNKNOWN_CARDINALITY, Plan
 from replicax.input.nodes import combined, indexed, streams
 from replicax.input.nodes import files as file_nodes
+from replicax.tensorflow_files.records import compression_of
 
 if TYPE_CHECKING:
     from replicax.input.dataset.plan import MapNode, StreamIterator
@@ -42,7 +43,7 @@ class TextLineDataset(_Reader):
 
     Args:
       filenames: A path, a list of paths, or a dataset of them.
-      compression_type: "GZIP" for compressed files.
+      compression_type: "GZIP" or "ZLIB" for compressed files.
 
     >>> import pathlib, tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -55,8 +56,8 @@ class TextLineDataset(_Reader):
     """
 
     def __init__(self, filenames: Files | Dataset, compression_type: str | None = None) -> None:
-        is_compressed = _is_compressed(compression_type)
-        super().__init__("TextLine", filenames, lambda path: file_nodes.Lines(path, is_compressed))
+        compression = compression_of(compression_type)
+        super().__init__("TextLine", filenames, lambda path: file_nodes.Lines(path, compression))
 
 
 class FixedLengthRecordDataset(_Reader):
@@ -67,7 +68,7 @@ class FixedLengthRecordDataset(_Reader):
       record_bytes: The length of a record.
       header_bytes: The number of bytes before the first record.
       footer_bytes: The number of bytes after the last one.
-      compression_type: "GZIP" for compressed files.
+      compression_type: "GZIP" or "ZLIB" for compressed files.
     """
 
     def __init__(
@@ -81,19 +82,30 @@ class FixedLengthRecordDataset(_Reader):
         length = whole_number("record_bytes", record_bytes, 1)
         header = whole_number("header_bytes", header_bytes, 0)
         footer = whole_number("footer_bytes", footer_bytes, 0)
-        is_compressed = _is_compressed(compression_type)
+        compression = compression_of(compression_type)
         super().__init__(
             "FixedLengthRecord",
             filenames,
-            lambda path: file_nodes.FixedLength(path, is_compressed, length, header, footer),
+            lambda path: file_nodes.FixedLength(path, compression, length, header, footer),
         )
 
 
 class TFRecordDataset(_Reader):
-    """The records of TFRecord files, as `bytes`; checksums are not verified."""
+    """The records of TFRecord files, as `bytes`, after comparing their checksums.
 
-    def __init__(self, filenames: Files | Dataset) -> None:
-        super().__init__("TFRecord", filenames, lambda path: file_nodes.open_tf_records(path))
+    Args:
+      filenames: A path, a list of paths, or a dataset of them.
+      compression_type: "GZIP" or "ZLIB" for compressed files.
+
+    Raises:
+      DataLossError: While elements are read: a record is cut, or a checksum differs.
+    """
+
+    def __init__(self, filenames: Files | Dataset, compression_type: str | None = None) -> None:
+        compression = compression_of(compression_type)
+        super().__init__(
+            "TFRecord", filenames, lambda path: file_nodes.TFRecords(path, compression)
+        )
 
 
 class ArrayRecordDataset(Dataset):
@@ -164,13 +176,3 @@ def _checked(name: str, filenames: Files) -> tuple[str, ...]:
                 "Correct the path, or write the file first.",
             )
     return files
-
-
-def _is_compressed(compression_type: str | None) -> bool:
-    if compression_type not in (None, "", "GZIP"):
-        raise errors.InvalidArgumentError(
-            '`compression_type` must be "GZIP" or None',
-            f"it is {compression_type!r}",
-            "Decompress the files first.",
-        )
-    return compression_type == "GZIP"

@@ -1,10 +1,9 @@
-"""Grain datasets that read records of files: lines, records of one length, ArrayRecord."""
+"""Grain datasets that read records of files: lines, fixed lengths, TFRecord, ArrayRecord."""
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Callable, Sequence
-from typing import IO, Protocol, cast
+from typing import IO, Protocol
 
 import grain
 import jax
@@ -14,6 +13,7 @@ from replicax.foundation.types import Tree, TreeDef
 from replicax.input.dataset import stored_format
 from replicax.input.nodes.indexed import Indexed
 from replicax.input.nodes.streams import Iterator, OpenIterator, State, read
+from replicax.tensorflow_files import records
 
 
 class SnapshotWriter(Protocol):
@@ -29,9 +29,9 @@ class SnapshotWriter(Protocol):
 class _Records(grain.DatasetIterator[bytes]):
     """Records of one file, opened at the first read; the position is an offset."""
 
-    def __init__(self, path: str, is_compressed: bool, start: int = 0) -> None:
+    def __init__(self, path: str, compression: str, start: int = 0) -> None:
         super().__init__()
-        self._path, self._is_compressed = path, is_compressed
+        self._path, self._compression = path, compression
         self._offset = start
         self._file: IO[bytes] | None = None
 
@@ -41,8 +41,7 @@ class _Records(grain.DatasetIterator[bytes]):
 
     def __next__(self) -> bytes:
         if self._file is None:
-            opened = gzip.open(self._path) if self._is_compressed else open(self._path, "rb")  # noqa: SIM115
-            self._file = cast(IO[bytes], opened)
+            self._file = records.open_for_reading(self._path, self._compression)
             self._file.seek(self._offset)
         record = self.read(self._file)
         if record is None:
@@ -81,10 +80,8 @@ class Lines(_Records):
 class FixedLength(_Records):
     """Records of one length, between a header and a footer."""
 
-    def __init__(
-        self, path: str, is_compressed: bool, length: int, header: int, footer: int
-    ) -> None:
-        super().__init__(path, is_compressed, header)
+    def __init__(self, path: str, compression: str, length: int, header: int, footer: int) -> None:
+        super().__init__(path, compression, header)
         self._length, self._header, self._footer = length, header, footer
 
     def read(self, file: IO[bytes]) -> bytes | None:
@@ -104,9 +101,14 @@ class FixedLength(_Records):
         )
 
 
-def open_tf_records(path: str) -> Iterator:
-    """Returns the records of a TFRecord file, read by Grain."""
-    return iter(grain.experimental.TFRecordIterDataset(path))
+class TFRecords(_Records):
+    """The records of a TFRecord file; checksums are compared."""
+
+    def read(self, file: IO[bytes]) -> bytes | None:
+        record = records.read_record(file, self._path)
+        if record is not None:
+            self._offset += len(record) + records.FRAME_BYTES
+        return record
 
 
 class ArrayRecords(Indexed):

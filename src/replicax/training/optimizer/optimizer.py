@@ -48,6 +48,13 @@ else:
     optax = lazy.module("optax")
 
 
+# For slots of optax: the names of the same quantities in Keras 1 to 3.
+_KERAS_SLOTS = {
+    "mu": ("m", "momentum"),
+    "nu": ("v", "velocity", "rms"),
+    "sum_of_squares": ("accumulator",),
+}
+
 # Smaller tables on servers get dense gradients: the probe for rows costs more.
 _TABLE_ROWS = 1024
 
@@ -259,6 +266,36 @@ class Optimizer:
             for name, variable in self._guard.checkpoint_children().items():
                 children[f"guard/{name}"] = variable
         return children
+
+    # What corresponds to it in a TensorFlow checkpoint.
+
+    def tensorflow_children(self, names: Sequence[str]) -> list[tuple[str, object]]:
+        """Returns variables by the names that an optimizer of Keras has for them."""
+        del names
+        steps = [self._iterations, *([] if self._accumulates else self._state.counts())]
+        found: list[tuple[str, object]] = [
+            (name, step) for name in ("iterations", "iter") for step in steps
+        ]
+        rate = self.hyperparams.get("learning_rate")
+        if rate is not None and not self._state.is_scheduled(rate):
+            found.append(("learning_rate", rate))
+        return found
+
+    def tensorflow_slots(self) -> list[tuple[object, object, Sequence[str]]]:
+        """Returns slots, their variables, and the names of the same quantities in Keras.
+
+        The momentum of Keras is scaled by the learning rate, unlike `optax.trace`.
+        """
+        return [
+            (slot, owner, _KERAS_SLOTS[name])
+            for number, owner in enumerate(self._trained)
+            for name, slot in self._state.slots(number).items()
+            if name in _KERAS_SLOTS
+        ]
+
+    def tensorflow_trained(self) -> Sequence[object]:
+        """Returns nothing: the order of the variables may differ from that in TensorFlow."""
+        return ()
 
     # Applying.
 

@@ -203,6 +203,11 @@ class StateVariables:
         names = shortest_names([path for path, _ in found])
         return {name: variable for name, (_, variable) in zip(names, found, strict=True)}
 
+    def counts(self) -> list[Variable]:
+        """Returns the counters of steps."""
+        found = zip(self.sources, self.variables, strict=True)
+        return [v for source, v in found if source.owner is None and source.path[-1:] == ("count",)]
+
     def is_scheduled(self, hyperparam: Variable) -> bool:
         """Returns whether a schedule sets a hyperparameter at each update."""
         index = next(i for i, v in enumerate(self.variables) if v is hyperparam)

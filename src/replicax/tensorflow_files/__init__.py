@@ -1,0 +1,1 @@
+"""The files of TensorFlow, read and written without it: checkpoints, records, events."""
