@@ -310,3 +310,15 @@ def test_members_of_a_cluster() -> None:
     other = Members.of(ClusterSpec({"worker": ["10.0.0.0:2222"]}))
     assert other.digest != MEMBERS.digest
     assert dataclasses.replace(MEMBERS).digest == MEMBERS.digest
+
+
+def test_bar31_members_know_of_a_failure_before_their_calls_end(desk: Desk) -> None:
+    """Otherwise the thread that gets the error is not known to have got that of the group."""
+    desk.form()
+    known: list[int] = []
+    respond = lambda body, values: known.append(len(desk.notices))  # noqa: E731
+    desk.hub.contribute(0, messages.Contribute("step", 0, True, 0), b"", respond, desk.now)
+    desk.connected -= {11}
+    desk.pass_time(TIMING.dead_s + 1, silent=(1,))
+    assert known == [1]
+    assert desk.notices[0].kind == "lost"

@@ -249,8 +249,9 @@ class Hub:
     ) -> None:
         if self._failure is None:
             self._failure = error_replies.from_error(error)
-            self._calls.fail_all(self._failure)
+            # First: a thread whose call ends must find the failure in its monitor.
             self._tell(messages.GroupNotice(kind, index, self._failure))
+            self._calls.fail_all(self._failure)
 
     # Periodic work.
 
