@@ -19,6 +19,7 @@ from vocabulary import refused
 
 import replicax as rx
 import replicax.compat.v1.distribute as v1
+import replicax.tf as tf
 from replicax.compat.v1.distribute import deprecation
 from replicax.compat.v1.distribute.multi_step import MultiStepContext
 
@@ -365,7 +366,9 @@ def test_s63_s66_reduce_to_and_broadcast_to_destinations(strategy: Any) -> None:
 
 
 @pytest.mark.strategies(*SEVERAL)
-def test_s112_s115_s117_read_var_of_sync_on_read_variables(strategy: Any, run: Any) -> None:
+def test_s111_s112_s113_s115_s117_read_var_of_sync_on_read_variables(
+    strategy: Any, run: Any
+) -> None:
     old = as_v1(strategy)
     n = old.num_replicas_in_sync
     with old.scope():
@@ -379,9 +382,9 @@ def test_s112_s115_s117_read_var_of_sync_on_read_variables(strategy: Any, run: A
     assert numbers(old, v) == [3.0 * (1 + i) for i in range(n)]
     with old.scope():
         assert float(old.extended.read_var(v)) == 3.0 * (n + 1) / 2
-        with refused(ValueError, "ON_READ"):  # S111
+        with refused(ValueError, "ON_READ"):
             v.assign_add(1.0)
-    assert not v.trainable  # S113
+    assert not v.trainable
 
 
 def test_s114_a_checkpoint_holds_the_aggregated_value(two: Any, tmp_path: Path) -> None:
@@ -590,3 +593,74 @@ def test_strategies_of_experimental(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     with refused(NotImplementedError, "rx.ParameterServerStrategy"):
         v1.experimental.ParameterServerStrategy()
+
+
+# `tf.compat.v1`: the same API, with tensors.
+
+
+@pytest.fixture
+def two_of_tf() -> Any:
+    return tf.compat.v1.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def test_s159_iterators_and_results_of_tf_are_tensors(two_of_tf: Any) -> None:
+    strategy = two_of_tf
+    assert isinstance(strategy, v1.Strategy)
+    iterator = strategy.make_dataset_iterator(tf.data.Dataset.range(8).batch(4))
+    iterator.initialize()
+    result = strategy.experimental_run(lambda x: tf.reduce_sum(x), iterator)
+    parts = strategy.experimental_local_results(result)
+    assert all(isinstance(part, tf.Tensor) for part in (*parts, *strategy.unwrap(result)))
+    assert [part.numpy() for part in parts] == [1, 5]
+    total = strategy.reduce("SUM", result)
+    assert isinstance(total, tf.Tensor)
+    assert total.numpy() == 6
+
+    def input_fn(context: Any) -> Any:
+        size = context.get_per_replica_batch_size(4)
+        return tf.data.Dataset.from_tensor_slices(np.arange(8.0, dtype=np.float32)).batch(size)
+
+    iterator = strategy.make_input_fn_iterator(input_fn)
+    iterator.initialize()
+    result = strategy.run(lambda x: x * 2.0, args=(iterator.get_next(),))
+    assert [part.numpy().tolist() for part in strategy.unwrap(result)] == [[0.0, 2.0], [4.0, 6.0]]
+
+
+def test_tf_has_the_members_of_v1_only(two_of_tf: Any, fresh_warnings: None) -> None:
+    for name in ("gather", "experimental_distribute_values_from_function"):
+        assert not hasattr(two_of_tf, name)
+    with pytest.warns(DeprecationWarning, match="use `Strategy.run`"):
+        result = two_of_tf.experimental_run_v2(lambda x: x + 1.0, args=(tf.constant(1.0),))
+    assert [part.numpy() for part in two_of_tf.unwrap(result)] == [2.0, 2.0]
+    dataset = two_of_tf.experimental_make_numpy_dataset(np.arange(4))
+    assert [int(row) for row in dataset] == [0, 1, 2, 3]
+    module = tf.compat.v1.distribute
+    assert module.get_loss_reduction() is tf.distribute.ReduceOp.SUM
+    with two_of_tf.scope():
+        assert module.get_strategy() is tf.distribute.get_strategy() is two_of_tf
+    central = module.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:2")
+    assert isinstance(central.run(lambda: tf.constant(1.0)).values[0], tf.Tensor)
+
+
+def test_get_variable_makes_a_variable_for_each_call(two_of_tf: Any) -> None:
+    get_variable = tf.compat.v1.get_variable
+    with two_of_tf.scope():
+        w = get_variable("w", [20, 30])
+        again = get_variable("w", [20, 30], trainable=False)
+        count = get_variable("count", [2], tf.int32)
+        value = get_variable("value", initializer=[1.0, 2.0])
+        filled = get_variable("filled", [2], initializer=lambda shape, dtype: tf.ones(shape, dtype))
+    assert all(isinstance(v, rx.MirroredVariable) for v in (w, again, count, value, filled))
+    assert again is not w
+    assert (w.trainable, again.trainable) == (True, False)
+    # Glorot's bound: the square root of 6 over the sizes of input and output.
+    bound = (6 / 50) ** 0.5
+    assert bound * 0.9 < np.abs(w.numpy()).max() <= bound
+    assert (count.dtype, count.numpy().tolist()) == (tf.int32, [0, 0])
+    assert value.numpy().tolist() == [1.0, 2.0]
+    assert filled.numpy().tolist() == [1.0, 1.0]
+    with refused(ValueError, "shape"):
+        get_variable("v")
+    for argument in ("regularizer", "custom_getter"):
+        with refused(NotImplementedError, argument):
+            get_variable("v", [1], **{argument: lambda x: x})

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import replicax as rx
+import replicax.tf as tf
 from replicax.contrib import distribute
 from replicax.contrib.distribute.locality import locality_of
 
@@ -428,21 +429,21 @@ def misuses(d: Any) -> dict[str, tuple[Any, str]]:
     with d.tower_local_var_scope("mean"):
         local = rx.Variable(1.0, name="local")
     t = per_tower(d)
-    elsewhere = d.broadcast(1.0, ["CPU:2", "CPU:3"])
+    other = d.broadcast(1.0, ["CPU:2", "CPU:3"])
     non_slot = d.non_slot_devices([v])
     return {
         "towers of V": (
-            lambda: d.call_for_each_tower(lambda x: x, elsewhere),
+            lambda: d.call_for_each_tower(lambda x: x, other),
             r"T or M.*CPU:0, CPU:1.*mirrored value on CPU:2, CPU:3.*broadcast",
         ),
         "towers of V in a nest": (
-            lambda: d.call_for_each_tower(lambda x: x, k={"a": [elsewhere]}),
+            lambda: d.call_for_each_tower(lambda x: x, k={"a": [other]}),
             "T or M",
         ),
         "reduce of M": (lambda: d.reduce("sum", d.broadcast(1.0)), "T, one per tower.*equal"),
         "reduce of a variable": (lambda: d.reduce("mean", v), "variable 'v' on CPU:0, CPU:1"),
         "batch_reduce of M": (
-            lambda: d.batch_reduce("sum", [(t, v), (elsewhere, v)]),
+            lambda: d.batch_reduce("sum", [(t, v), (other, v)]),
             "T, one per tower",
         ),
         "broadcast of T": (lambda: d.broadcast(t), r"one value.*locality T.*reduce\("),
@@ -456,12 +457,12 @@ def misuses(d: Any) -> dict[str, tuple[Any, str]]:
             "tower-local variable 'local'",
         ),
         "update with other devices": (
-            lambda: d.update(v, lambda c, x: c.assign(x), x=elsewhere),
+            lambda: d.update(v, lambda c, x: c.assign(x), x=other),
             r"V\('v'\).*CPU:2, CPU:3.*destinations",
         ),
         "update_non_slot with T": (lambda: d.update_non_slot(non_slot, lambda x: x, t), "N, on"),
         "update_non_slot with other devices": (
-            lambda: d.update_non_slot(non_slot, lambda x: x, elsewhere),
+            lambda: d.update_non_slot(non_slot, lambda x: x, other),
             "N, on CPU:0, CPU:1",
         ),
     }
@@ -764,6 +765,30 @@ def test_input_is_not_read_in_towers(two: Any) -> None:
         two.call_for_each_tower(lambda: two.distribute_dataset([[1.0]]))
 
 
+# Tensors.
+
+
+def test_towers_compute_gradients_with_tapes(two: Any) -> None:
+    assert tf.contrib.distribute.MirroredStrategy is distribute.MirroredStrategy
+    data = tf.data.Dataset.from_tensor_slices(np.arange(1.0, 5.0, dtype=np.float32)).batch(2)
+    with two.scope():
+        w = tf.Variable(1.0)
+        iterator = two.distribute_dataset(lambda: data).make_one_shot_iterator()
+
+        def tower_fn(x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(w * x)
+            return tape.gradient(loss, w)
+
+        gradients = two.call_for_each_tower(tower_fn, iterator.get_next())
+        assert numbers(two, gradients) == [3.0, 7.0]
+        total = two.reduce("sum", gradients, w)
+        two.update(w, lambda v, g: v.assign_sub(g), total)
+        assert numbers(two, w) == [-9.0, -9.0]
+        with pytest.raises(rx.errors.InvalidArgumentError, match="locality T"):
+            two.update(w, lambda v, g: v.assign_sub(g), gradients)
+
+
 # Constructors.
 
 
@@ -778,6 +803,7 @@ def test_configure_returns_the_configuration() -> None:
 def test_constructors_of_r1_x() -> None:
     ops = distribute.AllReduceCrossTowerOps("hierarchical_copy", num_packs=2)
     assert isinstance(ops, distribute.CrossTowerOps)
+    assert distribute.AllReduceCrossDeviceOps is distribute.AllReduceCrossTowerOps
     d = distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_tower_ops=ops)
     assert d.strategy.extended.cross_device_ops is ops
     assert d.num_towers == 2
@@ -812,6 +838,7 @@ def test_collective_all_reduce_without_a_cluster(monkeypatch: pytest.MonkeyPatch
     [
         ("StandardSingleLossStep", "value_and_grad"),
         ("TPUStrategy", "rx.TPUStrategy"),
+        ("initialize_tpu_system", "rx.TPUStrategy"),
         ("MiroredStrategy", "Did you mean `MirroredStrategy`"),
     ],
 )

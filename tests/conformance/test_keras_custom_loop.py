@@ -386,3 +386,14 @@ def test_a_subclassed_model_is_built_by_its_first_compiled_step() -> None:
     alone = losses(rx.OneDeviceStrategy("CPU:0"))
     np.testing.assert_allclose(losses(rx.MirroredStrategy(["CPU:0", "CPU:1"])), alone, rtol=1e-5)
     assert alone[1] < alone[0]
+
+
+def test_a_model_of_no_scope_is_built_by_its_first_compiled_call() -> None:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dropout(0.5)])
+    call = rx.function(lambda rows: model(rows, training=False))
+    inside = call(X[:4])
+    assert [weight.shape for weight in model.weights[:2]] == [(X.shape[1], 3), (3,)]
+    np.testing.assert_allclose(np.asarray(model(X[:4])), np.asarray(inside), rtol=1e-6)
+    model.layers[0].kernel.assign(np.zeros((X.shape[1], 3), np.float32))
+    np.testing.assert_array_equal(np.asarray(call(X[:4])), np.zeros((4, 3)))

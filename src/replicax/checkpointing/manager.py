@@ -272,7 +272,7 @@ class CheckpointManager:
     def _number(self, given: int | None, steps: Mapping[int, str]) -> int:
         if given is None:
             # A program that did not restore must not replace earlier checkpoints.
-            return max(self._checkpoint.save_counter, *steps, 0) + 1
+            return max(int(self._checkpoint.save_counter), *steps, 0) + 1
         if given < 0:
             raise errors.InvalidArgumentError(
                 "`checkpoint_number` must be 0 or more", f"it is {given}", "Pass the step."

@@ -27,8 +27,8 @@ _REPORT_S = 60.0
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """Returns the path of the newest checkpoint in a directory, by number; None if empty.
 
-    In a directory of TensorFlow checkpoints, it is the one that their state file names. Needs no
-    lock: works beside a process that saves.
+    In a directory of TensorFlow checkpoints, or of weights that `model.save_weights` wrote, it is
+    the one that their state file names. Needs no lock: works beside a process that saves.
 
     >>> import tempfile
     >>> latest_checkpoint(tempfile.mkdtemp()) is None
@@ -37,8 +37,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     own = next((str(path) for path in reversed(steps_in(Path(directory)).values())), None)
     if own is not None:
         return own
-    prefix = checkpoint_paths.latest_prefix(directory)
-    return None if prefix is None else str(prefix)
+    named = checkpoint_paths.latest_named(directory)
+    return next((str(path) for path in named if sources.file_of(path).is_file()), None)
 
 
 def checkpoints_iterator(

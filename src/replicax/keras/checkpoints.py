@@ -31,6 +31,8 @@ def install(replace: Replace) -> None:
     replace(optimizer, "tensorflow_trained", lambda _: internals.trainable_variables_of)
     replace(keras.optimizers.Optimizer, "on_new_child", lambda _: None)
     replace(keras.optimizers.Optimizer, internals.TRACK_VARIABLE, _track)
+    replace(keras.layers.Layer, "on_new_child", lambda _: None)
+    replace(keras.layers.Layer, internals.AFTER_BUILD, _after_build)
     replace(keras.Variable, "checkpoint_array", lambda _: property(_array))
     replace(keras.Variable, "restore_array", lambda _: _restore)
 
@@ -123,6 +125,19 @@ def _array(variable: keras.Variable) -> jax.Array:
 
 def _restore(variable: keras.Variable, value: np.ndarray) -> None:
     variable.assign(value)
+
+
+def _after_build(original: Callable[..., None]) -> Callable[..., None]:
+    """Gives a layer the values that were restored before it was built."""
+
+    @functools.wraps(original)
+    def lock_state(self: Any) -> None:
+        original(self)
+        if self.on_new_child is not None:
+            for name, child in _children(self).items():
+                self.on_new_child(name, child)
+
+    return lock_state
 
 
 def _track(original: Callable[..., None]) -> Callable[..., None]:

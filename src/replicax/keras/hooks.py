@@ -21,9 +21,18 @@ from replicax.keras import (
     training,
     workers,
 )
-from replicax.keras.parameter_servers import embedding
+from replicax.keras.parameter_servers import closures, embedding
 from replicax.keras.parameter_servers import trainer as ps_trainer
-from replicax.keras.variables import adopt, creation, is_in_scope, is_metric, is_seed, made_by
+from replicax.keras.variables import (
+    adopt,
+    creation,
+    default_strategy,
+    is_compiled,
+    is_in_scope,
+    is_metric,
+    is_seed,
+    made_by,
+)
 from replicax.strategies.base import Strategy
 
 
@@ -100,6 +109,7 @@ def install() -> None:
     checkpoints.install(_replace)
     _replace(keras.layers.Embedding, "call", embedding.looking_up)
     custom_loops.install(_replace)
+    closures.install(_replace)
     saving.install(_replace)
     training.forget_steps()
 
@@ -129,11 +139,13 @@ def _refuse_backend(original: Callable[..., None]) -> Callable[..., None]:
 def _variable_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_in_scope():
+        # A compiled function that builds a model would leave traced values in it.
+        is_own = not is_in_scope()
+        if is_own and not is_compiled():
             original(self, *args, **kwargs)
             return
         internals.require_known()
-        strategy = _current_strategy()
+        strategy = default_strategy() if is_own else _current_strategy()
         with creation(strategy):
             original(self, *args, **kwargs)
             # Metrics and seeds of models on parameter servers stay with the coordinator.

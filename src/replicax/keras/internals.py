@@ -37,6 +37,8 @@ data_adapters_module = data_adapters
 
 # The method by which an optimizer adds a variable to its own.
 TRACK_VARIABLE = "_track_variable"
+# The method that a layer calls when it was built, before it refuses further variables.
+AFTER_BUILD = "_lock_state"
 
 # The class whose `compile` loading compares with that of a model, to see if a user has replaced it.
 Trainer = trainer.Trainer
@@ -54,6 +56,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
     ),
     "keras.optimizers.Optimizer": ("_overwrite_variable_with_gradient", TRACK_VARIABLE),
     "keras.layers.BatchNormalization": ("_moments",),
+    "keras.layers.Layer": (AFTER_BUILD,),
 }
 
 

@@ -17,13 +17,15 @@ Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 def install(replace: Replace) -> None:
     """Lets the chief write the files of models of several workers."""
     for name in ("save", "save_weights", "export"):
-        replace(keras.Model, name, _by_chief)
+        replace(keras.Model, name, by_chief)
     # `keras.Model.save` calls the function behind these names, not the names.
-    replace(keras.saving, "save_model", _by_chief)
-    replace(keras.models, "save_model", _by_chief)
+    replace(keras.saving, "save_model", by_chief)
+    replace(keras.models, "save_model", by_chief)
 
 
-def _by_chief(original: Callable[..., Any]) -> Callable[..., Any]:
+def by_chief(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets the chief alone call a function that writes the files of a model."""
+
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
         model = args[0] if args else kwargs.get("model")

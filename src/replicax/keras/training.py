@@ -50,6 +50,15 @@ def strategy_of(model: keras.Model) -> Strategy | None:
     return None if isinstance(strategy, DefaultStrategy) else strategy
 
 
+def models_of(strategy: Strategy) -> list[keras.Model]:
+    """Returns the models that were made in the scope of a strategy and are still used."""
+    return [m for m, own in list(_strategies.items()) if own is strategy and _is_model(m)]
+
+
+def _is_model(layer: keras.layers.Layer) -> bool:
+    return isinstance(layer, keras.Model)
+
+
 def forget_steps() -> None:
     """Lets all models make the functions of their steps again."""
     for model in list(_strategies):

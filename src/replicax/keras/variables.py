@@ -24,7 +24,9 @@ from replicax.contexts.frames import Frame, Mode
 from replicax.foundation import gate, jax_compat, placement
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
 from replicax.keras import internals
+from replicax.strategies import default
 from replicax.strategies.base import Strategy
+from replicax.tracing.gradients import GradientOverlay
 from replicax.values.layout import ReplicaLayout
 from replicax.variables import creators
 from replicax.variables.variable import Variable
@@ -296,6 +298,20 @@ def is_in_scope() -> bool:
     """Tells whether variables that are made now belong to a strategy."""
     frame = frames.current()
     return not _is_outside.get() and (frame.is_scope or not frame.is_default)
+
+
+def default_strategy() -> Strategy:
+    """Returns the strategy of variables that are made outside of every scope."""
+    with frames.outside():
+        return default.get_strategy()
+
+
+def is_compiled() -> bool:
+    """Tells whether a function is being compiled, not only differentiated."""
+    overlay = frames.current().overlay
+    while overlay is not None and overlay.parent is not None:
+        overlay = overlay.parent
+    return overlay is not None and not isinstance(overlay, GradientOverlay)
 
 
 @contextlib.contextmanager

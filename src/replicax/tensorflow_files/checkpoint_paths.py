@@ -55,19 +55,16 @@ def latest_prefix(directory: str | os.PathLike[str]) -> Path | None:
     A state file with the paths of another place, from where the directory was copied, is
     understood.
     """
+    return next(filter(is_prefix, latest_named(directory)), None)
+
+
+def latest_named(directory: str | os.PathLike[str]) -> list[Path]:
+    """Returns the paths that the state file of a directory may mean by its newest checkpoint."""
     folder = Path(directory)
     try:
         with open(folder / STATE_FILE, encoding="utf-8") as file:
             found = _LATEST.search(file.read(_MAX_STATE_BYTES))
-    except (OSError, UnicodeDecodeError):
-        return None
-    if found is None:
-        return None
-    try:
-        name = ast.literal_eval(found[1])
-    except (ValueError, SyntaxError):
-        return None
-    for candidate in (folder / name, folder / Path(name).name):
-        if is_prefix(candidate):
-            return candidate
-    return None
+        name = None if found is None else ast.literal_eval(found[1])
+    except (OSError, UnicodeDecodeError, ValueError, SyntaxError):
+        return []
+    return [] if name is None else [folder / name, folder / Path(name).name]

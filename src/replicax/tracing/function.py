@@ -338,6 +338,11 @@ class Function(Generic[P, R]):
             )
         return bindings[key]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What was compiled stays here: another process compiles the function for its devices.
+        arguments = (self.python_function, self.input_signature, self.name, self.reduce_retracing)
+        return Function, arguments
+
     def __repr__(self) -> str:
         return f"<rx.function {self.name}>"
 

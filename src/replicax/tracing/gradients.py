@@ -251,6 +251,7 @@ def value_and_grad(
         inputs = [overlay.input_of(variable) for variable in flat]
         written: list[Variable] = []
         targets: list[tuple[ChangeTarget, str]] = []
+        wrapping: list[Any] = []
 
         def pure(inputs: list[jax.Array], anchor: jax.Array) -> tuple[jax.Array, Tree]:
             overlay.values.update(zip(flat, inputs, strict=True))
@@ -267,7 +268,7 @@ def value_and_grad(
                 (jax.lax.stop_gradient(change.payload), change.condition)
                 for change in overlay.changes
             ]
-            return _scalar(loss), (aux, kept, changed)
+            return _scalar(_unwrapped(loss, wrapping)), (aux, kept, changed)
 
         (loss, (aux, kept, changed)), (dense, _) = jax.value_and_grad(pure, (0, 1), has_aux=True)(
             inputs, jnp.zeros(())
@@ -283,7 +284,8 @@ def value_and_grad(
         grads = map_structure(
             lambda leaf: gradients[leaf] if isinstance(leaf, Variable) else None, variables
         )
-        return ((loss, aux) if has_aux else loss), grads
+        value: Tree = jax.tree.unflatten(wrapping[0], [loss]) if wrapping else loss
+        return ((value, aux) if has_aux else value), grads
 
     return differentiated
 
@@ -379,6 +381,17 @@ def _nothing_to_differentiate(found: object) -> errors.ArgumentTypeError:
         "Pass `variables=` a variable or a structure of variables; for arrays use "
         "jax.value_and_grad.",
     )
+
+
+def _unwrapped(loss: Tree, wrapping: list[Any]) -> Tree:
+    """Returns the array of an object around one, such as a tensor; notes what was around it."""
+    if is_array_like(loss) or isinstance(loss, list | tuple | dict):
+        return loss
+    leaves, structure = jax.tree.flatten(loss)
+    if len(leaves) != 1:
+        return loss
+    wrapping[:] = [structure]
+    return leaves[0]
 
 
 def _scalar(loss: Tree) -> jax.Array:

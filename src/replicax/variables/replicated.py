@@ -62,6 +62,14 @@ class ReplicatedVariable(DistributedValues, LocalVariable):
         count = layout.num_local if is_local else layout.num_replicas
         return tuple(VariableComponent(self, i) for i in range(count))
 
+    @property
+    @override
+    def device(self) -> str:
+        """The device of the running replica's copy; outside of replicas, that of the first one."""
+        frame = frames.current()
+        replica_id = frame.replica_id if frame.layout is self.replicas else None
+        return devices.name_of(self.placement[replica_id or 0])
+
     @override
     def store(self, frame: Frame, value: ArrayLike) -> None:
         if frame.overlay is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import importlib
 import logging
 import os
 import sys
@@ -395,6 +396,9 @@ class Runner:
                 return extended
             case ("layout",):
                 return extended.layout
+            case ("as", str(face), tuple(inner)) if face.startswith("replicax."):
+                module, _, name = face.partition(":")
+                return getattr(importlib.import_module(module), name)(self._resolve(inner))
         raise errors.ProtocolError(
             "A persistent id refers to a variable, a resource or the strategy",
             f"it is {persistent_id!r}",

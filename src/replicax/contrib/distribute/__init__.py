@@ -33,10 +33,13 @@ from replicax.contrib.distribute.towers import (
 from replicax.contrib.distribute.towers import require_tower_context as require_tower_context
 from replicax.foundation.spelling import suggestion
 
+# The name of r1.12.
+AllReduceCrossDeviceOps = AllReduceCrossTowerOps
 CrossTowerOps = CrossDeviceOps
 ReductionToOneDeviceCrossTowerOps = ReductionToOneDevice
 
 __all__ = [
+    "AllReduceCrossDeviceOps",
     "AllReduceCrossTowerOps",
     "CollectiveAllReduceStrategy",
     "CrossTowerOps",
@@ -62,6 +65,7 @@ _INSTEAD = {
     "StandardSingleLossStep": "rx.value_and_grad and rx.optimizers.Optimizer in a tower",
     "TPUStrategy": "rx.TPUStrategy",
     "DistributeConfig": "rx.MultiWorkerMirroredStrategy with TF_CONFIG",
+    "initialize_tpu_system": "rx.TPUStrategy, which needs no set-up",
 }
 
 

@@ -68,7 +68,10 @@ def persistent_id_of(obj: object, strategy: Strategy | None) -> PersistentId | N
     if role is None:
         return None
     try:
-        return _HANDLERS[role](obj, strategy)
+        found = _HANDLERS[role](obj, strategy)
+        # A face of the library, such as `replicax.tf`, has classes of its own for shared objects.
+        face = getattr(type(obj), "shipped_as", None)
+        return found if face is None else ("as", face, found)
     except NotShippableError as error:
         error.culprit = obj
         raise

@@ -9,6 +9,7 @@ value.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import io
 import os
@@ -85,9 +86,21 @@ def measure(value: object, strategy: Strategy | None = None) -> int:
     return sink.size + arrays.size
 
 
+_destination: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
+    "replicax_destination", default=None
+)
+
+
 def _run(sink: Sink, arrays: _Arrays, value: object, strategy: Strategy | None) -> None:
     with _registry_lock, contextlib.ExitStack() as stack:
+        token = _destination.set(strategy)
+        stack.callback(_destination.reset, token)
         _Pickler(sink, arrays.take, strategy, stack).dump(value)
+
+
+def destination() -> Strategy | None:
+    """Returns the strategy to whose workers an object is sent that is being pickled."""
+    return _destination.get()
 
 
 class _Sink(io.BytesIO):
@@ -171,8 +184,7 @@ class _Pickler(cloudpickle.Pickler):
         elif isinstance(obj, types.ModuleType):
             self._register_by_value(obj.__name__)
         elif isinstance(obj, Function):
-            signature = obj.input_signature
-            return Function, (obj.python_function, signature, obj.name, obj.reduce_retracing)
+            return obj.__reduce__()
         elif type(obj) is Seed:
             # Workers must not read the same data in the same order: each draws its own seed for a
             # shuffle without one, as if it had created the dataset itself.

@@ -50,6 +50,8 @@ def as_element(tree: Tree) -> Tree:
     """
     if isinstance(tree, np.ndarray):
         return tree
+    if type(tree) is tuple and all(type(part) is np.ndarray for part in tree):
+        return tree
     return jax.tree.map(_as_leaf, tree, is_leaf=lambda x: isinstance(x, list))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -91,11 +91,12 @@ class WorkerModel:
                 internals.build_from_batch(model, batch)
             else:
                 internals.build_layers_from_batch(model, batch)
-        self._require_same_variables(model)
+        self.require_same_variables(model)
         step_values.adopt([*model.variables, *model.metrics_variables])
         self.__dict__["_is_prepared"] = has_targets
 
-    def _require_same_variables(self, model: keras.Model) -> None:
+    def require_same_variables(self, model: keras.Model) -> None:
+        """Raises unless a model that was built here has the variables of the coordinator's."""
         expected = [_SEED_SHAPE if t is None else tuple(t.shape) for t in self.twins]
         found = [tuple(v.shape) for v in model.variables]
         if expected != found:
@@ -174,8 +175,12 @@ def _serialized(model: keras.Model) -> tuple[dict[str, Any], dict[str, Any] | No
 
 def _custom_objects(model: keras.Model, names: set[str]) -> dict[str, Any]:
     """Returns the classes and functions with some names that a worker cannot find in Keras."""
+    return _those_named(_objects_of(model), names)
+
+
+def _those_named(objects: Iterable[Any], names: set[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for value in _objects_of(model):
+    for value in objects:
         named = value if isinstance(value, type | types.FunctionType) else type(value)
         module = getattr(named, "__module__", None) or ""
         if module.partition(".")[0] in _KNOWN_PACKAGES:
@@ -184,6 +189,11 @@ def _custom_objects(model: keras.Model, names: set[str]) -> dict[str, Any]:
         if name in names:
             found[name] = named
     return found
+
+
+def custom_objects_of(value: object, config: Tree) -> dict[str, Any]:
+    """Returns the class and functions of an object that a worker cannot find in Keras."""
+    return _those_named([value, *_leaves(dict(vars(value)))], {*_names_in(config)})
 
 
 def _names_in(config: Tree) -> Iterator[str]:
