@@ -16,6 +16,10 @@ FONT = "font-family='Helvetica, Arial, sans-serif'"
 # What each room decides, in a few words.
 ROOMS = {
     "cli": "commands",
+    "porting": "reports on and rewrites TensorFlow programs",
+    "tf": "TensorFlow's names: tensors, ops, tapes, tf.data, tf.keras",
+    "contrib": "tf.contrib.distribute of r1.9",
+    "compat": "tf.compat.v1.distribute",
     "data": "rx.data",
     "errors": "rx.errors",
     "experimental": "rx.experimental",
@@ -44,6 +48,7 @@ ROOMS = {
     "collectives": "reduce, gather",
     "values": "per-replica values, layout",
     "bundle": "arrays on disk",
+    "tensorflow_files": "TFRecord, Example, events, tensor bundles",
     "cluster_resolver": "finds tasks",
     "cluster": "names, addresses",
     "transport": "connections (ZeroMQ)",
@@ -57,10 +62,12 @@ ARRAYS = "#d5ecea"
 CLUSTER = "#e6dcf1"
 GROUND = "#e6e6e6"
 COLOURS = {
+    "cli": FACES, "porting": FACES, "tf": FACES, "contrib": FACES, "compat": FACES,
     "launch": PROCESSES, "process": PROCESSES, "worker": PROCESSES, "coordinator": PROCESSES,
     "ps": PROCESSES, "group": PROCESSES,
     "strategies": STRATEGIES, "cluster_resolver": CLUSTER, "cluster": CLUSTER,
     "transport": CLUSTER, "protocol": CLUSTER, "foundation": GROUND, "bundle": GROUND,
+    "tensorflow_files": GROUND,
     "execution": ARRAYS, "input": ARRAYS, "training": ARRAYS, "checkpointing": ARRAYS,
     "exporting": ARRAYS, "tracing": ARRAYS, "variables": ARRAYS, "contexts": ARRAYS,
     "collectives": ARRAYS, "values": ARRAYS,
@@ -123,7 +130,7 @@ def draw_rooms() -> str:
             body.append(_text(middle, y + 22, f"{name}  ({files})", 13, font_weight="bold"))
             body.append(_text(middle, y + 41, ROOMS[name], 11, fill="#333"))
         y += height + gap
-    note = "(n): number of modules. The top row holds public namespaces and the command line."
+    note = "(n): number of modules. Blue rooms are public namespaces and the command line."
     body.append(_text(20, y + 14, note, 11, "start", fill="#555"))
     return _svg(width, int(y + 30), body)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import types
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import semantics_names
 
 import replicax as rx
 import replicax.compat.v1.distribute as v1
+import replicax.tf as tf
 from replicax.contrib import distribute as contrib
 from replicax.foundation.options import CommunicationOptions
 
@@ -111,16 +114,28 @@ def member(owner: Any, name: str) -> Any:
         raise Missing(f"{owner} has no {name}") from None
 
 
-def resolve(path: str, owners: list[Any] | None = None) -> Any:
-    """Returns what a name of TensorFlow is here."""
-    roots = {
-        "tf.distribute": rx,
-        "tf.compat.v1.distribute": v1,
-        "tf.contrib.distribute": contrib,
-        "tf.train": rx.train,
-        "tf": contrib,
+# Where names of TensorFlow are, for programs that are written with `rx` ...
+ROOTS: dict[str, Any] = {
+    "tf.distribute": rx,
+    "tf.compat.v1.distribute": v1,
+    "tf.contrib.distribute": contrib,
+    "tf.train": rx.train,
+    "tf": contrib,
+}
+
+
+def roots_of_tf() -> dict[str, Any]:
+    """... and for programs that import `replicax.tf`."""
+    return {
+        "tf.distribute": tf.distribute,
+        "tf.compat.v1.distribute": tf.compat.v1.distribute,
+        "tf.contrib.distribute": tf.contrib.distribute,
     }
-    for prefix, root in roots.items():
+
+
+def resolve(path: str, owners: list[Any] | None = None, roots: dict[str, Any] | None = None) -> Any:
+    """Returns what a name of TensorFlow is here."""
+    for prefix, root in (roots or ROOTS).items():
         if path == prefix:
             return root
         if path.startswith(prefix + "."):
@@ -189,18 +204,20 @@ def test_the_lists_are_whole() -> None:
     ]
 
 
-def test_names_of_appendix_a_resolve_with_compatible_signatures() -> None:
+@pytest.mark.parametrize("face", ["rx", "tf"])
+def test_names_of_appendix_a_resolve_with_compatible_signatures(face: str) -> None:
+    roots = ROOTS if face == "rx" else roots_of_tf()
     problems = []
     for name, kind, rest in NAMES["appendix"]:
         if name in NOT_OFFERED:
             continue
         try:
-            found = resolve(name)
+            found = resolve(name, roots=roots)
             if kind in ("class", "method", "function") and rest is not None:
                 if name not in MADE_BY_THE_LIBRARY:
                     require_compatible(name, found, rest)
             elif kind == "alias":
-                same = resolve(rest)
+                same = resolve(rest, roots=roots)
                 is_function = name.endswith("CollectiveHints")  # ours warns
                 assert is_function or found is same, f"{name} is not {rest}"
             elif kind == "module":
@@ -263,11 +280,28 @@ def test_names_that_are_not_offered_have_a_reason_and_are_missing() -> None:
                 resolve(name)
 
 
-def test_v1_has_no_names_that_it_had_not() -> None:
+@pytest.mark.parametrize("face", ["rx", "tf"])
+def test_v1_has_no_names_that_it_had_not(face: str) -> None:
     """Members of v1 strategies that only v2 has are not there."""
     v2_only = {"gather", "experimental_distribute_values_from_function"}
-    strategy = v1.OneDeviceStrategy("CPU:0")
+    module = v1 if face == "rx" else tf.compat.v1.distribute
+    strategy = module.OneDeviceStrategy("CPU:0")
     assert not [name for name in v2_only if hasattr(strategy, name)]
     listed = {n.rpartition(".")[2] for n, *_ in NAMES["appendix"] if "v1.distribute.Strategy." in n}
     assert not v2_only & listed
     assert listed <= set(dir(strategy))
+
+
+def test_names_below_tf_are_imported_as_those_of_tensorflow() -> None:
+    for name in (
+        "distribute.experimental",
+        "distribute.cluster_resolver",
+        "compat.v1.distribute",
+        "compat.v1.distribute.experimental",
+        "contrib.distribute",
+    ):
+        found = importlib.import_module(f"replicax.tf.{name}")
+        assert found is functools.reduce(getattr, name.split("."), tf)
+    names = set(v1.__all__)
+    assert names <= set(dir(tf.compat.v1.distribute))
+    assert set(rx.experimental.__all__) <= set(dir(tf.distribute.experimental))

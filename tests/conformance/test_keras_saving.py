@@ -307,3 +307,19 @@ except rx.errors.UnsupportedError as error:
     print(error)
 """
     assert "KERAS_BACKEND=jax" in run_program(code, KERAS_BACKEND="numpy")
+
+
+def test_a_model_that_is_built_later_gets_the_values_that_were_restored(tmp_path: Path) -> None:
+    def make() -> keras.Model:
+        layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+        return keras.Sequential(layers)
+
+    x = np.ones((4, 5), np.float32)
+    saved = make()
+    expected = saved(x)
+    path = rx.train.Checkpoint(model=saved).save(tmp_path / "ckpt")
+    later = make()
+    status = rx.train.Checkpoint(model=later).restore(path)
+    assert not later.built
+    np.testing.assert_allclose(later(x), expected, rtol=1e-6)
+    status.assert_consumed()

@@ -1,0 +1,1 @@
+"""The array and math operations of TensorFlow, one module for each family."""
