@@ -39,6 +39,7 @@ from benchmarks import (
     parameter_server,
     parameter_server_scale,
     peer_environments,
+    ports,
     secure_transport,
     snapshots,
     sparse_step,
@@ -66,6 +67,7 @@ BENCHMARKS: tuple[ModuleType, ...] = (
     multi_worker,
     keras,
     keras_parameter_server,
+    ports,
 )
 PACKAGES = ("replicax", "jax", "jaxlib", "numpy")
 

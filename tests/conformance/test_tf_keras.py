@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import replicax as rx
 import replicax.tf as tf
 from replicax.tensorflow_files.events import read_events
 from tests.fixtures.tf_keras.programs import PROGRAMS, data
@@ -411,3 +412,15 @@ def test_initializers_of_tf_are_functions_and_initialize_layers() -> None:
         2, kernel_initializer=tf.ones_initializer(), bias_initializer=tf.constant_initializer(0.5)
     )
     assert layer(tf.ones((1, 3))).numpy().tolist() == [[3.5, 3.5]]
+
+
+def test_programs_run_after_the_changes_for_strategies_were_taken_back_and_made_again() -> None:
+    layer = tf.keras.layers.Dense(2, kernel_initializer="ones")
+    rx.keras.uninstall()
+    try:
+        assert isinstance(layer(np.ones((1, 3), np.float32)), tf.Tensor)
+    finally:
+        rx.keras.install()
+    with tf.GradientTape() as tape:
+        total = tf.reduce_sum(layer(tf.ones((1, 3))))
+    assert tape.gradient(total, layer.kernel).numpy().tolist() == [[1.0, 1.0]] * 3

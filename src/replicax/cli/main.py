@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from replicax.cli import checkpoint, keys, serve
+from replicax.cli import checkpoint, keys, port, serve
 from replicax.protocol.tasks import library_version
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(keys.app, name="keys")
+app.command()(port.port)
 app.command()(serve.serve)
 
 

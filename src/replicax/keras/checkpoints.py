@@ -14,9 +14,8 @@ import jax
 import keras
 import numpy as np
 
+from replicax.foundation.replacements import Replace
 from replicax.keras import internals
-
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 
 
 def install(replace: Replace) -> None:

@@ -16,14 +16,13 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Mode
 from replicax.foundation import errors
 from replicax.foundation.options import ReduceOp
+from replicax.foundation.replacements import Replace
 from replicax.keras import internals
 from replicax.keras.variables import DistributedVariable, creation
 from replicax.strategies.base import Strategy
 from replicax.tracing.function import Function
 from replicax.tracing.gradients import Gradient
 from replicax.values.indexed_slices import IndexedSlices
-
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 
 
 def install(replace: Replace) -> None:

@@ -11,6 +11,7 @@ import keras
 
 from replicax.contexts import frames
 from replicax.foundation import errors
+from replicax.foundation.replacements import Replace, Replacements
 from replicax.keras import (
     alone,
     checkpoints,
@@ -36,11 +37,6 @@ from replicax.keras.variables import (
 from replicax.strategies.base import Strategy
 
 
-class _Changes:
-    # The classes and attributes that were changed, and what was there before.
-    made: list[tuple[type, str, Any]] = []
-
-
 def is_installed() -> bool:
     """Tells whether Keras models are distributed by the scope that they are made in.
 
@@ -48,7 +44,7 @@ def is_installed() -> bool:
     >>> rx.keras.is_installed()
     True
     """
-    return bool(_Changes.made)
+    return _replacements.are_installed
 
 
 def uninstall() -> None:
@@ -62,12 +58,7 @@ def uninstall() -> None:
     False
     >>> rx.keras.install()
     """
-    while _Changes.made:
-        owner, name, before = _Changes.made.pop()
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+    _replacements.uninstall()
     training.forget_steps()
 
 
@@ -87,39 +78,37 @@ def install() -> None:
     >>> float(model.train_on_batch(np.ones((3, 1)), np.full((3, 1), 2.0)))
     4.0
     """
-    if is_installed():
-        return
+    if not is_installed():
+        _replacements.install()
+        training.forget_steps()
+
+
+def _make(replace: Replace) -> None:
     if keras.backend.backend() != "jax":
-        _replace(keras.Variable, "__init__", _refuse_backend)
+        replace(keras.Variable, "__init__", _refuse_backend)
         return
-    _replace(keras.Variable, "__init__", _variable_init)
-    _replace(keras.layers.Layer, "add_weight", _add_weight)
-    _replace(keras.layers.Layer, "__new__", _layer_new)
-    _replace(internals.Trainer, "compile", _in_scope_of_model)
+    replace(keras.Variable, "__init__", _variable_init)
+    replace(keras.layers.Layer, "add_weight", _add_weight)
+    replace(keras.layers.Layer, "__new__", _layer_new)
+    replace(internals.Trainer, "compile", _in_scope_of_model)
     for name in ("fit", "evaluate", "predict"):
-        _replace(keras.Model, name, _in_scope_of_model)
+        replace(keras.Model, name, _in_scope_of_model)
     for name in ("train_on_batch", "test_on_batch", "predict_on_batch"):
-        _replace(keras.Model, name, _in_scope_of_model)
+        replace(keras.Model, name, _in_scope_of_model)
     for name in ("make_train_function", "make_test_function", "make_predict_function"):
-        _replace(keras.Model, name, _make_function)
-    _replace(keras.Model, "__setattr__", _set_attribute)
-    _replace(keras.Model, "_get_jax_state", _get_state)
-    _replace(keras.Model, "jax_state_sync", _sync_state)
-    _replace(internals.data_adapters_module, "get_data_adapter", data.get_data_adapter)
-    checkpoints.install(_replace)
-    _replace(keras.layers.Embedding, "call", embedding.looking_up)
-    custom_loops.install(_replace)
-    closures.install(_replace)
-    saving.install(_replace)
-    training.forget_steps()
+        replace(keras.Model, name, _make_function)
+    replace(keras.Model, "__setattr__", _set_attribute)
+    replace(keras.Model, "_get_jax_state", _get_state)
+    replace(keras.Model, "jax_state_sync", _sync_state)
+    replace(internals.data_adapters_module, "get_data_adapter", data.get_data_adapter)
+    checkpoints.install(replace)
+    replace(keras.layers.Embedding, "call", embedding.looking_up)
+    custom_loops.install(replace)
+    closures.install(replace)
+    saving.install(replace)
 
 
-def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replaces an attribute of a class or module by a wrapper of it."""
-    own = vars(owner).get(name)
-    wrapped = wrap(getattr(owner, name, None))
-    setattr(owner, name, wrapped)
-    _Changes.made.append((owner, name, own))
+_replacements = Replacements(0, _make)
 
 
 def _refuse_backend(original: Callable[..., None]) -> Callable[..., None]:

@@ -9,9 +9,8 @@ from typing import Any
 import keras
 
 from replicax.bundle.writers import Writers
+from replicax.foundation.replacements import Replace
 from replicax.keras import alone, training
-
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 
 
 def install(replace: Replace) -> None:

@@ -338,8 +338,8 @@ _FAMILIES: dict[str, str] = {
     ),
     _HOOKS: (
         "train.CheckpointSaverListener train.FeedFnHook train.FinalOpsHook "
-        "train.GlobalStepWaiterHook train.NanTensorHook train.SessionRunContext "  # codespell:ignore
-        "train.SessionRunValues train.StepCounterHook"
+        "train.GlobalStepWaiterHook "  # codespell:ignore
+        "train.NanTensorHook train.SessionRunContext train.SessionRunValues train.StepCounterHook"
     ),
     _STEP: (
         "Event NodeDef add_to_collections container get_session_handle get_session_tensor "

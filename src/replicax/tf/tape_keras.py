@@ -19,6 +19,7 @@ import numpy as np
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
+from replicax.foundation.replacements import Replace, Replacements
 from replicax.tf import (
     dispatch,
     tape_keras_internals,
@@ -37,32 +38,34 @@ _MODULES = ("ops", "ops.numpy", "ops.nn", "ops.image", "ops.linalg", "activation
 _UNCHANGED = frozenset({"custom_gradient", "get", "serialize", "deserialize", "is_tensor"})
 
 
-class _Changes:
-    # The classes and modules that were changed, and what was there before.
-    made: list[tuple[Any, str, Any]] = []
-
-
 def is_installed() -> bool:
     """Tells whether Keras takes and returns tensors."""
-    return bool(_Changes.made)
+    return _replacements.are_installed
 
 
 def install() -> None:
     """Lets Keras take and return tensors, and tapes record it; idempotent."""
-    if is_installed():
-        return
-    _replace(keras.layers.Layer, "__call__", _layer_call)
-    _replace(keras.layers.Layer, "add_loss", _unwrapping)
-    _replace(keras.layers.Layer, "losses", _losses)
-    _replace(keras.layers.Layer, "__init_subclass__", _noting_calls)
-    _replace(keras.Loss, "__init_subclass__", _noting_calls)
-    _replace(keras.Loss, "__call__", recorded)
-    _replace(keras.optimizers.LossScaleOptimizer, "scale_loss", recorded)
+    _replacements.install()
+
+
+def uninstall() -> None:
+    """Takes all changes back; idempotent."""
+    _replacements.uninstall()
+
+
+def _make(replace: Replace) -> None:
+    replace(keras.layers.Layer, "__call__", _layer_call)
+    replace(keras.layers.Layer, "add_loss", _unwrapping)
+    replace(keras.layers.Layer, "losses", _losses)
+    replace(keras.layers.Layer, "__init_subclass__", _noting_calls)
+    replace(keras.Loss, "__init_subclass__", _noting_calls)
+    replace(keras.Loss, "__call__", recorded)
+    replace(keras.optimizers.LossScaleOptimizer, "scale_loss", recorded)
     _change_optimizers()
-    _replace(tape_keras_internals.loss_module, "scale_loss_for_distribution", _scale_loss)
+    replace(tape_keras_internals.loss_module, "scale_loss_for_distribution", _scale_loss)
     for cls in _classes_below(keras.Metric):
         _change_metric(cls)
-    _replace(keras.Metric, "__init_subclass__", _noting_metrics)
+    replace(keras.Metric, "__init_subclass__", _noting_metrics)
     # Keras' variables have a base class that all of its backends share.
     for cls in {*keras.Variable.__mro__[:-1], *_classes_below(keras.Variable)}:
         _change_variable(cls)
@@ -75,34 +78,22 @@ def install() -> None:
 
 def _change_optimizers() -> None:
     for cls in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
-        _replace(cls, "apply", tape_keras_optimizers.applying)
+        _replacements.replace(cls, "apply", tape_keras_optimizers.applying)
     optimizers = keras.optimizers.Optimizer
     for cls in {*optimizers.__mro__[:-1], *_classes_below(optimizers)}:
         if "build" in vars(cls):
-            _replace(cls, "build", tape_keras_optimizers.building)
+            _replacements.replace(cls, "build", tape_keras_optimizers.building)
 
 
 def _change_symbolic_tensors() -> None:
     for name in (*dispatch.BINARY, *dispatch.COMPARISONS):
         for method in (f"__{name}__", f"__r{name}__"):
             if method in vars(keras.KerasTensor):
-                _replace(keras.KerasTensor, method, _symbolic_operator)
+                _replacements.replace(keras.KerasTensor, method, _symbolic_operator)
 
 
-def uninstall() -> None:
-    """Takes all changes back."""
-    while _Changes.made:
-        owner, name, before = _Changes.made.pop()
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-def _replace(owner: Value, name: str, wrap: Callable[[Any], Any]) -> None:
-    own = vars(owner).get(name)
-    setattr(owner, name, wrap(own if isinstance(own, property) else getattr(owner, name)))
-    _Changes.made.append((owner, name, own))
+# Above those of strategies, whose functions take arrays.
+_replacements = Replacements(1, _make)
 
 
 def _classes_below(cls: type) -> list[type]:
@@ -113,7 +104,7 @@ def _change_functions(module: types.ModuleType) -> None:
     for name, value in list(vars(module).items()):
         is_function = isinstance(value, types.FunctionType)
         if is_function and not name.startswith("_") and name not in _UNCHANGED:
-            _replace(module, name, recorded)
+            _replacements.replace(module, name, recorded)
 
 
 # Structures.
@@ -300,7 +291,7 @@ def _as_tensor(leaf: Value) -> Any:
 def _change_metric(cls: type) -> None:
     for name, wrap in (("update_state", _unwrapping), ("result", _metric_result)):
         if isinstance(vars(cls).get(name), types.FunctionType):
-            _replace(cls, name, wrap)
+            _replacements.replace(cls, name, wrap)
 
 
 def _noting_metrics(original: Callable[..., None]) -> Any:
@@ -341,14 +332,14 @@ def _scale_loss(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _change_variable(cls: type) -> None:
     for name in ("numpy", "__array__", "__repr__", "assign", "assign_add", "assign_sub"):
         if isinstance(vars(cls).get(name), types.FunctionType):
-            _replace(cls, name, _variable_method)
+            _replacements.replace(cls, name, _variable_method)
     if isinstance(vars(cls).get("value"), property):
-        _replace(cls, "value", _variable_value)
+        _replacements.replace(cls, "value", _variable_value)
     for name in dispatch.BINARY:
         for prefix in ("", "r"):
             method = f"__{prefix}{name}__"
             if isinstance(vars(cls).get(method), types.FunctionType):
-                _replace(cls, method, functools.partial(_operator, name, bool(prefix)))
+                _replacements.replace(cls, method, functools.partial(_operator, name, bool(prefix)))
 
 
 def _variable_method(original: Callable[..., Any]) -> Callable[..., Any]:

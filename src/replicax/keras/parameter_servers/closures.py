@@ -21,6 +21,7 @@ from typing_extensions import override
 from replicax.contexts import frames, worker_index
 from replicax.coordinator.shipping import pickling
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.replacements import Replace
 from replicax.foundation.types import Tree
 from replicax.keras import training
 from replicax.keras.parameter_servers import optimizer as optimizers
@@ -41,7 +42,6 @@ from replicax.training.optimizer.remote import RemoteOptimizer
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.variables.variable import Variable
 
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 # The distance of the seeds of neighbouring workers: far apart, and odd, so that all differ.
 _SEED_STRIDE = 0x9E3779B1
 

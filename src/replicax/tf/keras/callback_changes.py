@@ -9,12 +9,11 @@ from typing import Any
 import keras
 import numpy as np
 
+from replicax.foundation.replacements import Replace
 from replicax.tf import summary
 from replicax.tf.keras import internals
 from replicax.tf.keras.argument_types import FilePath, Value
 from replicax.tf.tensor import Tensor, raw
-
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 
 _UNUSED = ("batch_size", "write_grads", "embeddings_layer_names", "embeddings_data", "options")
 

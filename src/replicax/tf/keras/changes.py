@@ -5,9 +5,7 @@ Each change passes on to Keras what Keras takes itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
-
+from replicax.foundation.replacements import Replace, Replacements
 from replicax.tf import tape_keras, tape_keras_internals
 from replicax.tf.keras import (
     callback_changes,
@@ -19,18 +17,6 @@ from replicax.tf.keras import (
     shape_inference,
     user_functions,
 )
-from replicax.tf.keras.argument_types import KerasObject
-
-
-class Replace(Protocol):
-    """Replaces an attribute of a class or module by a wrapper of it."""
-
-    def __call__(self, owner: KerasObject, name: str, wrap: Callable[[Any], Any]) -> None: ...
-
-
-class _Changes:
-    # The classes and modules that were changed, and what was there before.
-    made: list[tuple[Any, str, Any]] = []
 
 
 def is_inside_keras() -> bool:
@@ -40,9 +26,16 @@ def is_inside_keras() -> bool:
 
 def install() -> None:
     """Makes the changes; idempotent."""
-    if _Changes.made:
-        return
     tape_keras.install()
+    _replacements.install()
+
+
+def uninstall() -> None:
+    """Takes the changes back; idempotent. Keras still takes tensors."""
+    _replacements.uninstall()
+
+
+def _make(replace: Replace) -> None:
     for module in (
         user_functions,
         layer_changes,
@@ -53,20 +46,8 @@ def install() -> None:
         files,
         shape_inference,
     ):
-        module.install(_replace)
+        module.install(replace)
 
 
-def uninstall() -> None:
-    """Takes all changes back."""
-    while _Changes.made:
-        owner, name, before = _Changes.made.pop()
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-def _replace(owner: KerasObject, name: str, wrap: Callable[[Any], Any]) -> None:
-    own = vars(owner).get(name)
-    setattr(owner, name, wrap(own if isinstance(own, property) else getattr(owner, name, None)))
-    _Changes.made.append((owner, name, own))
+# Above those that let Keras take tensors.
+_replacements = Replacements(2, _make)

@@ -18,12 +18,11 @@ import keras
 
 from replicax.checkpointing.sources import file_of, tensorflow_prefix
 from replicax.foundation import errors
+from replicax.foundation.replacements import Replace
 from replicax.keras import saving
 from replicax.tf.keras import internals
 from replicax.tf.keras.argument_types import FilePath, KerasModel, KerasObject, Value
 from replicax.train import Checkpoint
-
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 
 _H5 = (".h5", ".hdf5")
 # Short names of functions, which Keras does not find again when it reads HDF5 files.

@@ -19,6 +19,7 @@ import numpy as np
 
 from replicax.foundation import jax_compat, lazy
 from replicax.foundation.options import VariableAggregation
+from replicax.foundation.replacements import Replace
 from replicax.tf import tape_keras
 from replicax.tf.dispatch import wrap_tree
 from replicax.tf.function import TensorFunction
@@ -28,7 +29,6 @@ from replicax.tf.keras.user_functions import with_tensors
 from replicax.variables.variable import Variable
 
 _tf = lazy.module("replicax.tf")
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 
 # The arguments of `add_weight` in Keras 2, in their order.
 _WEIGHT = (

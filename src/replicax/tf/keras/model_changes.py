@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from replicax.foundation.replacements import Replace
 from replicax.keras import training
 from replicax.strategies import default
 from replicax.tf import tape_keras
@@ -18,8 +19,6 @@ from replicax.tf.keras import internals
 from replicax.tf.keras.argument_types import KerasObject, Value
 from replicax.tf.tape_recording import map_leaves
 from replicax.tf.tensor import Tensor, raw
-
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 
 # Arguments without a meaning here.
 _LOOP_UNUSED = ("use_multiprocessing", "workers", "max_queue_size")

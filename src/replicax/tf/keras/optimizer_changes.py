@@ -12,14 +12,13 @@ import keras
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
 from replicax.foundation import errors
+from replicax.foundation.replacements import Replace
 from replicax.keras.internals import in_stateless_scope
 from replicax.tf.dispatch import wrap_tree
 from replicax.tf.keras import internals
 from replicax.tf.keras.argument_types import ElementType, KerasObject, Value
 from replicax.tf.tape import GradientTape
 from replicax.tf.tensor import Tensor, raw
-
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 
 # Arguments without a meaning here.
 _UNUSED = ("jit_compile", "is_legacy_optimizer")

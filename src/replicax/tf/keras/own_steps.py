@@ -24,6 +24,7 @@ import jax
 import keras
 from typing_extensions import override
 
+from replicax.foundation.replacements import Replace
 from replicax.tf.dispatch import wrap_tree
 from replicax.tf.function import TensorFunction
 from replicax.tf.keras import internals
@@ -32,8 +33,6 @@ from replicax.tf.keras.user_functions import with_tensors
 from replicax.tf.tape import GradientTape
 from replicax.tf.tape_recording import map_leaves
 from replicax.tf.tensor import Tensor, raw
-
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 
 _MODEL = ("trainable_variables", "non_trainable_variables")
 # The kinds of variables in the state of each step.

@@ -13,11 +13,10 @@ from typing import Any
 
 import keras
 
+from replicax.foundation.replacements import Replace
 from replicax.tf.dispatch import has_symbolic
 from replicax.tf.keras import internals
 from replicax.tf.keras.argument_types import KerasObject, Value
-
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 
 # Numbers with many divisors, which programs divide sizes by, and large enough for convolutions.
 _SIZES = (720, 1440)

@@ -15,13 +15,12 @@ from typing import Any
 import jax
 import keras
 
+from replicax.foundation.replacements import Replace
 from replicax.tf.dispatch import Op, has_symbolic, wrap_tree
 from replicax.tf.keras import internals
 from replicax.tf.keras.argument_types import KerasObject, Value
 from replicax.tf.tape_recording import is_variable, map_leaves
 from replicax.tf.tensor import Tensor, raw
-
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 
 # Functions of `tf.nn` whose names, in the files of a model, are those of activations.
 _ACTIVATIONS = frozenset(
