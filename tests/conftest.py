@@ -79,7 +79,7 @@ from parameter_servers import desk as desk  # noqa: E402
 from parameter_servers import kept_processes  # noqa: E402
 from parameter_servers import shared_cluster as shared_cluster  # noqa: E402
 from scheduling import SharedClusters  # noqa: E402
-from strategies_under_test import STRATEGIES, default_strategies  # noqa: E402
+from strategies_under_test import STRATEGIES, default_strategies, is_single  # noqa: E402
 
 # How long threads, processes and sockets that were told to end may take, on a busy machine.
 _MOST_SECONDS = 20.0
@@ -126,21 +126,32 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedCluste
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves `run` inside a function to the slow suite, except with one strategy per test.
+    """Leaves executors to the slow suite that run the same code for all strategies.
 
-    It compiles what the compiled executor compiles, by the same code for all strategies.
+    `run` inside a function compiles what the compiled executor compiles: one strategy per test runs
+    it. Replicas of one device run eagerly as those of several devices do, and a single replica
+    is compiled as several are.
     """
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
-        if params.get("run") == "inside" and "strategy" in params:
+        if "run" in params and "strategy" in params:
             by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for inside in by_test.values():
-        names = [item.callspec.params["strategy"] for item in inside]  # type: ignore[attr-defined]
-        kept = default_strategies(names)[0]
-        for item, name in zip(inside, names, strict=True):
-            if name != kept:
+    for cases in by_test.values():
+        found = [item.callspec.params for item in cases]  # type: ignore[attr-defined]
+        is_marked = cases[0].get_closest_marker("every_strategy") is not None
+        fast = default_strategies([params["strategy"] for params in found])
+        for item, params in zip(cases, found, strict=True):
+            name, executor = params["strategy"], params["run"]
+            is_left_out = executor == "inside" and name != fast[0]
+            if name != fast[0] and not is_marked and WORKER is None:
+                is_left_out |= executor == LEFT_OUT[is_single(name)]
+            if is_left_out:
                 item.add_marker(pytest.mark.slow)
+
+
+# By whether a strategy has a single replica, the executor that the default run leaves out.
+LEFT_OUT = {False: "threaded", True: "compiled"}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -76,7 +76,7 @@ def trained_for_an_epoch(
 
 @pytest.mark.every_strategy
 @pytest.mark.strategies("mirrored_4")
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("how", [pytest.param("eager", marks=pytest.mark.slow), "compiled"])
 def test_the_same_program_ends_with_equal_parameters(
     strategy: Any, how: str, examples: dict[str, np.ndarray]
 ) -> None:

@@ -51,6 +51,7 @@ _SLOW_EAGERLY = (
     "a_generator_and_a_discriminator",
     "a_gradient_penalty_through_a_model",
     "a_model_with_masks",
+    "training_a_network",
     "accumulated_gradients",
     "layers_recorded_one_by_one_pass_masks_on",
 )

@@ -44,10 +44,10 @@ def require_passed(
 @pytest.mark.parametrize(
     ("workers", "devices", "bundle"),
     [
-        pytest.param(2, 1, "state", id="2x1-state"),
+        pytest.param(2, 1, "state", id="2x1-state", marks=pytest.mark.slow),
         pytest.param(2, 1, "values", id="2x1-values"),
         pytest.param(2, 2, "state", id="2x2-state"),
-        # Compiles what 2x1 runs eagerly, and the other way round.
+        # The slow cases compile what the others run eagerly, and the other way round.
         pytest.param(2, 2, "values", id="2x2-values", marks=pytest.mark.slow),
     ],
 )

@@ -51,6 +51,11 @@ _SEVERAL_REPLICAS = ("mirrored_2", "virtual_2")
 _ONE_REPLICA = ("one_device", "default", "mirrored_1")
 
 
+def is_single(name: str) -> bool:
+    """Tells whether a strategy has a single replica."""
+    return name in _ONE_REPLICA
+
+
 def default_strategies(names: list[str]) -> list[str]:
     """Returns the strategies among `names` that a test runs over by default.
 
