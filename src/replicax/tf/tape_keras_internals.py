@@ -24,6 +24,11 @@ def stateless_scope() -> Any:
     return get_stateless_scope()
 
 
+def output_spec(call: Callable[..., Any], *tensors: keras.KerasTensor) -> Any:
+    """Returns the shapes and types of what a function of arrays returns."""
+    return backend.compute_output_spec(call, *tensors)
+
+
 def is_stateless() -> bool:
     """Tells whether a scope holds the values of variables."""
     return get_stateless_scope() is not None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 from typing_extensions import override
 
 from replicax.keras.internals import placeholder
 from replicax.keras.variables import DistributedVariable, adopt, default_strategy, is_compiled
+from replicax.tf import tape_keras_internals
 from replicax.tf.arguments import Value, VariableLike
 from replicax.tf.tape_recording import Region
 
@@ -36,7 +36,7 @@ class RegionScope(keras.StatelessScope):
         super().__init__(collect_losses=True, initialize_variables=False)
         self._region = region
         self._snapshot = snapshot
-        self._around = get_stateless_scope()
+        self._around = tape_keras_internals.stateless_scope()
         self.assigned: list[Any] = []
 
     def is_inside_another(self) -> bool:

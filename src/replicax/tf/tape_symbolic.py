@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from keras.src import backend
 
 from replicax.foundation import errors
-from replicax.tf import dispatch, tape_recording
+from replicax.tf import dispatch, tape_keras_internals, tape_recording
 from replicax.tf.arguments import Value
 from replicax.tf.dtypes import DType, as_dtype
 from replicax.tf.tensor import TensorShape, raw
@@ -81,7 +80,7 @@ class OpNode(keras.Operation):
         """Returns the shapes and types of the results."""
         # Keras takes a product with a number for a sparse tensor, which it is not.
         plain = [keras.KerasTensor(tensor.shape, tensor.dtype) for tensor in tensors]
-        return backend.compute_output_spec(self.call, *plain)
+        return tape_keras_internals.output_spec(self.call, *plain)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the op and its arguments, for a saved model."""
