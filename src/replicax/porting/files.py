@@ -60,7 +60,7 @@ def find_files(path: Path) -> list[Path]:
 
     Raises:
       NotFoundError: There is no such file or directory.
-      InvalidArgumentError: It is no Python program and no notebook.
+      InvalidArgumentError: It is neither a Python program nor a notebook.
     """
     if path.is_dir():
         return list(_walk(path))

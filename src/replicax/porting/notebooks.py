@@ -48,7 +48,7 @@ def port_notebook(text: str, *, tape: bool = False) -> tuple[str, list[tuple[int
       The ported text, and for each code cell, by its number from 1, what was found.
 
     Raises:
-      ValueError: The text is no notebook.
+      ValueError: The text is not a notebook.
     """
     cells = _code_cells(text)
     sources: dict[int, PortedSource] = {}

@@ -36,5 +36,5 @@ def _install_in_keras() -> None:
 
 
 # Layers, losses and metrics take tensors as soon as Keras is there. It may be there already, so
-# this is no part of a module that they import.
+# this does not belong in a module that they import.
 _after_import.call("keras", lambda: None, _install_in_keras)

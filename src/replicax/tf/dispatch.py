@@ -321,7 +321,7 @@ def _equal(x: Value, y: Value) -> Any:
 
 
 def equal(self: Any, other: Value) -> Any:
-    """Compares a tensor element by element; with what is no tensor or number, it is unequal."""
+    """Compares a tensor element by element; anything but a tensor or number is unequal."""
     return _equal(self, other) if _is_operand(other) else NotImplemented
 
 

@@ -67,7 +67,7 @@ class TensorFunction(Function[..., Any]):
             return loops.call_on_host(converted.function, wrap_tree(args), wrap_tree(kwargs))
         given, named = loops.raw_tree_of_tensors((args, kwargs))
         try:
-            # Also what is no tensor in the function, such as the product of two numbers.
+            # Also what is not a tensor in the function, such as the product of two numbers.
             return as_tensors(super().__call__(*given, **named))
         except TypeError:
             _refuse_strings(self.name, (given, named))

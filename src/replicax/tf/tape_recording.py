@@ -417,7 +417,7 @@ def array_of(leaf: Value) -> Any:
 
 
 def map_leaves(fn: Callable[[Any], Any], structure: Value) -> Any:
-    """Applies a function to what is no list, tuple or dict."""
+    """Applies a function to each leaf: anything but a list, tuple or dict."""
     if isinstance(structure, list | tuple) and type(structure) not in (_Slot, _Place):
         return sequence(structure, lambda item: map_leaves(fn, item))
     if isinstance(structure, dict):
