@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -223,6 +225,23 @@ def test_attributes_of_an_iterator_given_as_an_argument_are_refused() -> None:
 def test_an_iterator_in_a_captured_structure_moves_on() -> None:
     data = {"train": [iter(pairs())]}
     takes_11_then_15_then_ends(rx.function(lambda: next(data["train"][0]).sum()))
+
+
+def test_functions_that_capture_a_generator_can_be_profiled() -> None:
+    numbers = (i for i in range(3))
+    step = rx.function(lambda x: x + 1 if numbers is not None else x)
+    profiler = cProfile.Profile()
+    with profiler:
+        assert float(step(1.0)) == 2.0
+        assert sys.getprofile() is profiler
+    assert sys.getprofile() is None
+    seen: list[str] = []
+    sys.setprofile(lambda frame, event, argument: seen.append(frame.f_code.co_name))
+    try:
+        assert float(rx.function(lambda x: x - 1 if numbers is not None else x)(1.0)) == 0.0
+    finally:
+        sys.setprofile(None)
+    assert "<lambda>" in seen
 
 
 def test_generators_may_be_captured_and_not_advanced() -> None:

@@ -132,18 +132,23 @@ class _Resumptions:
             yield
             return
         previous = sys.getprofile()
+        # cProfile.Profile is not a function to which events can be passed on: it is paused.
+        resume: Callable[[], None] | None = getattr(previous, "enable", None)
+        pass_on = previous if resume is None else None
 
         def note(frame: types.FrameType, event: _ProfileEvent, argument: object) -> None:
             if event == "call" and frame in self._counts:
                 self._counts[frame] += 1
-            if previous is not None:
-                previous(frame, event, argument)
+            if pass_on is not None:
+                pass_on(frame, event, argument)
 
         sys.setprofile(note)
         try:
             yield
         finally:
-            sys.setprofile(previous)
+            sys.setprofile(pass_on)
+            if resume is not None:
+                resume()
 
 
 def position_of(iterator: object, level: int = 0) -> Position:
