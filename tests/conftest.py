@@ -35,6 +35,9 @@ os.environ.setdefault(
     " --xla_cpu_parallel_codegen_split_count=1",
 )
 
+# Programs carry the stack of each of their operations, for error messages that no test reads.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+
 # Processes that tests start import compiled modules instead of compiling them each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -161,6 +164,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
+    # Traces make many objects that live until the test ends: fewer collections look at them.
+    gc.set_threshold(50_000, 50, 50)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,8 @@ import replicax
 
 MODULES = [m.name for m in pkgutil.walk_packages(replicax.__path__, "replicax.")]
 ROOMS = sorted({name.split(".")[1] for name in MODULES})
+# The examples of several hundred ops compile as many programs.
+SLOW = ("tf",)
 
 
 class Finder(doctest.DocTestFinder):
@@ -25,7 +27,9 @@ class Finder(doctest.DocTestFinder):
         return super()._from_module(module, object)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize(
+    "room", [pytest.param(r, marks=pytest.mark.slow) if r in SLOW else r for r in ROOMS]
+)
 def test_docstring_examples_run(room: str) -> None:
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     failed = []

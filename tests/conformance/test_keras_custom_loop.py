@@ -186,7 +186,7 @@ def test_an_optimizer_that_scales_losses_must_be_built_before_the_first_step() -
         rx.function(lambda: strategy.run(lambda: optimizer.scale_loss(jnp.ones(()))))()
 
 
-@cases(COMPILED, EAGER)
+@cases(COMPILED)
 def test_metrics_made_in_the_scope_sum_what_all_replicas_saw(name: str, executor: str) -> None:
     """S217."""
     strategy = STRATEGIES[name]()

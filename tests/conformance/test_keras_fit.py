@@ -136,8 +136,8 @@ OPTIONS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
 }
 # Each kind of option once; the others take the same way.
 FAST_OPTIONS = (
-    *("validation_split", "sample_weight", "class_weight", "steps_per_execution"),
-    *("run_eagerly", "accumulation", "ema", "global_clipnorm", "adam", "loss_scale"),
+    *("sample_weight", "steps_per_execution"),
+    *("run_eagerly", "accumulation", "global_clipnorm", "adam"),
 )
 
 

@@ -233,8 +233,9 @@ def compiled_cases() -> list[Case]:
 
 
 def test_ops_in_a_compiled_function_have_the_values_of_tensorflow() -> None:
-    subset = one_of_each(compiled_cases())
-    assert len(subset) > 250
+    # The slow test compiles all cases.
+    subset = one_of_each(compiled_cases())[::2]
+    assert len(subset) > 125
     require_none(compiled_problems(subset))
 
 
@@ -296,6 +297,7 @@ def test_gradients_in_a_compiled_function_are_those_of_tensorflow() -> None:
         require_none(text for case, found in results for text in gradient_problems(case, found))
 
 
+@pytest.mark.slow
 def test_gradients_of_ops_with_known_values_are_those_of_tensorflow() -> None:
     for case in cases.GRADIENTS:
         if case.is_static or case.name in ("norm#1", "maximum#0", "clip_by_value#0"):

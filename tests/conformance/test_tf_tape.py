@@ -44,16 +44,13 @@ def compiled(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return tf.function if request.param == "compiled" else as_it_is
 
 
-# Programs whose many small ops take seconds to compile one by one. By default, they are compiled
-# as a whole only.
-_SLOW_EAGERLY = (
-    "a_custom_loop_with_keras",
-    "a_generator_and_a_discriminator",
-    "a_gradient_penalty_through_a_model",
-    "a_model_with_masks",
-    "training_a_network",
-    "accumulated_gradients",
-    "layers_recorded_one_by_one_pass_masks_on",
+# Eager programs compile their many small ops one by one. By default, these are run eagerly as well;
+# all others are compiled as a whole only.
+_EAGER_BY_DEFAULT = (
+    "a_persistent_tape_gives_several_gradients",
+    "second_order",
+    "unwatched_and_unconnected_sources",
+    "a_custom_loop_with_variables",
 )
 
 
@@ -61,7 +58,7 @@ def with_executors(names: Iterable[str]) -> list[Any]:
     """Returns each name with both ways to run it."""
     found = []
     for name in names:
-        marks = [pytest.mark.slow] if name in _SLOW_EAGERLY else []
+        marks = [] if name in _EAGER_BY_DEFAULT else [pytest.mark.slow]
         found.append(pytest.param(name, as_it_is, id=f"{name}-eager", marks=marks))
         found.append(pytest.param(name, tf.function, id=f"{name}-compiled"))
     return found

@@ -157,7 +157,8 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "keras_parameter_servers": check_keras_parameter_servers,
     "demo": check_demo,
 }
-SLOW = CHECKS.keys() - {"quickstart", "gradient_accumulation"}
+# The first program of the README is the quickstart.
+SLOW = CHECKS.keys()
 
 
 @pytest.mark.parametrize(

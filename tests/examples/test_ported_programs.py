@@ -61,13 +61,8 @@ def port(name: str, directory: Path, *options: str) -> Path:
     return program
 
 
-QUICK = ("custom_loop_tape",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECORDED],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECORDED)
 def test_a_ported_program_trains_to_the_loss_of_tensorflow(name: str, tmp_path: Path) -> None:
     program = port(name, tmp_path)
     written = tmp_path / "written"

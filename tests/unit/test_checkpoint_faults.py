@@ -439,7 +439,10 @@ def _can_mount() -> bool:
 
 if _can_mount():
 
-    @pytest.mark.parametrize("megabytes", [1, 12, 30])
+    @pytest.mark.parametrize(
+        "megabytes",
+        [pytest.param(1, marks=pytest.mark.slow), 12, pytest.param(30, marks=pytest.mark.slow)],
+    )
     def test_a_disk_that_is_really_full(tmp_path: Path, megabytes: int) -> None:
         program = Path(__file__).parent.parent / "support" / "programs" / "checkpoint_full_disk.py"
         done = subprocess.run(

@@ -84,6 +84,7 @@ def products_with_different_bits() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_what_a_replica_adds_has_the_bits_of_what_it_sends() -> None:
     code = (
         "import replicax as rx; rx.set_virtual_cpu_devices(8); import test_packed_sums as t; "

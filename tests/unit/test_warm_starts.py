@@ -101,6 +101,7 @@ def test_a_forked_process_is_ended_by_signals() -> None:
         assert process.wait(60) == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_forked_process_ends_with_its_parent(tmp_path: Path) -> None:
     code = f"""
 import subprocess, sys, time
