@@ -7,6 +7,7 @@ import ctypes
 import functools
 import hashlib
 import importlib
+import operator
 import re
 import signal
 import weakref
@@ -282,10 +283,28 @@ _THREAD_SETTINGS = (
 )
 
 
+class _NamedSetting:
+    """A setting whose context manager does not tell its value."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def value(self) -> object:
+        return getattr(jax.config, self._name, None)
+
+
+# Most of JAX's context managers hold the value themselves, which is faster than to ask for it by
+# name: each call of a compiled function reads all of them.
+_SETTING_SOURCES = tuple(
+    enter if hasattr(enter, "value") else _NamedSetting(name) for name, enter in _THREAD_SETTINGS
+)
+_value_of = operator.attrgetter("value")
+
+
 def thread_settings() -> tuple[Any, ...]:
     """Returns the values of the JAX settings of this thread that affect results."""
-    config = jax.config
-    return tuple(getattr(config, name, None) for name, _ in _THREAD_SETTINGS)
+    return tuple(map(_value_of, _SETTING_SOURCES))
 
 
 @contextlib.contextmanager
@@ -306,7 +325,7 @@ def uncommitted_view(array: jax.Array) -> jax.Array:
     results of computations on a default device, but has no function for it.
     """
     make: Any = type(array)
-    return make(array.aval, array.sharding, [array], committed=False, _skip_checks=True)
+    return make(array.aval, array.sharding, [array], False, True)  # committed, _skip_checks
 
 
 def any_dtype(dtype: np.dtype) -> contextlib.AbstractContextManager[Any]:

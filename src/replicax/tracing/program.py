@@ -140,6 +140,8 @@ class Program:
             self._constants = [placement.uncommitted(c) for c in self._constants]
         outputs = captured.jaxpr.outvars[captured.num_states :]
         self._result_shapes = [jax_compat.shape_of(out.aval) for out in outputs]
+        is_on_one_device = self._devices is not None and self._mesh is None
+        self._rebuilt = self._results.rebuilder(self._layout, self._result_shapes, is_on_one_device)
         self._written = captured.written
         # Read and written: the buffer of the old value is reused for the new one.
         changed = set(captured.written)
@@ -179,7 +181,7 @@ class Program:
         indices += [i for i, v in enumerate(captured.variables) if v.is_remote]
         num_written, num_created = len(captured.written), len(captured.created)
         start = num_written + num_created
-        run = self._run_captured
+        run, takes_turns = self._run_captured, self._takes_turns
 
         def program(
             old: _Arrays,
@@ -194,9 +196,10 @@ class Program:
                 values[i] = value
             outs = run(captured, values, constants, arrays, rows, handed)
             changed = outs[start : start + captured.num_changed]
-            # The last output is for the gate.
             results = outs[captured.num_states :]
-            return outs[:num_written], results, changed, jnp.zeros((), jnp.int8)
+            # For the gate: a result that nothing else refers to.
+            token = jnp.zeros((), jnp.int8) if takes_turns else None
+            return outs[:num_written], results, changed, token
 
         donate = () if jax_compat.has_callbacks(captured.jaxpr) else (0,)
         self._run = jax.jit(program, donate_argnums=donate, out_shardings=self._shardings(captured))
@@ -213,7 +216,8 @@ class Program:
             for v in self._written
         ]
         changed = [here] * captured.num_changed
-        return state, self._results.shardings(layout, here), changed, here
+        token = here if self._takes_turns else None
+        return state, self._results.shardings(layout, here), changed, token
 
     def _run_captured(
         self,
@@ -286,7 +290,7 @@ class Program:
             outs, changed = self._fixed
             if self._exchange is not None:
                 self._exchange.push(changed)
-            return self._results.rebuild(outs, self._layout)
+            return self._rebuilt(outs)
         pulled: exchange.Pulled = ((), (), ())
         if self._exchange is not None:
             local = [v.stored for v in self._local] if self._local else []
@@ -303,7 +307,7 @@ class Program:
             self._fixed = outs, changed
         if self._exchange is not None:
             self._exchange.push(changed)
-        return self._results.rebuild(outs, self._layout)
+        return self._rebuilt(outs)
 
     def _warm_up(self, local: list[jax.Array], arrays: list[ArrayLike]) -> None:
         """Compiles before values are pulled: other workers would change them meanwhile."""
@@ -466,6 +470,8 @@ class _ProgramDevices:
         self._layout = layout
         self._device_set = sharding.device_set
         self._mesh = getattr(sharding, "mesh", None)
+        # The sharding of the last array that was found to be on these devices.
+        self._last_seen: Sharding | None = None
 
     def holds(self, variable: Variable) -> bool:
         """Returns whether the array behind a variable is on these devices, in this order."""
@@ -494,12 +500,16 @@ class _ProgramDevices:
 
     def _is_remote(self, array: jax.Array) -> bool:
         sharding = array.sharding
+        # Most arrays are of the program that made those of the call before.
+        if sharding is self._last_seen:
+            return False
         if sharding.device_set != self._device_set:
             return True
         mesh = getattr(sharding, "mesh", None)
-        if mesh is None or mesh is self._mesh:
-            return False
-        return tuple(mesh.devices.flat) != self.devices
+        if mesh is not None and mesh is not self._mesh and tuple(mesh.devices.flat) != self.devices:
+            return True
+        self._last_seen = sharding
+        return False
 
 
 def _devices_of(layout: ReplicaLayout | None, captured: Capture) -> _ProgramDevices | None:

@@ -147,7 +147,7 @@ class Ragged(Exception):
 class Arguments:
     """The arguments of one call, split into arrays and everything else."""
 
-    __slots__ = ("_as_arrays", "arrays", "feeds", "key", "skeleton")
+    __slots__ = ("_args", "_as_arrays", "_kwargs", "_layout", "_skeleton", "arrays", "feeds", "key")
 
     def __init__(
         self,
@@ -161,17 +161,64 @@ class Arguments:
         self._as_arrays = as_arrays
         # Data iterators: one trace serves all of them, regardless of their identity.
         self.feeds: list[Feed] = []
+        self._args, self._kwargs, self._layout = args, kwargs, layout
+        self._skeleton: tuple[tuple[Tree, ...], dict[str, Tree]] | None = None
+        entries = None if kwargs else self._entries_of_arrays()
+        if entries is not None:
+            self.key: Key = (entries, len(args))
+            return
         key: list[Hashable] = []
-        add = self._add
+        skeleton = self._skeleton = self._made_skeleton(key)
+        self.key = (tuple(key), _structure_key(skeleton))
+
+    def _entries_of_arrays(self) -> tuple[Hashable, ...] | None:
+        """Adds arguments that are arrays, or stored arrays of all replicas, without structure.
+
+        The common case, and the fast one: what a trace needs beyond the key is made on demand.
+
+        Returns:
+          Their entries in the key; None, with nothing added, if there are other arguments.
+        """
+        arrays: list[jax.Array | np.ndarray] = []
+        key: list[Hashable] = []
+        for argument in self._args:
+            if isinstance(argument, PerReplica):
+                layout = argument.layout
+                if layout is None or not argument.is_stored:
+                    return None
+                if argument.is_split and _are_python_values(argument.values):
+                    return None
+                stored = argument.stored(layout)
+                assert stored is not None
+                key.append(_entry_of_stored(argument, stored, layout))
+                arrays += stored
+            elif isinstance(argument, jax.Array | np.ndarray):
+                key.append(_entry_of_array(argument))
+                arrays.append(argument)
+            else:
+                return None
+        self.arrays = arrays
+        return tuple(key)
+
+    @property
+    def skeleton(self) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
+        """The arguments with slots instead of arrays."""
+        if self._skeleton is None:
+            self.arrays = []
+            self._skeleton = self._made_skeleton([])
+        return self._skeleton
+
+    def _made_skeleton(self, key: list[Hashable]) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
+        """Adds all arguments, and their entries to the key."""
+        add, layout, kwargs = self._add, self._layout, self._kwargs
 
         def visit(leaf: object) -> Tree:
             return add(leaf, key, layout)
 
-        self.skeleton = (
-            tuple(map_structure(visit, a) for a in args),
+        return (
+            tuple(map_structure(visit, a) for a in self._args),
             {name: map_structure(visit, kwargs[name]) for name in sorted(kwargs)},
         )
-        self.key = (tuple(key), _structure_key(self.skeleton))
 
     def _add(self, leaf: object, key: list[Hashable], layout: ReplicaLayout | None) -> Tree:
         if isinstance(leaf, jax.Array | np.ndarray):
@@ -208,7 +255,7 @@ class Arguments:
         }
 
     def _add_array(self, array: jax.Array | np.ndarray, key: list[Hashable]) -> Slot:
-        key.append((array.shape, array.dtype, getattr(array, "weak_type", False)))
+        key.append(_entry_of_array(array))
         self.arrays.append(array)
         return Slot(len(self.arrays) - 1, "array")
 
@@ -240,8 +287,7 @@ class Arguments:
             return self._add_ragged(leaf, key, layout)
         start = len(self.arrays)
         self.arrays += stored
-        shapes = tuple((a.shape, a.dtype) for a in stored)
-        key.append(("per_replica", layout, shapes, leaf.scalars, leaf.treedef))
+        key.append(_entry_of_stored(leaf, stored, layout))
         return Slot(start, "per_replica", len(stored), layout, leaf.treedef, leaf.scalars)
 
     def _add_padded(
@@ -271,6 +317,15 @@ class Arguments:
             shapes += [(a.shape, a.dtype) for a in found]
         key.append(("ragged", layout, tuple(shapes), tuple(p[2] for p in parts)))
         return RaggedSlot(tuple(parts), layout)
+
+
+def _entry_of_array(array: jax.Array | np.ndarray) -> Hashable:
+    return array.shape, array.dtype, getattr(array, "weak_type", False)
+
+
+def _entry_of_stored(leaf: PerReplica, stored: tuple[Any, ...], layout: ReplicaLayout) -> Hashable:
+    shapes = tuple([(array.shape, array.dtype) for array in stored])
+    return "per_replica", layout, shapes, leaf.scalars, leaf.treedef
 
 
 def _layout_of_components(leaf: PerReplica) -> ReplicaLayout | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from typing_extensions import override
 
 from replicax.contexts import frames
-from replicax.foundation import errors, placement
+from replicax.foundation import errors, jax_compat, placement
 from replicax.foundation.types import Tree, TreeDef
 from replicax.tracing import signature
 from replicax.tracing.signature import PerReplicaSpec, Slot, TensorSpec
@@ -23,6 +23,9 @@ from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout
 from replicax.values.regroup import leaves_of, map_structure
 from replicax.variables.variable import Variable
+
+# Makes a value from the output arrays of a call.
+_Maker: TypeAlias = Callable[[Sequence[jax.Array]], Tree]
 
 
 class Structure:
@@ -116,7 +119,7 @@ class Structure:
 
 
 class Results(Structure):
-    """The results of a compiled function, rebuilt from the output arrays of each call."""
+    """The results of a compiled function, made from the output arrays of each call."""
 
     def __init__(self, value: Tree) -> None:
         super().__init__(value)
@@ -171,21 +174,65 @@ class Results(Structure):
             for own in self.layouts
         ]
 
-    def rebuild(self, arrays: Sequence[jax.Array], layout: ReplicaLayout | None) -> Tree:
-        """Returns the results with the output arrays of a call in them."""
+    def rebuilder(
+        self,
+        layout: ReplicaLayout | None,
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        is_on_one_device: bool,
+    ) -> _Maker:
+        """Returns a function that makes the results of a call from its output arrays.
+
+        What can be decided beforehand is decided here, since every call rebuilds its results.
+
+        Args:
+          layout: The replicas that the program runs on.
+          shapes: The shapes and types of the outputs.
+          is_on_one_device: Whether outputs are known to be on one device if `layout` is no mesh.
+        """
         mesh = layout if layout is not None and layout.is_mesh else None
-        leaves = self._leaves
 
-        def visit(leaf: object) -> Tree:
+        def maker(leaf: object) -> _Maker:
             if isinstance(leaf, Slot):
-                return _result(leaf, arrays, layout, mesh)
+                if leaf.kind == "array" and isinstance(shapes[leaf.index].dtype, np.dtype):
+                    if mesh is not None:
+                        return _first_shard(leaf.index)
+                    if is_on_one_device:
+                        return _only_shard(leaf.index)
+                return lambda arrays: _result(leaf, arrays, layout, mesh)
             if isinstance(leaf, PerReplica):
-                return PerReplica([visit(v) for v in _local_values(leaf)], leaf.layout)
-            return leaf.map_arrays(visit) if isinstance(leaf, IndexedSlices) else leaf
+                parts = [maker(value) for value in _local_values(leaf)]
+                return lambda arrays: PerReplica([make(arrays) for make in parts], leaf.layout)
+            if isinstance(leaf, IndexedSlices):
+                return lambda arrays: leaf.map_arrays(lambda own: maker(own)(arrays))
+            return lambda _: leaf
 
-        if type(self._numbered) is int:
-            return visit(leaves[0])
-        return map_structure(lambda number: visit(leaves[number]), self._numbered)
+        makers = [maker(leaf) for leaf in self._leaves]
+        numbered = self._numbered
+        if type(numbered) is int:
+            return makers[0]
+        if type(numbered) is tuple and numbered == tuple(range(len(makers))):
+            return lambda arrays: tuple([make(arrays) for make in makers])
+        return lambda arrays: map_structure(lambda number: makers[number](arrays), numbered)
+
+
+def _first_shard(index: int) -> _Maker:
+    """Returns what makes the result of an output that is equal on the devices of a mesh."""
+
+    def make(arrays: Sequence[jax.Array]) -> Tree:
+        array = arrays[index].addressable_data(0)
+        return jax_compat.uncommitted_view(array) if array.committed else array
+
+    return make
+
+
+def _only_shard(index: int) -> _Maker:
+    """Returns what makes the result of an output on one device."""
+
+    def make(arrays: Sequence[jax.Array]) -> Tree:
+        array = arrays[index]
+        return jax_compat.uncommitted_view(array) if array.committed else array
+
+    return make
 
 
 def _local_values(value: PerReplica) -> tuple[Any, ...]:
