@@ -16,10 +16,11 @@ Note [The gate]
 from __future__ import annotations
 
 import collections
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import jax
 
@@ -41,29 +42,32 @@ class _Dispatch:
     running: collections.deque[jax.Array] = collections.deque()
     # The number of such programs that may be dispatched and unfinished.
     limit = 1
-    # The pace of this thread, if one device of this process takes part in such programs.
+    # The pace of this process, if one device of it takes part in such programs.
     pace: _Pace | None = None
 
 
 # Waking up the thread that dispatches costs as much as the dispatch of a small program. So short
 # programs may be dispatched further ahead: this many seconds, but no more than so many programs.
-_AHEAD_S = 0.01
+_AHEAD_S = 0.05
 _MOST_AHEAD = 32
+_LEAST_AHEAD = 2
 
 
 class _Pace:
     """How far ahead one thread may dispatch one program, by the time that it takes.
 
-    Any other program starts with one ahead: nothing is known about the time it takes.
+    A program that is new starts with one ahead: nothing is known about the time it takes.
 
     Attributes:
       limit: The number of programs that may be dispatched and unfinished.
     """
 
     def __init__(self) -> None:
-        self.limit = 2
+        self.limit = _LEAST_AHEAD
         self._thread = 0
         self._program: object = None
+        # What was learned of the programs that were dispatched before.
+        self._limits: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._start = 0.0
         self._num_finished = 0
 
@@ -75,35 +79,57 @@ class _Pace:
     def is_of_this_program(self, program: object) -> bool:
         """Returns whether the last program was the same; from now on it is."""
         last, self._program = self._program, program
-        return last is program
+        if last is program:
+            return True
+        if last is not None:
+            self._limits[last] = self.limit
+        self.limit = _LEAST_AHEAD if program is None else self._limits.get(program, _LEAST_AHEAD)
+        return False
 
     def restart(self, num_others: int = 0) -> None:
-        """Forgets what was learned; so many other programs still run."""
-        self.limit, self._num_finished = 2, -num_others
+        """Restarts the clock: the device was idle, or runs so many other programs."""
+        self._num_finished = -num_others
         self._start = time.monotonic()
 
     def note_finished(self, count: int) -> None:
-        """Notes that so many programs were found finished."""
-        self._num_finished += count
+        """Notes that so many programs have finished, and learns from the time they took.
 
-    def adapt(self) -> None:
-        """Learns from the time since the last call, through which programs were running."""
+        The device has been running programs since the last call, or since `restart`.
+        """
+        self._num_finished += count
         if self._num_finished <= 0:
             return
         now = time.monotonic()
         each = (now - self._start) / self._num_finished
         self._start, self._num_finished = now, 0
         fitting = int(_AHEAD_S / max(each, 1e-6))
-        self.limit = max(2, min(_MOST_AHEAD, 2 * self.limit, fitting))
+        self.limit = max(_LEAST_AHEAD, min(_MOST_AHEAD, 2 * self.limit, fitting))
 
 
-@contextlib.contextmanager
-def state() -> Iterator[None]:
-    """Locks the stored arrays of all variables."""
-    with _lock:
+class _State(AbstractContextManager[None]):
+    """The lock as a context manager; a class, since each call of a program enters it."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _lock.acquire()
         if _Pending.actions:
-            settle()
-        yield
+            try:
+                settle()
+            except BaseException:
+                _lock.release()
+                raise
+
+    def __exit__(self, *failure: object) -> None:
+        _lock.release()
+
+
+_state = _State()
+
+
+def state() -> AbstractContextManager[None]:
+    """Locks the stored arrays of all variables."""
+    return _state
 
 
 def before_next_use(action: Callable[[], None]) -> None:
@@ -152,23 +178,21 @@ def _wait_at_pace(pace: _Pace, program: object) -> None:
     running = _Dispatch.running
     if not pace.is_of_this_thread():
         _finish(len(running))
-        pace.restart()
     if not pace.is_of_this_program(program):
         _finish(max(0, len(running) - 1))
         pace.restart(len(running))
-    num_ready = 0
-    while running and running[0].is_ready():  # pyright: ignore[reportAttributeAccessIssue]
-        running.popleft().block_until_ready()
-        num_ready += 1
-    pace.note_finished(num_ready)
     if not running:
-        # The device waits for this thread: there is nothing to hide.
+        pace.restart()
+    elif running[-1].is_ready():  # pyright: ignore[reportAttributeAccessIssue]
+        # Programs finish in their order. The device waits for this thread: there is nothing
+        # to hide.
+        _finish(len(running))
         pace.restart()
     elif len(running) >= pace.limit:
+        # One wake-up for half of them.
         count = len(running) - pace.limit // 2
         _finish(count)
         pace.note_finished(count)
-        pace.adapt()
 
 
 def wait_for_all() -> None:
