@@ -164,10 +164,12 @@ def _computed_once(array: jax.Array, num_replicas: int) -> jax.Array:
     XLA computes the own summand again where it is added, and may keep digits that the sent one
     has lost: a product becomes one multiply-add, also across `reduce_precision`. Then the sums of
     two replicas would differ. It does not compute the output of a conditional again, nor copy it.
+    The barrier makes the branches differ while XLA looks for equal ones, and costs no kernel.
     """
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return array
-    return jax.lax.cond(_never(num_replicas), jnp.negative, lambda same: same, array)
+    barrier = jax.lax.optimization_barrier
+    return jax.lax.cond(_never(num_replicas), barrier, lambda same: same, array)
 
 
 def _never(num_replicas: int) -> jax.Array:
