@@ -40,16 +40,18 @@ class GlobalStep:
     def __init__(
         self, name: str, function: StepFunction, layout: ReplicaLayout, *, has_rows: bool = False
     ) -> None:
-        def program(state: Tree, batch: Tree) -> tuple[Tree, Tree, jax.Array]:
+        def program(state: Tree, batch: Tree) -> tuple[Tree, Tree, jax.Array | None]:
             shared = jax.tree.map(self._shared, batch, is_leaf=worker_batches.is_rows)
             outputs, state = function(state, shared)
-            return outputs, state, jnp.zeros((), jnp.int8)
+            # For the gate: a result that nothing else refers to.
+            return outputs, state, jnp.zeros((), jnp.int8) if self._takes_turns else None
 
         self._name, self._layout, self._peers = name, layout, layout.peers
         self._takes_turns = layout.is_mesh and gate.needs_turns(layout.devices)
         is_local = has_rows and not layout.spans_processes
         outputs = None if is_local else layout.replicated
-        shardings = (outputs, layout.replicated, layout.replicated)
+        token = layout.replicated if self._takes_turns else None
+        shardings = (outputs, layout.replicated, token)
         self._run = jax.jit(program, donate_argnums=0, out_shardings=shardings)
         # The number of each program that all processes have agreed on, by the shapes of a batch.
         self._numbers: dict[Hashable, int] = {}
