@@ -48,7 +48,7 @@ class _Dispatch:
 
 # Waking up the thread that dispatches costs as much as the dispatch of a small program. So short
 # programs may be dispatched further ahead: this many seconds, but no more than so many programs.
-_AHEAD_S = 0.05
+_AHEAD_S = 0.1
 _MOST_AHEAD = 32
 _LEAST_AHEAD = 2
 
