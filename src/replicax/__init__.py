@@ -80,6 +80,7 @@ __all__ = [
     "saved_model",
     "scan",
     "set_virtual_cpu_devices",
+    "strategy_from_environment",
     "switch",
     "testing",
     "train",

@@ -39,6 +39,9 @@ from replicax.input.distributed import DistributedIterator as DistributedIterato
 from replicax.input.input_context import InputContext as InputContext
 from replicax.input.input_context import InputOptions as InputOptions
 from replicax.input.input_context import InputReplicationMode as InputReplicationMode
+from replicax.launch.from_environment import (
+    strategy_from_environment as strategy_from_environment,
+)
 from replicax.process.server import Server as Server
 from replicax.strategies.base import Strategy as Strategy
 from replicax.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,6 +12,7 @@ from replicax.foundation import errors
 from replicax.launch.job import JobSpec, PythonProgram
 from replicax.launch.launcher import Launcher
 from replicax.launch.local import LocalLauncher
+from replicax.launch.ssh import SshLauncher, read_hostfile
 
 # The exit code for a command line that cannot be run: a restart will not help.
 _BAD_CONFIGURATION = 2
@@ -35,11 +36,24 @@ _Env = Annotated[
     list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="For the tasks.")
 ]
 _Logs = Annotated[Path | None, typer.Option(metavar="DIR", help="Where the logs go.")]
+_Show = Annotated[
+    Literal["all", "chief", "none"], typer.Option(help="Whose output is printed; logs have all.")
+]
 _Restarts = Annotated[int, typer.Option(help="The most restarts within a minute.")]
 _Keys = Annotated[Path | None, typer.Option(metavar="DIR", help="The keys of the cluster.")]
 _Checkpoints = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Where the program keeps checkpoints.")
 ]
+
+
+_Hosts = Annotated[
+    str | None, typer.Option(metavar="A,B,...", help="Run on these hosts, over ssh.")
+]
+_Hostfile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A file of hosts: `HOST [slots=N]` per line.")
+]
+_SshConfig = Annotated[Path | None, typer.Option(metavar="FILE", help="As of `ssh -F`.")]
+_Python = Annotated[str | None, typer.Option(metavar="PATH", help="Python on the hosts.")]
 
 
 def run(
@@ -53,9 +67,14 @@ def run(
     devices_per_worker: _Devices = None,
     env: _Env = None,
     logs: _Logs = None,
+    show: _Show = "all",
     max_restarts: _Restarts = 5,
     keys: _Keys = None,
     checkpoints: _Checkpoints = None,
+    hosts: _Hosts = None,
+    hostfile: _Hostfile = None,
+    ssh_config: _SshConfig = None,
+    python: _Python = None,
 ) -> None:
     """Run a program on a cluster, and restart what is lost.
 
@@ -70,21 +89,33 @@ def run(
             evaluator=evaluator,
             min_workers=least,
             cpus_per_worker=cpus_per_worker,
+            hosts=_hosts(hosts, hostfile),
             devices_per_worker=devices_per_worker,
             env=dict(map(_pair, env or [])),
             logs=logs,
+            show=show,
             max_restarts=max_restarts,
             keys=keys,
             checkpoints=checkpoints,
         )
-        launcher = _choose()
+        launcher: Launcher = SshLauncher(ssh_config, python) if job.hosts else LocalLauncher()
     with errors_in_one_line():
         raise typer.Exit(launcher.launch(job))
 
 
-def _choose() -> Launcher:
-    """Returns the launcher that the options ask for; this machine without any."""
-    return LocalLauncher()
+def _hosts(names: str | None, hostfile: Path | None) -> tuple[str, ...]:
+    if names is not None and hostfile is not None:
+        raise errors.InvalidArgumentError(
+            "Hosts are named once", "there are --hosts and --hostfile", "Leave one of them out."
+        )
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    found = tuple(name.strip() for name in (names or "").split(",") if name.strip())
+    if names is not None and not found:
+        raise errors.InvalidArgumentError(
+            "--hosts must name at least one host", f"it is {names!r}", "Write node1,node2."
+        )
+    return found
 
 
 def _elastic(text: str | None, workers: int | None) -> tuple[int | None, int]:

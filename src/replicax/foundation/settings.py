@@ -140,6 +140,26 @@ def for_group_task(changes: Mapping[str, str], num_devices: int, num_tasks: int)
     return {**found, **changes}
 
 
+def with_changes(changes: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of this process with changes, for one that it starts.
+
+    The cluster of this process is not that of its children.
+    """
+    found = {name: value for name, value in os.environ.items() if name != TF_CONFIG}
+    return {**found, **changes}
+
+
+def for_other_hosts() -> dict[str, str]:
+    """Returns the variables of this process that its tasks on other hosts need as well."""
+    prefixes = ("JAX_", "REPLICAX_", "XLA_", "KERAS_", "PYTHONPATH")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        # A directory of this host.
+        if name.startswith(prefixes) and name != REPLICAX_KEYS
+    }
+
+
 def for_launched_task(cores: int, num_devices: int | None, job: str) -> dict[str, str]:
     """Returns the variables that let the tasks of one host share its cores.
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
+from typing import Literal
 
 from replicax.foundation import errors, settings
 from replicax.protocol.tasks import Task
@@ -67,6 +68,9 @@ class JobSpec:
       max_restarts: The most restarts of a task, or of a group, within `restart_window_s`.
       restart_window_s: The seconds of that window.
       stop_s: The seconds that tasks get to end after a signal.
+      snapshots: Where parameter servers save their variables, and restore them from after a
+        restart; None if they do not.
+      show: The tasks whose output the launcher prints; the logs have all.
       keys: A directory of keys; None lets the launcher make them where they are needed.
       checkpoints: The directory that the program keeps checkpoints in, where a launcher has to
         provide it, such as a volume.
@@ -92,7 +96,9 @@ class JobSpec:
     log_bytes: int = 64 << 20
     max_restarts: int = 5
     restart_window_s: float = 60.0
-    stop_s: float = 10.0
+    stop_s: float = 14.0
+    snapshots: Path | None = None
+    show: Literal["all", "chief", "none"] = "all"
     keys: Path | None = None
     checkpoints: Path | None = None
 
@@ -137,6 +143,11 @@ class JobSpec:
         }
         return tuple(Task(name, index) for name, count in jobs.items() for index in range(count))
 
+    def shows(self, task: Task) -> bool:
+        """Returns whether the launcher prints the output of a task."""
+        is_chief = task == self.tasks[0]
+        return self.show == "all" or (self.show == "chief" and is_chief)
+
     def serves(self, task: Task) -> bool:
         """Returns whether a task runs `replicax serve` in place of the program."""
         return not self.is_sync and task.job in ("worker", "ps")
@@ -153,6 +164,8 @@ class JobSpec:
         options: list[str] = []
         if task.job == "worker" and self.devices_per_worker is not None:
             options = ["--cpu-devices", str(self.devices_per_worker)]
+        if task.job == "ps" and self.snapshots is not None:
+            options = ["--snapshots", str(self.snapshots)]
         return [python, "-m", "replicax", "serve", *options]
 
     def variables(
