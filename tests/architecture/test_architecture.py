@@ -153,6 +153,7 @@ OWN_NAMES = {
     "saved_model",
     "scan",
     "set_virtual_cpu_devices",
+    "strategy_from_environment",
     "switch",
     "testing",
     "train",

@@ -36,6 +36,7 @@ _Env = Annotated[
     list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="For the tasks.")
 ]
 _Logs = Annotated[Path | None, typer.Option(metavar="DIR", help="Where the logs go.")]
+_LogMegabytes = Annotated[int, typer.Option(help="The most that the log of one task takes.")]
 _Show = Annotated[
     Literal["all", "chief", "none"], typer.Option(help="Whose output is printed; logs have all.")
 ]
@@ -67,6 +68,7 @@ def run(
     devices_per_worker: _Devices = None,
     env: _Env = None,
     logs: _Logs = None,
+    log_megabytes: _LogMegabytes = 64,
     show: _Show = "all",
     max_restarts: _Restarts = 5,
     keys: _Keys = None,
@@ -93,6 +95,7 @@ def run(
             devices_per_worker=devices_per_worker,
             env=dict(map(_pair, env or [])),
             logs=logs,
+            log_bytes=log_megabytes << 20,
             show=show,
             max_restarts=max_restarts,
             keys=keys,

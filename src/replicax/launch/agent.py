@@ -20,7 +20,7 @@ import msgspec
 
 from replicax.foundation import errors, settings
 from replicax.launch import agent_protocol as protocol
-from replicax.launch.host import Event, Exited, LocalHost
+from replicax.launch.host import Event, Exited, LocalHost, Started
 from replicax.protocol.tasks import Task, library_version, python_version
 
 # The exit code of a process that was told something that it does not understand.
@@ -74,9 +74,12 @@ class _Agent:
             self._host.start(start)
 
     def _on_event(self, event: Event) -> None:
-        assert isinstance(event, Exited)
-        task = event.task
-        self._reply(protocol.Ended(task.job, task.index, event.incarnation, event.code))
+        if isinstance(event, Started):
+            name = event.task.job, event.task.index
+            self._reply(protocol.Begun(*name, event.incarnation, event.pid))
+        elif isinstance(event, Exited):
+            name = event.task.job, event.task.index
+            self._reply(protocol.Ended(*name, event.incarnation, event.code))
 
     def _on_output(self, task: Task, data: bytes) -> None:
         self._reply(protocol.Printed(task.job, task.index, data))

@@ -86,6 +86,15 @@ class Printed(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """A process of a task was started."""
+
+    job: str
+    index: int
+    incarnation: int
+    pid: int
+
+
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """A process of a task has ended."""
 
@@ -96,7 +105,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 ToAgent: TypeAlias = Hello | Reserve | Launch | Send | Beat
-FromAgent: TypeAlias = Ready | Reserved | Printed | Ended
+FromAgent: TypeAlias = Ready | Reserved | Printed | Begun | Ended
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_to_agent = msgspec.msgpack.Decoder(ToAgent).decode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from typing import NoReturn
 
 from replicax.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from replicax.process import roles, shutdown
@@ -12,6 +13,9 @@ from replicax.strategies.base import Strategy
 from replicax.strategies.mirrored import MirroredStrategy
 from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 from replicax.strategies.parameter_server import ParameterServerStrategy
+
+# The seconds that a running closure may take after a signal to exit.
+_ENDING_SECONDS = 8.0
 
 
 def strategy_from_environment(
@@ -48,8 +52,15 @@ def strategy_from_environment(
     if "ps" not in spec.jobs or resolver.task_type == "evaluator":
         return MultiWorkerMirroredStrategy(resolver)
     if resolver.task_type in roles.SERVING:
-        with Server(spec, resolver.task_type, resolver.task_id) as server:
-            server.join()
-        sys.exit(0 if server.ending is None else shutdown.START_AGAIN)
+        _serve(Server(spec, resolver.task_type, resolver.task_id, start=False))
     options = dict(parameter_servers or {})
     return ParameterServerStrategy(resolver, **options)  # type: ignore[arg-type]
+
+
+def _serve(server: Server) -> NoReturn:
+    """Runs the task of this process until it is stopped, and exits."""
+    # Installed before the task listens: from then on it shuts down in order.
+    with shutdown.ended_by_signals(server.interrupt, seconds=_ENDING_SECONDS), server:
+        server.start()
+        server.join()
+    sys.exit(0 if server.ending is None else shutdown.START_AGAIN)

@@ -34,6 +34,21 @@ _CANNOT_START = 126
 
 
 @dataclasses.dataclass(frozen=True)
+class Started:
+    """A process of a task was started.
+
+    Attributes:
+      task: The task.
+      incarnation: Which process of it.
+      pid: Its id on its host.
+    """
+
+    task: Task
+    incarnation: int
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Exited:
     """A process of a task has ended.
 
@@ -68,7 +83,7 @@ class Signalled:
     number: int
 
 
-Event: TypeAlias = Exited | HostLost | Signalled
+Event: TypeAlias = Started | Exited | HostLost | Signalled
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -250,6 +265,7 @@ class LocalHost:
             os.close(writing)
         assert process.pid is not None
         self._guardian.watch(process.pid)
+        self._on_event(Started(task, start.incarnation, process.pid))
         running = _Running(start, process, reading)
         with self._lock:
             self._running[task] = running
@@ -262,12 +278,6 @@ class LocalHost:
             running = self._running.get(task)
         if running is not None:
             running.send(signal.Signals(number))
-
-    def pid(self, task: Task) -> int | None:
-        """Returns the id of the running process of a task."""
-        with self._lock:
-            running = self._running.get(task)
-        return None if running is None else running.process.pid
 
     def close(self) -> None:
         """Kills what runs, and waits for it. Idempotent."""

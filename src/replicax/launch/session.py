@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import queue
 import shutil
@@ -30,6 +31,8 @@ Connect: TypeAlias = Callable[
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOGS = "replicax-logs"
+# Next to the logs: which process runs each task, for debuggers and for `kill`.
+PROCESSES = "processes.json"
 
 
 def run_on_hosts(job: JobSpec, connect: Connect, *, has_snapshots: bool = False) -> int:
@@ -63,7 +66,15 @@ def run_on_hosts(job: JobSpec, connect: Connect, *, has_snapshots: bool = False)
         with _signals_as_events(events.put):
             terminal.say(f"{_counted(job)}; logs in {logs}")
             hosts = connect(events.put, output.take)
-            supervisor = Supervisor(job, hosts, events, output, terminal.say, os.getcwd())
+            supervisor = Supervisor(
+                job,
+                hosts,
+                events,
+                output,
+                terminal.say,
+                os.getcwd(),
+                lambda processes: _write_processes(logs / PROCESSES, processes),
+            )
             code = supervisor.run()
             terminal.say(_summary(code, supervisor))
             return code
@@ -101,13 +112,23 @@ def _counted(job: JobSpec) -> str:
     counts: dict[str, int] = {}
     for task in job.tasks:
         counts[task.job] = counts.get(task.job, 0) + 1
-    return f"{job.program.name} with {', '.join(f'{n} {name}' for name, n in counts.items())}"
+    names = {"worker": "workers"}
+    texts = [f"{n} {names.get(name, name) if n > 1 else name}" for name, n in counts.items()]
+    return f"{job.program.name} with {', '.join(texts)}"
 
 
 def _summary(code: int, supervisor: Supervisor) -> str:
     how = "finished" if code == 0 else f"ended with exit code {code}"
     restarts = supervisor.num_restarts
     return how if not restarts else f"{how}, {restarts} restart{'s' if restarts > 1 else ''}"
+
+
+def _write_processes(path: Path, processes: Sequence[dict[str, object]]) -> None:
+    new = path.with_suffix(".new")
+    # A full disk does not end a job.
+    with contextlib.suppress(OSError):
+        new.write_text("\n".join(["[", ",\n".join(map(json.dumps, processes)), "]\n"]))
+        new.replace(path)
 
 
 @contextlib.contextmanager

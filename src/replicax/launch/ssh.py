@@ -23,7 +23,7 @@ import msgspec
 from replicax.foundation import errors, settings
 from replicax.launch import agent_protocol as protocol
 from replicax.launch.agent import version
-from replicax.launch.host import Event, Exited, HostLost, Start
+from replicax.launch.host import Event, Exited, HostLost, Start, Started
 from replicax.launch.job import JobSpec
 from replicax.launch.session import run_on_hosts
 from replicax.protocol.tasks import Task
@@ -288,6 +288,9 @@ class SshHost:
     def _take(self, message: protocol.FromAgent) -> None:
         if isinstance(message, protocol.Printed):
             self._on_output(Task(message.job, message.index), message.data)
+        elif isinstance(message, protocol.Begun):
+            task = Task(message.job, message.index)
+            self._on_event(Started(task, message.incarnation, message.pid))
         elif isinstance(message, protocol.Ended):
             task = Task(message.job, message.index)
             self._on_event(Exited(task, message.incarnation, message.code))
@@ -338,8 +341,8 @@ def read_hostfile(path: Path) -> tuple[str, ...]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        slots = words[1].removeprefix("slots=") if len(words) == 2 else "1"
-        if len(words) > 2 or not slots.isdigit() or int(slots) < 1:
+        name, _, slots = (words[1] if len(words) == 2 else "slots=1").partition("=")
+        if len(words) > 2 or name != "slots" or not slots.isdigit() or int(slots) < 1:
             raise errors.InvalidArgumentError(
                 "A line of a hostfile is `HOST` or `HOST slots=N`",
                 f"line {number} of {path} is {line.strip()!r}",

@@ -18,7 +18,7 @@ from replicax.foundation import errors
 from replicax.group import exit_codes
 from replicax.launch import outcomes, restart_rules
 from replicax.launch.backoff import Backoff
-from replicax.launch.host import Event, Host, HostLost, Signalled, Start
+from replicax.launch.host import Event, Host, HostLost, Signalled, Start, Started
 from replicax.launch.job import JobSpec, cluster_of
 from replicax.launch.outcomes import Outcome
 from replicax.launch.restart_rules import Attempt, Ending
@@ -47,6 +47,7 @@ class _TaskState:
     Attributes:
       host: The host that it runs on.
       incarnation: The number of its current or last process.
+      pid: Its id on its host; None before it was started.
       code: The exit code of that; None while it runs.
       was_killed: Whether the launcher has killed it.
       due_s: When it restarts; None if it does not wait for that.
@@ -55,6 +56,7 @@ class _TaskState:
 
     host: Host
     incarnation: int = -1
+    pid: int | None = None
     code: int | None = None
     was_killed: bool = False
     due_s: float | None = None
@@ -91,6 +93,7 @@ class Supervisor:
       output: What the tasks print.
       say: Prints a message of the launcher.
       directory: The directory that programs run in.
+      on_processes: Called with the processes of the tasks when there are new ones.
     """
 
     def __init__(
@@ -101,7 +104,9 @@ class Supervisor:
         output: TaskOutput,
         say: Callable[[str], None],
         directory: str,
+        on_processes: Callable[[list[dict[str, object]]], None] = lambda processes: None,
     ) -> None:
+        self._on_processes = on_processes
         self._job = job
         self._hosts = list(hosts)
         self._events = events
@@ -131,6 +136,14 @@ class Supervisor:
         stopping = ["stopping"] if self._signals else []
         parts = [self._job.program.name, *texts, *restarts, *stopping, f"{minutes}:{seconds:02d}"]
         return " · ".join(parts)
+
+    def processes(self) -> list[dict[str, object]]:
+        """Returns the task, the host and the id of each process that was started last."""
+        return [
+            {"job": task.job, "index": task.index, "host": state.host.name, "pid": state.pid}
+            for task, state in self._tasks.items()
+            if state.pid is not None
+        ]
 
     def run(self) -> int:
         """Runs the job; returns the exit code for the command line."""
@@ -400,7 +413,12 @@ class Supervisor:
                     state.code = _HUNG_UP
         else:
             state = self._tasks.get(event.task)
-            if state is not None and state.incarnation == event.incarnation and state.is_running:
+            if state is None or state.incarnation != event.incarnation or not state.is_running:
+                return
+            if isinstance(event, Started):
+                state.pid = event.pid
+                self._on_processes(self.processes())
+            else:
                 state.code = event.code
                 self._output.finish(event.task)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import sys
 import threading
@@ -100,12 +101,18 @@ class Terminal:
     # The thread.
 
     def _run(self) -> None:
-        with contextlib.suppress(BrokenPipeError, ValueError, OSError):
-            # The reader of the output has gone: the logs have it.
+        try:
             if self._stream.isatty():
                 self._print_with_status()
             else:
                 self._print_plain()
+        except (OSError, ValueError):
+            # The reader of the output has gone: the logs have it. Python flushes the stream once
+            # more when it exits, which must not fail.
+            with contextlib.suppress(OSError, ValueError):
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, self._stream.fileno())
+                os.close(nothing)
 
     def _print_plain(self) -> None:
         while (lines := self._take()) is not None:
@@ -136,8 +143,8 @@ class Terminal:
     def _styled(self, task: Task | None, line: str) -> rich_text.Text:
         name = _OWN if task is None else label(task)
         style = "bold" if task is None else self._colours.get(task, "white")
-        text = rich_text.Text(f"{name:<{self._width}} | ", style=style)
-        return text + rich_text.Text.from_ansi(line)
+        prefix = (f"{name:<{self._width}} | ", style)
+        return rich_text.Text.assemble(prefix, rich_text.Text.from_ansi(line))
 
     def _take(self) -> list[_Line] | None:
         """Returns the lines that wait; None when there will be no more."""
