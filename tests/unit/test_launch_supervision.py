@@ -31,6 +31,7 @@ class RecordingHost:
     address = "127.0.0.1"
     python = "python3"
     cores: Sequence[int] = range(8)
+    gpus: Sequence[str] = ()
     is_connected = True
 
     def __init__(self, events: queue.SimpleQueue[Event]) -> None:
@@ -342,6 +343,20 @@ def test_cores_are_shared_and_reserved_ones_are_not(tmp_path: Path) -> None:
     desk.host.on_start = lambda start: desk.host.exit(start.task, 0)
     desk.run()
     assert [start.cores for start in desk.host.starts] == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, ["4,5", "6,7"]), ({"devices_per_worker": 1}, ["4", "5"]), ({"workers": 1}, ["4,5,6,7"])],
+)
+def test_the_gpus_of_a_host_are_divided(
+    tmp_path: Path, changes: dict[str, int], expected: list[str]
+) -> None:
+    desk = Desk(tmp_path, JobSpec(PROGRAM, **{"workers": 2, **changes}))
+    desk.host.gpus = ["4", "5", "6", "7"]
+    desk.host.on_start = lambda start: desk.host.exit(start.task, 0)
+    assert desk.run() == 0
+    assert [s.variables["CUDA_VISIBLE_DEVICES"] for s in desk.host.starts] == expected
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,17 @@ def with_changes(changes: Mapping[str, str]) -> dict[str, str]:
     return {**found, **changes}
 
 
+def visible_gpus() -> list[str]:
+    """Returns the GPUs that this process may use: of CUDA_VISIBLE_DEVICES, or of its driver."""
+    given = CUDA_VISIBLE_DEVICES.read()
+    if given is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    try:
+        return [str(number) for number in range(len(os.listdir("/proc/driver/nvidia/gpus")))]
+    except OSError:
+        return []
+
+
 def for_other_hosts() -> dict[str, str]:
     """Returns the variables of this process that its tasks on other hosts need as well."""
     prefixes = ("JAX_", "REPLICAX_", "XLA_", "KERAS_", "PYTHONPATH")

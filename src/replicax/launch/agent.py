@@ -55,8 +55,8 @@ class _Agent:
     def _handle(self, message: protocol.ToAgent) -> None:
         if isinstance(message, protocol.Hello):
             self._keys = _write_keys(self._directory / "keys", message.keys)
-            self._host = LocalHost(self._on_event, self._on_output, message.address)
-            self._reply(protocol.Ready(version(), list(self._host.cores), sys.executable))
+            self._host = host = LocalHost(self._on_event, self._on_output, message.address)
+            self._reply(protocol.Ready(version(), host.cores, host.gpus, sys.executable))
         elif self._host is None or isinstance(message, protocol.Beat):
             return
         elif isinstance(message, protocol.Reserve):

@@ -63,11 +63,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     Attributes:
       version: Its versions.
       cores: The cores that tasks may use.
+      gpus: The GPUs that tasks may use.
       python: The interpreter.
     """
 
     version: str
     cores: list[int]
+    gpus: list[str]
     python: str
 
 

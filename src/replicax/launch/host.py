@@ -120,6 +120,7 @@ class Host(Protocol):
       name: Its name in messages.
       address: Where other tasks reach its tasks.
       cores: The cores that its tasks may use.
+      gpus: The GPUs that its tasks may use, as of CUDA_VISIBLE_DEVICES.
       python: The interpreter of its tasks.
     """
 
@@ -131,6 +132,9 @@ class Host(Protocol):
 
     @property
     def cores(self) -> Sequence[int]: ...
+
+    @property
+    def gpus(self) -> Sequence[str]: ...
 
     @property
     def python(self) -> str: ...
@@ -214,6 +218,7 @@ class LocalHost:
         self.address = address
         self.python = sys.executable
         self.cores = usable_cores()
+        self.gpus = settings.visible_gpus()
         self._reserved: ReservedPorts | None = None
         self._guardian = Guardian()
         # Protects the processes; not held while waiting.

@@ -134,6 +134,7 @@ class SshHost:
         self.address = name.rpartition("@")[2]
         self.python = python
         self.cores: Sequence[int] = ()
+        self.gpus: Sequence[str] = ()
         self._command = list(command)
         self._keys = keys
         self._on_event = on_event
@@ -200,7 +201,7 @@ class SshHost:
                 f"{self.name} has {found.version}, and this machine {version()}",
                 "Install the same versions.",
             )
-        self.cores, self.python = found.cores, found.python
+        self.cores, self.gpus, self.python = found.cores, found.gpus, found.python
 
     def _wait(self, seconds: float) -> protocol.Ready | protocol.Reserved:
         try:

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from replicax.foundation import errors
+from replicax.foundation import errors, settings
 from replicax.group import exit_codes
 from replicax.launch import outcomes, restart_rules
 from replicax.launch.backoff import Backoff
@@ -36,6 +36,8 @@ _KILLED_SECONDS = 5.0
 # The longest wait for an event; tasks that wait for their restart need no event.
 _LOOK_S = 1.0
 _NUM_LOG_LINES = 20
+# The jobs whose tasks compute, and share the cores and GPUs of their host.
+_COMPUTING = ("worker", "evaluator")
 # A connection that was lost counts as this signal for the tasks of the host.
 _HUNG_UP = -int(signal.SIGHUP)
 
@@ -340,7 +342,7 @@ class Supervisor:
 
     def _share_cores(self, host: Host, tasks: Sequence[Task]) -> None:
         """Gives each task that computes its share of the cores of its host."""
-        computing = [t for t in tasks if t.job in ("worker", "evaluator")]
+        computing = [t for t in tasks if t.job in _COMPUTING]
         wanted = self._job.cpus_per_worker
         all_cores = list(host.cores)
         for number, task in enumerate(computing):
@@ -364,6 +366,18 @@ class Supervisor:
         here = [t for t, s in self._tasks.items() if s.host is host and t.job in _COMPUTING]
         return self._cores[task] if wanted * len(here) <= len(host.cores) else []
 
+    def _gpus(self, task: Task) -> dict[str, str]:
+        """Returns the variable that gives a task its part of the GPUs of its host."""
+        host = self._tasks[task].host
+        here = [t for t, s in self._tasks.items() if s.host is host and t.job in _COMPUTING]
+        if not host.gpus or task not in here:
+            return {}
+        count = self._job.devices_per_worker or max(1, len(host.gpus) // len(here))
+        first = here.index(task) * count
+        # More tasks than GPUs share them.
+        found = [host.gpus[(first + i) % len(host.gpus)] for i in range(min(count, len(host.gpus)))]
+        return {settings.CUDA_VISIBLE_DEVICES: ",".join(found)}
+
     def _tasks_running(self) -> list[Task]:
         return [task for task, state in self._tasks.items() if state.is_running]
 
@@ -373,7 +387,8 @@ class Supervisor:
             state.incarnation = self._incarnations[task]
             state.code, state.was_killed = None, False
             self._incarnations[task] += 1
-            variables = self._job.variables(task, self._cluster, len(self._cores[task]))
+            cores = len(self._cores[task])
+            variables = self._gpus(task) | self._job.variables(task, self._cluster, cores)
             start = Start(
                 task.job,
                 task.index,
@@ -480,9 +495,6 @@ class Supervisor:
         codes = {s.code for t, s in self._tasks.items() if not self._job.serves(t)}
         has_saved = exit_codes.PREEMPTED in codes and codes <= {0, exit_codes.PREEMPTED}
         return exit_codes.PREEMPTED if has_saved else 128 + self._signals[0]
-
-
-_COMPUTING = ("worker", "evaluator")
 
 
 def _exit_code(outcome: Outcome) -> int:
