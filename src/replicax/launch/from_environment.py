@@ -41,9 +41,8 @@ def strategy_from_environment(
       parameter_servers: Arguments of `ParameterServerStrategy`, if it is one.
 
     >>> import replicax as rx
-    >>> strategy = rx.strategy_from_environment()
-    >>> type(strategy).__name__, strategy.num_replicas_in_sync
-    ('MirroredStrategy', 1)
+    >>> type(rx.strategy_from_environment()).__name__
+    'MirroredStrategy'
     """
     resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
     spec = resolver.cluster_spec()
