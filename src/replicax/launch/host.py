@@ -312,7 +312,9 @@ class LocalHost:
     def _watch(self) -> None:
         look_s = 0.0
         while not self._is_closing:
-            has_descriptors = all(r.exit_fd is not None for r in self._running.values())
+            with self._lock:
+                # Until their descriptors are registered, processes are looked at often.
+                has_descriptors = all(r.exit_fd is not None for r in self._running.values())
             for key, _ in self._selector.select(_LOOK_S if has_descriptors else _POLL_S):
                 if key.fileobj is self._woken:
                     self._woken.recv(4096)
