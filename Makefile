@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: demo test test-all lint bench torture clean
+.PHONY: demo test test-all test-ssh lint bench torture clean
 
 demo: .venv/.ready  ## train one program under every strategy, then on parameter servers
 	$(BIN)/python examples/demo.py
@@ -14,6 +14,10 @@ test: .venv/.ready  ## the default suite, doctests included
 
 test-all: .venv/.ready  ## the default suite and the slow tests; compiles and starts as users do
 	XLA_FLAGS= REPLICAX_TEST_COLD_STARTS=1 $(BIN)/python -m pytest -n 2
+
+test-ssh: .venv/.ready  ## `replicax run --hosts` over a real sshd, from Debian's package
+	tests/services/sshd.sh install
+	$(BIN)/python -m pytest -n 0 -v tests/multiprocess/test_run_ssh.py
 
 lint: .venv/.ready  ## style, types, layers, spelling, words
 	$(BIN)/ruff check .

@@ -34,6 +34,7 @@ from benchmarks import (
     input_wait,
     keras,
     keras_parameter_server,
+    launcher,
     metric_read,
     multi_worker,
     parameter_server,
@@ -68,6 +69,7 @@ BENCHMARKS: tuple[ModuleType, ...] = (
     keras,
     keras_parameter_server,
     ports,
+    launcher,
 )
 PACKAGES = ("replicax", "jax", "jaxlib", "numpy")
 

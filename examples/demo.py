@@ -3,7 +3,8 @@
 First act: handwritten digits (scikit-learn's, 8 by 8 pixels) are told apart by a small network. The
 global batch is the same for all strategies, its last, partial one too, so all of them must
 learn the same; out/demo.png shows that they do. At the end a checkpoint that was saved on
-four devices is opened on one. The second act is in demo_recommender.py.
+four devices is opened on one. The second act is in demo_recommender.py, the third in
+demo_launcher.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import replicax as rx
 
 rx.set_virtual_cpu_devices(8)
 
+import demo_launcher
 import demo_recommender
 import jax
 import keras
@@ -219,6 +221,7 @@ def main() -> None:
     draw(results)
     console.print(f"Picture: {PICTURE.relative_to(PICTURE.parent.parent)}")
     demo_recommender.main(console)
+    demo_launcher.main(console)
 
 
 if __name__ == "__main__":

@@ -8,84 +8,11 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from replicax import cluster_resolver as cluster_resolver
-from replicax import coordinator as coordinator
-from replicax import data as data
-from replicax import errors as errors
-from replicax import experimental as experimental
-from replicax import metrics as metrics
-from replicax import nn as nn
-from replicax import optimizers as optimizers
-from replicax import random as random
-from replicax import saved_model as saved_model
-from replicax import testing as testing
-from replicax import train as train
-from replicax.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from replicax.collectives.cross_device_ops import (
-    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-)
-from replicax.collectives.cross_device_ops import NcclAllReduce as NcclAllReduce
-from replicax.collectives.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
-from replicax.contexts.replica_context import ReplicaContext as ReplicaContext
 from replicax.foundation import after_import, settings
-from replicax.foundation.devices import device as device
-from replicax.foundation.devices import set_virtual_cpu_devices as set_virtual_cpu_devices
-from replicax.foundation.options import ReduceOp as ReduceOp
-from replicax.foundation.options import RunOptions as RunOptions
-from replicax.foundation.options import VariableAggregation as VariableAggregation
-from replicax.foundation.options import VariableSynchronization as VariableSynchronization
-from replicax.foundation.public_names import show_as_public
 from replicax.foundation.spelling import suggestion
-from replicax.input.distributed import DistributedDataset as DistributedDataset
-from replicax.input.distributed import DistributedIterator as DistributedIterator
-from replicax.input.input_context import InputContext as InputContext
-from replicax.input.input_context import InputOptions as InputOptions
-from replicax.input.input_context import InputReplicationMode as InputReplicationMode
-from replicax.process.server import Server as Server
-from replicax.strategies.base import Strategy as Strategy
-from replicax.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
-from replicax.strategies.consistency import Staleness as Staleness
-from replicax.strategies.default import experimental_set_strategy as experimental_set_strategy
-from replicax.strategies.default import get_replica_context as get_replica_context
-from replicax.strategies.default import get_strategy as get_strategy
-from replicax.strategies.default import has_strategy as has_strategy
-from replicax.strategies.default import in_cross_replica_context as in_cross_replica_context
-from replicax.strategies.extended import StrategyExtended as StrategyExtended
-from replicax.strategies.mirrored import MirroredStrategy as MirroredStrategy
-from replicax.strategies.multi_worker import (
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from replicax.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
-from replicax.strategies.parameter_server import (
-    ParameterServerStrategy as ParameterServerStrategy,
-)
-from replicax.strategies.tpu import TPUStrategy as TPUStrategy
-from replicax.tracing.control_flow import cond as cond
-from replicax.tracing.control_flow import fori_loop as fori_loop
-from replicax.tracing.control_flow import scan as scan
-from replicax.tracing.control_flow import switch as switch
-from replicax.tracing.control_flow import while_loop as while_loop
-from replicax.tracing.function import function as function
-from replicax.tracing.function import functions_run_eagerly as functions_run_eagerly
-from replicax.tracing.function import run_functions_eagerly as run_functions_eagerly
-from replicax.tracing.gradients import grad as grad
-from replicax.tracing.gradients import value_and_grad as value_and_grad
-from replicax.tracing.signature import PerReplicaSpec as PerReplicaSpec
-from replicax.tracing.signature import TensorSpec as TensorSpec
-from replicax.values.distributed_values import DistributedValues as DistributedValues
-from replicax.values.distributed_values import Mirrored as Mirrored
-from replicax.values.distributed_values import PerReplica as PerReplica
-from replicax.values.indexed_slices import IndexedSlices as IndexedSlices
-from replicax.values.layout import ReplicaLayout as ReplicaLayout
-from replicax.values.sparse_tensor import SparseTensor as SparseTensor
-from replicax.variables.creators import variable_creator_scope as variable_creator_scope
-from replicax.variables.module import Module as Module
-from replicax.variables.pytrees import make_variables as make_variables
-from replicax.variables.pytrees import read_variables as read_variables
-from replicax.variables.replicated import MirroredVariable as MirroredVariable
-from replicax.variables.replicated import SyncOnReadVariable as SyncOnReadVariable
-from replicax.variables.sharded import ShardedVariable as ShardedVariable
-from replicax.variables.variable import Variable as Variable
+
+if TYPE_CHECKING:
+    from replicax.public_api import *
 
 __version__ = "0.1.0"
 
@@ -153,6 +80,7 @@ __all__ = [
     "saved_model",
     "scan",
     "set_virtual_cpu_devices",
+    "strategy_from_environment",
     "switch",
     "testing",
     "train",
@@ -162,9 +90,14 @@ __all__ = [
 ]
 
 
-# Imported when first used, as they import Keras or are seldom needed; so `from replicax import *`
-# leaves them out.
+# Those that import Keras, or are seldom needed; `from replicax import *` leaves them out.
 _LAZY = ("compat", "contrib", "keras")
+# Imports everything else, when the first name is used; it gets these from here while it does.
+_PUBLIC_API = "replicax.public_api"
+_PACKAGES = (
+    "cluster_resolver coordinator data errors experimental metrics nn optimizers random "
+    "saved_model testing train"
+).split()
 
 
 def __dir__() -> list[str]:
@@ -174,13 +107,15 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # which would take any name for an attribute
 
     def __getattr__(name: str) -> Any:
-        if name in _LAZY:
+        if name in _LAZY or (name in _PACKAGES and _PUBLIC_API in sys.modules):
             return importlib.import_module(f"replicax.{name}")
+        if name in __all__:
+            # Fills this module with all of them.
+            importlib.import_module(_PUBLIC_API)
+            return globals()[name]
         todo = suggestion([name], __all__)
         raise AttributeError(f"module 'replicax' has no attribute {name!r}. {todo}".rstrip(". "))
 
-
-show_as_public(sys.modules[__name__])
 
 # Keras and replicax may be imported in any order.
 after_import.call(

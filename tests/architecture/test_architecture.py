@@ -70,6 +70,9 @@ def test_import_has_no_side_effects() -> None:
 import os, sys
 before = dict(os.environ)
 import replicax
+assert "jax" not in sys.modules, "the launcher would wait for it"
+replicax.Variable
+assert "jax" in sys.modules
 assert dict(os.environ) == before, "environment changed"
 optional = {"optax", "orbax", "grain", "keras", "flax", "equinox", "matplotlib", "rich", "zmq"}
 optional |= {"typer"}
@@ -150,6 +153,7 @@ OWN_NAMES = {
     "saved_model",
     "scan",
     "set_virtual_cpu_devices",
+    "strategy_from_environment",
     "switch",
     "testing",
     "train",

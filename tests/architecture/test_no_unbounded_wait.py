@@ -66,6 +66,7 @@ ALLOWED = {
         "Session.*",
         "self.coordinator.join",
     ): "`fit` waits for its steps, whose waits all end",
+    ("launch/from_environment.py", "_serve", "server.join"): "as `serve` of the command line",
     (
         "process/shutdown.py",
         "_read_signals",

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 README = ROOT / "README.md"
 # A tour with tables and pictures, not an example to start from.
-LONG = {"demo", "demo_recommender", "staleness"}
+LONG = {"demo", "demo_recommender", "staleness", "train"}
 
 
 def run(name: str, *arguments: str) -> str:
@@ -142,6 +142,8 @@ def check_demo(output: str) -> None:
     assert "the coordinator notices: /job:worker/task:1 was lost" in output
     assert "WARNING" not in output
     assert (ROOT / "out" / "demo_parameter_servers.png").stat().st_size > 10_000
+    assert "worker 1 was killed by SIGKILL" in output.replace("/job:worker/task:1", "worker 1")
+    assert "the same result, digit by digit" in output
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
@@ -200,7 +202,7 @@ def test_every_example_is_checked_and_short() -> None:
     files = {file.stem: file for file in EXAMPLES.glob("*.py")}
     # These are checked above, in a file of their own, and as a part of the demo.
     others = {"checkpoint_resume", "parameter_server", "multi_worker", "demo_recommender"}
-    others.add("staleness")
+    others |= {"staleness", "train", "demo_launcher"}
     assert files.keys() == CHECKS.keys() | others
     lengths = {name: len(file.read_text().splitlines()) for name, file in files.items()}
     assert {name: n for name, n in lengths.items() if n >= 120}.keys() <= LONG

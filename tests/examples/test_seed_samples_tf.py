@@ -28,7 +28,7 @@ from parameter_servers import kept_cluster
 
 import replicax as rx
 import replicax.tf as tf
-from replicax.foundation import devices
+from replicax.foundation import device_names, devices
 from replicax.strategies import multi_worker
 
 SEEDS = Path(__file__).parents[3] / "shared" / "seeds"
@@ -117,7 +117,7 @@ def accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def name_of(device: Any) -> str:
         kind, index = found[device]
-        return str(devices.DeviceSpec(kind=kind, index=index))
+        return str(device_names.DeviceSpec(kind=kind, index=index))
 
     monkeypatch.setattr(devices, "devices_of_kind", lambda kind: kinds[kind.upper()])
     monkeypatch.setattr(devices, "name_of", name_of)

@@ -22,10 +22,17 @@ from replicax.checkpointing import preemption
 from replicax.foundation import errors
 from replicax.group import exit_codes
 from replicax.launch.backoff import Backoff
-from replicax.launch.elastic import KeepGlobalBatch, KeepReplicaBatch, next_num_workers, run_elastic
-from replicax.launch.group_supervisor import Attempt, Ending, GroupSupervisor, classify, lost_tasks
+from replicax.launch.elastic import KeepGlobalBatch, KeepReplicaBatch, run_elastic
+from replicax.launch.group_supervisor import GroupSupervisor
 from replicax.launch.outcomes import Outcome
 from replicax.launch.program import PreparedProgram, prepare
+from replicax.launch.restart_rules import (
+    Attempt,
+    Ending,
+    classify,
+    lost_tasks,
+    next_num_workers,
+)
 from replicax.launch.sync_group import GroupPlan, SyncGroup, tasks_of
 from replicax.protocol.tasks import Task
 from replicax.testing import LocalCluster

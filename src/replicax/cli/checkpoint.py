@@ -20,7 +20,9 @@ from replicax.checkpointing.manifest import ArrayEntry, PlainEntry, SavedCheckpo
 from replicax.cli.failures import errors_in_one_line
 from replicax.foundation import errors
 
-app = typer.Typer(no_args_is_help=True, help="Show, verify and convert checkpoints.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Show, verify and convert checkpoints."
+)
 
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="A directory of checkpoints, or one checkpoint.")

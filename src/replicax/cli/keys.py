@@ -12,7 +12,11 @@ from replicax.foundation import settings
 from replicax.protocol.tasks import ROLES, Role
 from replicax.transport import keys
 
-app = typer.Typer(no_args_is_help=True, help="Keys of a cluster whose tasks connect over TCP.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Keys of a cluster whose tasks connect over TCP.",
+)
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory with the keys.")]
 

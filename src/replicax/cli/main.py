@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from typing import Annotated, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typing_extensions import override
 
-from replicax.cli import checkpoint, keys, port, serve
 from replicax.protocol.tasks import library_version
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(keys.app, name="keys")
-app.command()(port.port)
-app.command()(serve.serve)
+# Each command is imported when it is used: `replicax run` waits neither for JAX nor for what only
+# other commands need. The name in the module is a function, or the `typer.Typer` of a group.
+_COMMANDS = {
+    "checkpoint": ("replicax.cli.checkpoint", "app"),
+    "keys": ("replicax.cli.keys", "app"),
+    "port": ("replicax.cli.port", "port"),
+    "run": ("replicax.cli.run", "run"),
+    "serve": ("replicax.cli.serve", "serve"),
+}
+# Everything behind the program belongs to the program.
+_ENDS_AT_ARGUMENTS = {"allow_interspersed_args": False}
+_SETTINGS = {"run": _ENDS_AT_ARGUMENTS}
+
+
+class _Commands(TyperGroup):
+    """The commands, by name."""
+
+    @override
+    def list_commands(self, ctx: object) -> list[str]:
+        return sorted(_COMMANDS)
+
+    @override
+    def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, name = _COMMANDS[cmd_name]
+        found = getattr(importlib.import_module(module), name)
+        if not isinstance(found, typer.Typer):
+            function, found = found, typer.Typer(add_completion=False)
+            found.command(cmd_name, context_settings=_SETTINGS.get(cmd_name))(function)
+        command = cast("TyperCommand | TyperGroup", typer.main.get_command(found))
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 
 
 def _print_version(is_requested: bool) -> None:

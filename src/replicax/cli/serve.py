@@ -11,6 +11,8 @@ from typing import Annotated
 import jax
 import typer
 
+# Logs, and the errors that a worker reports, then have the public names of the library.
+import replicax.public_api  # noqa: F401
 from replicax.cli.failures import errors_in_one_line
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver import TFConfigClusterResolver

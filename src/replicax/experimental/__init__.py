@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replicax import coordinator as coordinator
+import replicax.coordinator as coordinator
 from replicax.checkpointing.preemption import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )

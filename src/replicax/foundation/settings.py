@@ -66,6 +66,8 @@ XDG_RUNTIME_DIR = Setting("XDG_RUNTIME_DIR")
 NPROC = Setting("NPROC")
 # Flags of XLA; a local cluster adds some for its tasks.
 XLA_FLAGS = Setting("XLA_FLAGS")
+# The platforms of JAX; servers and coordinators leave accelerators to the workers.
+JAX_PLATFORMS = Setting("JAX_PLATFORMS")
 # The GPUs that a process may use; SlurmClusterResolver narrows it to those of its task.
 CUDA_VISIBLE_DEVICES = Setting("CUDA_VISIBLE_DEVICES")
 
@@ -110,7 +112,7 @@ def for_task(changes: Mapping[str, str], num_threads: int | None) -> dict[str, s
       changes: Further variables.
       num_threads: The number of threads that it computes with; None for XLA's default.
     """
-    found = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    found = {**os.environ, JAX_PLATFORMS: "cpu", "PYTHONUNBUFFERED": "1"}
     # Counts the threads for the devices of this process.
     found.pop(NPROC, None)
     if num_threads is not None:
@@ -136,6 +138,68 @@ def for_group_task(changes: Mapping[str, str], num_devices: int, num_tasks: int)
     # The cluster of this process is not that of its children.
     found.pop(TF_CONFIG, None)
     return {**found, **changes}
+
+
+def with_changes(changes: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of this process with changes, for one that it starts.
+
+    The cluster of this process is not that of its children.
+    """
+    found = {name: value for name, value in os.environ.items() if name != TF_CONFIG}
+    return {**found, **changes}
+
+
+def visible_gpus() -> list[str]:
+    """Returns the GPUs that this process may use: of CUDA_VISIBLE_DEVICES, or of its driver."""
+    given = CUDA_VISIBLE_DEVICES.read()
+    if given is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    try:
+        return [str(number) for number in range(len(os.listdir("/proc/driver/nvidia/gpus")))]
+    except OSError:
+        return []
+
+
+def for_other_hosts() -> dict[str, str]:
+    """Returns the variables of this process that its tasks on other hosts need as well."""
+    prefixes = ("JAX_", "REPLICAX_", "XLA_", "KERAS_", "PYTHONPATH")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        # A directory of this host.
+        if name.startswith(prefixes) and name != REPLICAX_KEYS
+    }
+
+
+def for_launched_task(cores: int, num_devices: int | None, job: str) -> dict[str, str]:
+    """Returns the variables that let the tasks of one host share its cores.
+
+    Args:
+      cores: The cores that the task may use.
+      num_devices: The CPU devices of a worker; None for JAX's own default.
+      job: The job of the task.
+
+    >>> for_launched_task(4, 2, "worker")["NPROC"]
+    '4'
+    >>> for_launched_task(1, None, "ps")["JAX_PLATFORMS"]
+    'cpu'
+    """
+    devices = num_devices or 1
+    found = {
+        "PYTHONUNBUFFERED": "1",
+        # Threads for two programs: see `devices.set_virtual_cpu_devices`.
+        NPROC: str(max(2 * devices, cores)),
+        "OMP_NUM_THREADS": str(cores),
+    }
+    if cores == 1:
+        flags = f"{XLA_FLAGS.read('')} --xla_cpu_multi_thread_eigen=false"
+        found[XLA_FLAGS] = flags.strip()
+    if job in ("chief", "ps"):
+        # They hold no batch: an accelerator is for the workers.
+        found[JAX_PLATFORMS] = JAX_PLATFORMS.read("cpu")
+    elif num_devices is not None:
+        found["JAX_NUM_CPU_DEVICES"] = str(num_devices)
+    return found
 
 
 def choose_keras_backend() -> None:

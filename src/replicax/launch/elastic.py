@@ -14,7 +14,8 @@ from replicax.foundation import errors
 from replicax.foundation.types import Tree
 from replicax.launch import program as programs
 from replicax.launch.backoff import Backoff
-from replicax.launch.group_supervisor import Attempt, Ending, GroupSupervisor, lost_tasks
+from replicax.launch.group_supervisor import GroupSupervisor
+from replicax.launch.restart_rules import Attempt, next_num_workers
 from replicax.launch.sync_group import GroupPlan, SyncGroup, tasks_of
 
 LearningRateRule = Literal["unchanged", "linear", "square_root"]
@@ -154,33 +155,6 @@ class ElasticResult:
     values: list[Tree]
     num_workers: list[int]
     reasons: list[str]
-
-
-def next_num_workers(
-    before: Sequence[Attempt], min_workers: int, max_workers: int, available: int | None = None
-) -> int:
-    """Returns the number of workers of the next run. Pure.
-
-    The workers that were lost in the last run do not take part in the next one, and may in the one
-    after it. If fewer than `min_workers` are left, lost ones are started again at once.
-
-    Args:
-      before: The runs that have ended.
-      min_workers: The fewest workers.
-      max_workers: The most workers.
-      available: How many could run, if that is known.
-    """
-    if available is not None:
-        left = available
-    elif not before or before[-1].ending is Ending.PREEMPTED:
-        left = max_workers
-    else:
-        last = before[-1]
-        lost = len(lost_tasks(last.outcomes))
-        # Those that were away during the last run are newcomers of the next one.
-        was_away = max_workers - len(last.tasks)
-        left = len(last.tasks) - lost + was_away
-    return min(max(left, min_workers), max_workers)
 
 
 def run_elastic(

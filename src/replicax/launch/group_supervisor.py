@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from replicax.foundation import errors
-from replicax.group import exit_codes
 from replicax.launch.backoff import Backoff
 from replicax.launch.outcomes import Outcome
+from replicax.launch.restart_rules import Attempt, Ending, classify
 from replicax.launch.sync_group import SyncGroup
-from replicax.protocol.tasks import Task
 
 _log = logging.getLogger(__name__)
 
@@ -23,62 +20,6 @@ _log = logging.getLogger(__name__)
 GRACE_S = 25.0
 _LOOK_S = 0.02
 _JOIN_SECONDS = 20.0
-
-
-class Ending(enum.Enum):
-    """Why a run of a group has ended."""
-
-    FINISHED = "finished"
-    LOST = "lost"
-    PREEMPTED = "preempted"
-    FAILED = "failed"
-
-
-def classify(ended: Sequence[Outcome]) -> Ending:
-    """Returns why a run has ended.
-
-    An error of the program itself is never restarted: it would happen again. A signal, or the exit
-    code of a task that has lost another one, is; and so is an announced preemption.
-
-    >>> classify([Outcome(Task("worker", 0), 75), Outcome(Task("worker", 1), -9)])
-    <Ending.LOST: 'lost'>
-    >>> classify([Outcome(Task("worker", 0), 75), Outcome(Task("worker", 1), 1)])
-    <Ending.FAILED: 'failed'>
-    """
-    codes = [outcome.exit_code for outcome in ended if not outcome.was_killed]
-    restartable = (0, exit_codes.RESTART_GROUP, exit_codes.PREEMPTED)
-    if any(code is not None and code > 0 and code not in restartable for code in codes):
-        return Ending.FAILED
-    if all(outcome.is_ok for outcome in ended):
-        return Ending.FINISHED
-    is_announced = exit_codes.PREEMPTED in codes and set(codes) <= {0, exit_codes.PREEMPTED}
-    return Ending.PREEMPTED if is_announced else Ending.LOST
-
-
-def lost_tasks(ended: Sequence[Outcome]) -> list[Task]:
-    """Returns the tasks that were lost, and not those that left because of it."""
-    return [o.task for o in ended if o.was_killed or (o.exit_code is not None and o.exit_code < 0)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Attempt:
-    """One run of the group.
-
-    Attributes:
-      number: 0 for the first one.
-      tasks: The tasks that took part.
-      outcomes: How they have ended.
-      ending: Why the run has ended.
-      started_s: When it was started, on the monotonic clock.
-      ended_s: When the last process had ended.
-    """
-
-    number: int
-    tasks: tuple[Task, ...]
-    outcomes: tuple[Outcome, ...]
-    ending: Ending
-    started_s: float
-    ended_s: float
 
 
 # Starts a run: gets its number, and the runs before.

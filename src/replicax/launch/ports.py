@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+from collections.abc import Sequence
+
+from replicax.foundation import errors
 
 
 class ReservedPorts:
@@ -14,8 +18,11 @@ class ReservedPorts:
     for any port.
 
     Args:
-      count: The number of ports.
+      wanted: The number of ports; or the ports themselves, 0 for any.
       host: The address.
+
+    Raises:
+      AddressInUseError: Another process has one of them.
 
     Example:
       >>> reserved = ReservedPorts(2)
@@ -24,15 +31,16 @@ class ReservedPorts:
       >>> reserved.close()
     """
 
-    def __init__(self, count: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, wanted: int | Sequence[int], host: str = "127.0.0.1") -> None:
+        ports = [0] * wanted if isinstance(wanted, int) else wanted
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._sockets: list[socket.socket] = []
         try:
-            for _ in range(count):
+            for port in ports:
                 one = socket.socket(family, socket.SOCK_STREAM)
                 self._sockets.append(one)
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                one.bind((host, 0))
+                _bind(one, host, port)
         except BaseException:
             self.close()
             raise
@@ -42,3 +50,15 @@ class ReservedPorts:
         """Releases the ports. Idempotent."""
         while self._sockets:
             self._sockets.pop().close()
+
+
+def _bind(one: socket.socket, host: str, port: int) -> None:
+    try:
+        one.bind((host, port))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise errors.AddressInUseError(
+            f"Port {port} of {host} is used by another process. End it, or start the job again: it "
+            "gets new ports."
+        ) from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from replicax.cluster import address
 from replicax.cluster.spec import ClusterSpec
 from replicax.foundation import errors, settings
-from replicax.launch import outcomes
+from replicax.launch import function_results, outcomes
 from replicax.launch.function_files import SHOW_STACKS
 from replicax.launch.outcomes import Outcome
 from replicax.launch.ports import ReservedPorts
@@ -215,7 +215,7 @@ class SyncGroup:
         code = process.exit_code
         value, error = (None, None)
         if code is not None and self._program.is_function:
-            value, error = outcomes.read_result(self._result(key), process.task)
+            value, error = function_results.read_result(self._result(key), process.task)
         log = process.tail(_NUM_LOG_LINES, of_all=False)
         return Outcome(process.task, code, value, error, log, key in self._killed)
 

@@ -19,13 +19,16 @@ _TAIL_BYTES = 64 << 10
 # that it costs milliseconds; `prctl` option 1 survives `exec`.
 _WITH_PARENT = """
 import ctypes, os, signal, sys
+parent, cores, *command = sys.argv[1:]
+if cores:
+    os.sched_setaffinity(0, map(int, cores.split(",")))
 try:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 except (AttributeError, OSError):
     pass
-if os.getppid() != int(sys.argv[1]):
+if os.getppid() != int(parent):
     sys.exit("the parent of this task has exited")
-os.execvp(sys.argv[2], sys.argv[2:])
+os.execvp(command[0], command)
 """
 
 
@@ -33,9 +36,14 @@ class TaskProcess:
     """A task that runs a command, with one process after the other if it is restarted.
 
     The process is the leader of its own group, so that a signal reaches what it started.
+
+    Args:
+      job: Its job.
+      index: Its index.
+      log: The file that its output is appended to; None if it goes to a descriptor.
     """
 
-    def __init__(self, job: str, index: int, log: Path) -> None:
+    def __init__(self, job: str, index: int, log: Path | None) -> None:
         self.job = job
         self.index = index
         self._log = log
@@ -66,6 +74,17 @@ class TaskProcess:
         """Whether its process runs or is stopped."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process has ended; one that was not reaped yet keeps its number."""
+        if self._process is None or self._process.returncode is not None:
+            return True
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        try:
+            return os.waitid(os.P_PID, self._process.pid, how) is not None
+        except ChildProcessError:
+            return True
+
     def spawn_command(
         self,
         command: Sequence[str],
@@ -73,6 +92,7 @@ class TaskProcess:
         *,
         pass_fds: Sequence[int] = (),
         directory: Path | None = None,
+        output: int | None = None,
     ) -> None:
         """Starts the process, with its output appended to the log.
 
@@ -81,15 +101,20 @@ class TaskProcess:
           env: All its environment variables.
           pass_fds: The descriptors that it inherits.
           directory: The directory that it runs in; the current one by default.
+          output: The descriptor of its output, in place of the log.
         """
-        with self._log.open("ab") as log:
-            self._log_start = log.seek(0, os.SEEK_END)
+        with contextlib.ExitStack() as stack:
+            if output is None:
+                assert self._log is not None, "without a log, there is a descriptor"
+                log = stack.enter_context(self._log.open("ab"))
+                self._log_start = log.seek(0, os.SEEK_END)
+                output = log.fileno()
             self._process = subprocess.Popen(
                 list(command),
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 pass_fds=list(pass_fds),
                 process_group=0,
                 cwd=directory,
@@ -98,6 +123,11 @@ class TaskProcess:
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to the process and its children, if it runs."""
         if self._process is not None and self._process.poll() is None:
+            self.send_to_group(number)
+
+    def send_to_group(self, number: signal.Signals) -> None:
+        """Sends a signal to what is left of its group, before its process is reaped."""
+        if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
@@ -109,10 +139,12 @@ class TaskProcess:
         """
         self.send(signal.SIGSTOP)
         deadline = time.monotonic() + timeout
-        while self.is_alive and not self._is_stopped() and time.monotonic() < deadline:
+        while self.is_alive and not self.is_stopped and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    def _is_stopped(self) -> bool:
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process; True if another thread has reaped it."""
         assert self._process is not None
         how = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
         try:
@@ -143,6 +175,8 @@ class TaskProcess:
           lines: How many.
           of_all: Whether of all its processes, or of the current one.
         """
+        if self._log is None:
+            return ""
         try:
             with self._log.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
@@ -153,12 +187,17 @@ class TaskProcess:
         return "\n".join(text.splitlines()[-lines:])
 
 
-def with_parent(command: Sequence[str]) -> list[str]:
+def with_parent(command: Sequence[str], cores: Sequence[int] = ()) -> list[str]:
     """Returns a command that does the same, and that the kernel kills with this process.
 
     Strictly: when the thread that starts it exits.
 
+    Args:
+      command: The program and its arguments.
+      cores: The cores that it may run on; all by default.
+
     >>> with_parent(["train.sh", "--fast"])[-2:]
     ['train.sh', '--fast']
     """
-    return [sys.executable, "-I", "-S", "-c", _WITH_PARENT, str(os.getpid()), *command]
+    own = [sys.executable, "-I", "-S", "-c", _WITH_PARENT, str(os.getpid())]
+    return [*own, ",".join(map(str, cores)), *command]

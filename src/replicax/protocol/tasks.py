@@ -9,7 +9,7 @@ import secrets
 import sys
 from typing import Literal, cast
 
-from replicax.foundation import devices, errors
+from replicax.foundation import device_names, errors
 
 # The role of a process in a parameter-server cluster; with keys it is authenticated.
 Role = Literal["coordinator", "worker", "ps"]
@@ -54,7 +54,7 @@ class Task:
     @classmethod
     def parse(cls, name: str) -> Task:
         """Parses the name of a task, or of one of its devices."""
-        spec = devices.parse(name)
+        spec = device_names.parse(name)
         if spec.job is None or spec.task is None or spec.replica not in (None, 0):
             raise errors.InvalidArgumentError(
                 "The name of a task must have a job and a task",

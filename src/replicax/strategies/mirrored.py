@@ -9,7 +9,7 @@ import numpy as np
 from typing_extensions import override
 
 from replicax.collectives.cross_device_ops import CrossDeviceOps, select_cross_device_ops
-from replicax.foundation import devices, errors
+from replicax.foundation import device_names, devices, errors
 from replicax.foundation.jax_compat import Device
 from replicax.strategies.base import Strategy
 from replicax.strategies.extended import StrategyExtended
@@ -105,7 +105,7 @@ def resolve_worker_devices(names: Sequence[str | Device] | None) -> tuple[Device
         return tuple(devices.default_devices())
     tasks = {
         (spec.job, spec.task)
-        for spec in (devices.parse(n) for n in names if isinstance(n, str))
+        for spec in (device_names.parse(n) for n in names if isinstance(n, str))
         if not spec.is_local
     }
     if tasks:

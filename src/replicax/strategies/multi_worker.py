@@ -7,7 +7,7 @@ from typing_extensions import override
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from replicax.collectives.cross_device_ops import select_cross_device_ops
-from replicax.foundation import devices, errors, gate
+from replicax.foundation import device_names, devices, errors, gate
 from replicax.foundation.options import CommunicationImplementation, CommunicationOptions
 from replicax.group import group
 from replicax.protocol.tasks import Task
@@ -131,7 +131,7 @@ def _num_workers(spec: ClusterSpec) -> int:
 
 def _joined(spec: ClusterSpec, task: Task, options: CommunicationOptions) -> ReplicaLayout:
     joined = group.join(spec, task.job, task.index, timeout_seconds=options.timeout_seconds)
-    devices.set_task(task.job, task.index)
+    device_names.set_task(task.job, task.index)
     layout = ReplicaLayout(joined.devices, peers=joined)
     if layout.num_local == 1:
         gate.set_one_device_per_process()

@@ -22,7 +22,7 @@ from typing_extensions import override
 from replicax.cluster import parameter_servers
 from replicax.cluster_resolver.base import ClusterResolver
 from replicax.contexts import frames
-from replicax.foundation import devices, errors, jax_compat
+from replicax.foundation import device_names, devices, errors, jax_compat
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
 from replicax.foundation.types import Tree
 from replicax.input.input_context import InputContext, InputOptions
@@ -171,7 +171,9 @@ class ParameterServerExtended(StrategyExtended):
             variable.owner = self
         return variable
 
-    def _create_unpartitioned(self, around: devices.DeviceSpec | None, **kwargs: Any) -> Variable:
+    def _create_unpartitioned(
+        self, around: device_names.DeviceSpec | None, **kwargs: Any
+    ) -> Variable:
         """Creates a variable, or a part of one."""
         if kwargs.get("per_worker_variable"):
             spec = initial_values.describe(kwargs, is_partitioned=False)

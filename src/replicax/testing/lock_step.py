@@ -9,9 +9,10 @@ from replicax.foundation import errors
 from replicax.foundation.types import Tree
 from replicax.launch import program as programs
 from replicax.launch.backoff import Backoff
-from replicax.launch.group_supervisor import GRACE_S, Attempt, GroupSupervisor
+from replicax.launch.group_supervisor import GRACE_S, GroupSupervisor
 from replicax.launch.outcomes import Outcome
 from replicax.launch.program import PreparedProgram, Program
+from replicax.launch.restart_rules import Attempt
 from replicax.launch.sync_group import GroupPlan, SyncGroup
 from replicax.protocol.tasks import Task
 from replicax.testing.launching import PATIENCE, Plan, ProcessGroup

@@ -1,0 +1,148 @@
+"""`replicax run`: starts a program on a cluster, and supervises it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from replicax.cli.failures import errors_in_one_line
+from replicax.foundation import errors
+from replicax.launch.job import JobSpec, PythonProgram
+from replicax.launch.launcher import Launcher
+from replicax.launch.local import LocalLauncher
+from replicax.launch.ssh import SshLauncher, read_hostfile
+
+# The exit code for a command line that cannot be run: a restart will not help.
+_BAD_CONFIGURATION = 2
+
+_Program = Annotated[
+    list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The program and its arguments.")
+]
+_Module = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as of `python -m`.")]
+_Workers = Annotated[int | None, typer.Option("--workers", "-n", help="The number of workers.")]
+_Ps = Annotated[int, typer.Option(help="The number of parameter servers.")]
+_Evaluator = Annotated[bool, typer.Option("--evaluator", help="Start an evaluator, too.")]
+_Elastic = Annotated[
+    str | None,
+    typer.Option(metavar="MIN:MAX", help="Go on with MIN workers after losses; start with MAX."),
+]
+_Cpus = Annotated[int | None, typer.Option(help="The cores of each worker; all by default.")]
+_Devices = Annotated[
+    int | None, typer.Option(help="The devices of each worker; virtual ones on a CPU.")
+]
+_Env = Annotated[
+    list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="For the tasks.")
+]
+_Logs = Annotated[Path | None, typer.Option(metavar="DIR", help="Where the logs go.")]
+_LogMegabytes = Annotated[int, typer.Option(help="The most that the log of one task takes.")]
+_Show = Annotated[
+    Literal["all", "chief", "none"], typer.Option(help="Whose output is printed; logs have all.")
+]
+_Restarts = Annotated[int, typer.Option(help="The most restarts within a minute.")]
+_Keys = Annotated[Path | None, typer.Option(metavar="DIR", help="The keys of the cluster.")]
+_Checkpoints = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where the program keeps checkpoints.")
+]
+
+
+_Hosts = Annotated[
+    str | None, typer.Option(metavar="A,B,...", help="Run on these hosts, over ssh.")
+]
+_Hostfile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A file of hosts: `HOST [slots=N]` per line.")
+]
+_SshConfig = Annotated[Path | None, typer.Option(metavar="FILE", help="As of `ssh -F`.")]
+_Python = Annotated[str | None, typer.Option(metavar="PATH", help="Python on the hosts.")]
+
+
+def run(
+    program: _Program,
+    is_module: _Module = False,
+    workers: _Workers = None,
+    ps: _Ps = 0,
+    evaluator: _Evaluator = False,
+    elastic: _Elastic = None,
+    cpus_per_worker: _Cpus = None,
+    devices_per_worker: _Devices = None,
+    env: _Env = None,
+    logs: _Logs = None,
+    log_megabytes: _LogMegabytes = 64,
+    show: _Show = "all",
+    max_restarts: _Restarts = 5,
+    keys: _Keys = None,
+    checkpoints: _Checkpoints = None,
+    hosts: _Hosts = None,
+    hostfile: _Hostfile = None,
+    ssh_config: _SshConfig = None,
+    python: _Python = None,
+) -> None:
+    """Run a program on a cluster, and restart what is lost.
+
+    Options of `replicax run` come before the program; everything after it is for the program.
+    """
+    with errors_in_one_line(_BAD_CONFIGURATION):
+        least, most = _elastic(elastic, workers)
+        job = JobSpec(
+            PythonProgram(program[0], tuple(program[1:]), is_module),
+            workers=most,
+            ps=ps,
+            evaluator=evaluator,
+            min_workers=least,
+            cpus_per_worker=cpus_per_worker,
+            hosts=_hosts(hosts, hostfile),
+            devices_per_worker=devices_per_worker,
+            env=dict(map(_pair, env or [])),
+            logs=logs,
+            log_bytes=log_megabytes << 20,
+            show=show,
+            max_restarts=max_restarts,
+            keys=keys,
+            checkpoints=checkpoints,
+        )
+        launcher: Launcher = SshLauncher(ssh_config, python) if job.hosts else LocalLauncher()
+    with errors_in_one_line():
+        raise typer.Exit(launcher.launch(job))
+
+
+def _hosts(names: str | None, hostfile: Path | None) -> tuple[str, ...]:
+    if names is not None and hostfile is not None:
+        raise errors.InvalidArgumentError(
+            "Hosts are named once", "there are --hosts and --hostfile", "Leave one of them out."
+        )
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    found = tuple(name.strip() for name in (names or "").split(",") if name.strip())
+    if names is not None and not found:
+        raise errors.InvalidArgumentError(
+            "--hosts must name at least one host", f"it is {names!r}", "Write node1,node2."
+        )
+    return found
+
+
+def _elastic(text: str | None, workers: int | None) -> tuple[int | None, int]:
+    """Returns the fewest and the most workers."""
+    if text is None:
+        return None, 1 if workers is None else workers
+    least, _, most = text.partition(":")
+    if not (least.isdigit() and most.isdigit()):
+        raise errors.InvalidArgumentError(
+            "--elastic must be MIN:MAX", f"it is {text!r}", "Write 2:4, for example."
+        )
+    if workers is not None and workers != int(most):
+        raise errors.InvalidArgumentError(
+            "An elastic job starts with MAX workers",
+            f"--elastic is {text} and --workers {workers}",
+            "Leave --workers out.",
+        )
+    return int(least), int(most)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise errors.InvalidArgumentError(
+            "--env must be NAME=VALUE", f"it is {text!r}", "Correct it."
+        )
+    return name, value

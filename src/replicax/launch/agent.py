@@ -1,0 +1,132 @@
+"""Starts the tasks of a launcher on this host: `python -m replicax.launch.agent`.
+
+The launcher runs it over ssh, and talks to it through its standard input and output: keys and
+commands are on no command line. Its tasks end when the connection does, or when the launcher is
+not heard for a while.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from replicax.foundation import errors, settings
+from replicax.launch import agent_protocol as protocol
+from replicax.launch.host import Event, Exited, LocalHost, Started
+from replicax.protocol.tasks import Task, library_version, python_version
+
+# The exit code of a process that was told something that it does not understand.
+_BAD_MESSAGE = 65
+
+
+def version() -> str:
+    """Returns what the launcher and its agents must agree on."""
+    return f"replicax {library_version()}, Python {python_version()}"
+
+
+class _Agent:
+    def __init__(self, requests: BinaryIO, replies: BinaryIO) -> None:
+        self._requests = requests
+        self._replies = replies
+        self._lock = threading.Lock()
+        self._heard_s = time.monotonic()
+        self._directory = Path(tempfile.mkdtemp(prefix="rx-agent-"))
+        self._keys: Path | None = None
+        self._host: LocalHost | None = None
+
+    def run(self) -> None:
+        """Serves one launcher, until it disconnects."""
+        threading.Thread(target=self._end_without_launcher, daemon=True).start()
+        try:
+            while (raw := protocol.read(self._requests)) is not None:
+                self._heard_s = time.monotonic()
+                self._handle(protocol.decode_to_agent(raw))
+        finally:
+            self._close()
+
+    def _handle(self, message: protocol.ToAgent) -> None:
+        if isinstance(message, protocol.Hello):
+            self._keys = _write_keys(self._directory / "keys", message.keys)
+            self._host = host = LocalHost(self._on_event, self._on_output, message.address)
+            self._reply(protocol.Ready(version(), host.cores, host.gpus, sys.executable))
+        elif self._host is None or isinstance(message, protocol.Beat):
+            return
+        elif isinstance(message, protocol.Reserve):
+            try:
+                self._reply(protocol.Reserved(self._host.reserve(message.ports)))
+            except (errors.DistributeError, OSError) as error:
+                self._reply(protocol.Reserved([], str(error)))
+        elif isinstance(message, protocol.Send):
+            self._host.send(Task(message.job, message.index), message.number)
+        else:
+            start = message.start
+            if self._keys is not None:
+                variables = {**start.variables, settings.REPLICAX_KEYS: str(self._keys)}
+                start = msgspec.structs.replace(start, variables=variables)
+            self._host.start(start)
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Started):
+            name = event.task.job, event.task.index
+            self._reply(protocol.Begun(*name, event.incarnation, event.pid))
+        elif isinstance(event, Exited):
+            name = event.task.job, event.task.index
+            self._reply(protocol.Ended(*name, event.incarnation, event.code))
+
+    def _on_output(self, task: Task, data: bytes) -> None:
+        self._reply(protocol.Printed(task.job, task.index, data))
+
+    def _reply(self, message: protocol.FromAgent) -> None:
+        try:
+            with self._lock:
+                protocol.write(self._replies, message)
+        except (BrokenPipeError, ValueError):
+            pass  # The launcher has gone; the end of the requests says so, too.
+
+    def _end_without_launcher(self) -> None:
+        while time.monotonic() < self._heard_s + protocol.LEASE_S:
+            time.sleep(protocol.BEAT_S / 2)
+        self._close()
+        os._exit(0)
+
+    def _close(self) -> None:
+        if self._host is not None:
+            self._host.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _write_keys(directory: Path, files: dict[str, bytes]) -> Path | None:
+    if not files:
+        return None
+    directory.mkdir(mode=0o700)
+    for name, data in files.items():
+        fd = os.open(directory / Path(name).name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+    return directory
+
+
+def main() -> None:
+    """Serves the launcher at the other end of stdin and stdout."""
+    # What a library prints must not end up between the messages.
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    replies.write(protocol.BEGINNING)
+    replies.flush()
+    try:
+        _Agent(sys.stdin.buffer, replies).run()
+    except (msgspec.DecodeError, errors.ProtocolError) as error:
+        sys.stderr.write(f"replicax agent: {error}\n")
+        sys.exit(_BAD_MESSAGE)
+
+
+if __name__ == "__main__":
+    main()
