@@ -87,6 +87,9 @@ SLURM_GPUS_ON_NODE = Setting("SLURM_GPUS_ON_NODE")
 JOB_COMPLETION_INDEX = Setting("JOB_COMPLETION_INDEX")
 # Set in every pod of Kubernetes: the address of its API.
 KUBERNETES_SERVICE_HOST = Setting("KUBERNETES_SERVICE_HOST")
+# The Ray cluster to connect to, and whether equal lines of different tasks are shown once.
+RAY_ADDRESS = Setting("RAY_ADDRESS")
+RAY_DEDUP_LOGS = Setting("RAY_DEDUP_LOGS")
 # A Cloud TPU: the addresses of its hosts on GKE, its name, or the names of its hosts and the index
 # of this host; and the description of the API.
 KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS = Setting("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS")

@@ -108,7 +108,7 @@ class PodTask:
         """The command; a server finds its variables again after a restart."""
         if self.task.job != "ps":
             return list(self.command)
-        return [*self.command, "--snapshots", str(self.state / f"ps-{self.task.index}")]
+        return [*self.command, "--snapshots", str(self.state / "snapshots")]
 
 
 def parse(arguments: Sequence[str], index: int) -> PodTask:
