@@ -1,6 +1,6 @@
 #!/bin/bash
 # A real Ray cluster of one node, from the package in .venv:
-#   ray.sh up DIR     starts it, and prints its address
+#   ray.sh up DIR     starts it, and prints its address; its token is in DIR/token
 #   ray.sh down DIR   ends it, by the process id of its first process
 set -euo pipefail
 action=$1 directory=$2
@@ -10,6 +10,9 @@ case $action in
 up)
     mkdir -p "$directory"
     "$bin/python" -c 'import ray' 2>/dev/null || "$bin/python" -m pip install --quiet 'ray[data,train]'
+    # Its own token: without it, any process of the machine could run code in the cluster.
+    (umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$directory/token")
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$directory/token"
     # Several tests share the node, whatever it has: tasks need one core of Ray each.
     setsid "$bin/ray" start --head --block --port=46379 --num-cpus=8 --include-dashboard=false \
         --node-ip-address=127.0.0.1 --disable-usage-stats --temp-dir="$directory/session" \

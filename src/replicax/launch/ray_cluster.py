@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 _PLACED_S = 120.0
 _LISTEN_S = 180.0
 _STOP_S = 5.0
+_RETRY_S = 0.2
 
 
 class RayCluster:
@@ -207,7 +209,18 @@ class RayCluster:
     def pid(self, job: str, index: int, timeout: float = _LISTEN_S) -> int:
         """Returns the process of a server or worker, on its node; waits for a restart."""
         self._require_ps("its tasks")
-        return fetch(self._actors[Task(job, index)].pid.remote(), timeout)
+        deadline = time.monotonic() + timeout
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                return fetch(self._actors[Task(job, index)].pid.remote(), left)
+            except ray.exceptions.ActorUnavailableError:
+                # Ray has not restarted it yet.
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_RETRY_S)
+            except ray.exceptions.RayActorError as error:
+                raise errors.UnavailableError(f"{Task(job, index)} has ended: {error}") from error
 
     def run(
         self,
@@ -321,7 +334,14 @@ def connect(address: str | None, num_cpus: int) -> bool:
     if ray.is_initialized():
         return False
     if address is not None or settings.RAY_ADDRESS.is_set:
-        ray.init(address=address, logging_level=logging.WARNING)
+        try:
+            ray.init(address=address, logging_level=logging.WARNING)
+        except (ConnectionError, ValueError) as error:
+            where = address or settings.RAY_ADDRESS.read()
+            raise errors.UnavailableError(
+                f"The Ray cluster at {where!r} cannot be reached: {error}. Check the address; a "
+                "cluster with tokens needs RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH here, too."
+            ) from error
     else:
         ray.init(
             address="local",
