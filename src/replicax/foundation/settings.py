@@ -83,6 +83,10 @@ SLURM_STEP_NUM_TASKS = Setting("SLURM_STEP_NUM_TASKS")
 SLURM_PROCID = Setting("SLURM_PROCID")
 SLURM_NODEID = Setting("SLURM_NODEID")
 SLURM_GPUS_ON_NODE = Setting("SLURM_GPUS_ON_NODE")
+# A Slurm job: its number, its nodes, and the tasks that it asked for on each.
+SLURM_JOB_ID = Setting("SLURM_JOB_ID")
+SLURM_JOB_NODELIST = Setting("SLURM_JOB_NODELIST")
+SLURM_TASKS_PER_NODE = Setting("SLURM_TASKS_PER_NODE")
 # Set in the pods of an indexed Job of Kubernetes: the index of the pod.
 JOB_COMPLETION_INDEX = Setting("JOB_COMPLETION_INDEX")
 # Set in every pod of Kubernetes: the address of its API.

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from replicax.cluster_resolver import clients
-from replicax.foundation import errors, settings
+from replicax.foundation import errors, lazy, settings
 from replicax.launch import kubernetes_manifests
 from replicax.launch.job import JobSpec
 from replicax.launch.kubernetes_manifests import KubernetesOptions
 from replicax.protocol.tasks import Role
+
+yaml = lazy.module("yaml", "replicax[kubernetes]")
 
 _log = logging.getLogger(__name__)
 
@@ -190,8 +191,6 @@ class KubernetesLauncher:
 
 
 def _as_yaml(found: Sequence[kubernetes_manifests.Manifest]) -> str:
-    yaml = clients.require("yaml", "replicax run --kubernetes", "kubernetes")
-
     class Dumper(yaml.SafeDumper):
         """Writes a text of several lines, such as the program, as it is."""
 
