@@ -195,6 +195,7 @@ def words_of(job: JobSpec) -> list[str]:
     else:
         found = [f"--elastic={job.min_workers}:{job.workers}"]
     found += [f"--ps={job.ps}", f"--max-restarts={job.max_restarts}", f"--show={job.show}"]
+    found.append(f"--log-megabytes={job.log_bytes >> 20}")
     found += ["--evaluator"] if job.evaluator else []
     for name, value in (
         ("cpus-per-worker", job.cpus_per_worker),
