@@ -20,16 +20,19 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
-
-import ray
-import ray.util
+from typing import IO, TYPE_CHECKING, Any
 
 from replicax.cluster import address as addresses
-from replicax.foundation import errors, settings
+from replicax.foundation import errors, lazy, settings
 from replicax.launch.kubernetes_manifests import secret_files
 from replicax.launch.task_process import with_parent
 from replicax.protocol.tasks import Role, Task
+
+if TYPE_CHECKING:
+    import ray
+    import ray.util
+else:
+    ray = lazy.module("ray", "replicax[ray]")
 
 # The limit of a call to another actor.
 _CALL_S = 60.0

@@ -11,22 +11,29 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
-
-import ray
-import ray.exceptions
-import ray.util
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from typing import TYPE_CHECKING, Any, Self
 
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver import SimpleClusterResolver
-from replicax.foundation import errors, settings
+from replicax.foundation import errors, lazy, settings
 from replicax.foundation.types import Tree
-from replicax.launch import ray_actors, ray_groups
+from replicax.launch import ray_actors
 from replicax.launch.ray_actors import fetch
 from replicax.protocol.tasks import Task
 from replicax.transport import expected_exits, keys
+
+if TYPE_CHECKING:
+    import ray
+    import ray.exceptions
+    import ray.util
+    import ray.util.scheduling_strategies as scheduling
+
+    from replicax.launch import ray_groups
+else:
+    # Imported when a cluster is started: Ray changes environment variables when it is imported.
+    ray = lazy.module("ray", "replicax[ray]")
+    scheduling = lazy.module("ray.util.scheduling_strategies", "replicax[ray]")
+    ray_groups = lazy.module("replicax.launch.ray_groups")
 
 _log = logging.getLogger(__name__)
 
@@ -148,7 +155,7 @@ class RayCluster:
         bundles = [{"CPU": 1.0}]
         tasks = [Task(job, index) for job, count in self._counts.items() for index in range(count)]
         bundles += [{"CPU": float(self._cpus if t.job == "worker" else 1)} for t in tasks]
-        self._group = placement_group(bundles, strategy="PACK")
+        self._group = ray.util.placement_group(bundles, strategy="PACK")
         if not self._group.wait(_PLACED_S):
             needed = sum(bundle["CPU"] for bundle in bundles)
             raise errors.ResourceExhaustedError(
@@ -162,7 +169,7 @@ class RayCluster:
             self._actors[task] = serving.options(
                 num_cpus=self._cpus if task.job == "worker" else 1,
                 max_restarts=self._max_restarts,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=number
                 ),
                 runtime_env={"env_vars": self.variables(task.job)},
@@ -278,7 +285,7 @@ class RayCluster:
         """Returns a new actor for the program of a chief, and the state that it needs."""
         actor = ray.remote(ray_actors.ProgramTask).options(
             num_cpus=1,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
+            scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=0
             ),
         )
@@ -295,7 +302,7 @@ class RayCluster:
             for actor in [*self._actors.values(), *([self._state] if self._state else [])]:
                 ray.kill(actor, no_restart=True)
             if self._group is not None:
-                remove_placement_group(self._group)
+                ray.util.remove_placement_group(self._group)
         self._actors, self._addresses = {}, {}
         self._state = self._group = None
         self._directory = None
