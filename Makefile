@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: demo test test-all test-ssh lint bench torture clean
+.PHONY: demo test test-all test-ssh test-slurm test-ray lint bench torture clean
 
 demo: .venv/.ready  ## train one program under every strategy, then on parameter servers
 	$(BIN)/python examples/demo.py
@@ -18,6 +18,13 @@ test-all: .venv/.ready  ## the default suite and the slow tests; compiles and st
 test-ssh: .venv/.ready  ## `replicax run --hosts` over a real sshd, from Debian's package
 	tests/services/sshd.sh install
 	$(BIN)/python -m pytest -n 0 -v tests/multiprocess/test_run_ssh.py
+
+test-slurm: .venv/.ready  ## `replicax run --slurm` on a real Slurm, from Debian's packages; as root
+	tests/services/slurm.sh install
+	$(BIN)/python -m pytest -n 0 -v tests/multiprocess/test_slurm.py
+
+test-ray: .venv/.ready  ## `replicax run --ray` and `rx.ray` on a real Ray cluster of this machine
+	$(BIN)/python -m pytest -n 0 -v tests/multiprocess/test_ray.py
 
 lint: .venv/.ready  ## style, types, layers, spelling, words
 	$(BIN)/ruff check .

@@ -10,12 +10,16 @@ import typer
 from replicax.cli.failures import errors_in_one_line
 from replicax.foundation import errors
 from replicax.launch.job import JobSpec, PythonProgram
+from replicax.launch.kubernetes import KubernetesLauncher
 from replicax.launch.launcher import Launcher
 from replicax.launch.local import LocalLauncher
+from replicax.launch.ray import RayLauncher
+from replicax.launch.slurm import SlurmLauncher
 from replicax.launch.ssh import SshLauncher, read_hostfile
 
 # The exit code for a command line that cannot be run: a restart will not help.
 _BAD_CONFIGURATION = 2
+_SCHEDULERS = "Slurm, Kubernetes and Ray"
 
 _Program = Annotated[
     list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The program and its arguments.")
@@ -56,6 +60,71 @@ _Hostfile = Annotated[
 _SshConfig = Annotated[Path | None, typer.Option(metavar="FILE", help="As of `ssh -F`.")]
 _Python = Annotated[str | None, typer.Option(metavar="PATH", help="Python on the hosts.")]
 
+_Slurm = Annotated[
+    bool,
+    typer.Option(
+        "--slurm",
+        help="Run in the allocation of Slurm, or write a script for sbatch.",
+        rich_help_panel=_SCHEDULERS,
+    ),
+]
+_Sbatch = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="OPTION", help="For sbatch: --sbatch=--partition=x", rich_help_panel=_SCHEDULERS
+    ),
+]
+_Kubernetes = Annotated[
+    bool,
+    typer.Option("--kubernetes", help="Write manifests.", rich_help_panel=_SCHEDULERS),
+]
+_Image = Annotated[
+    str | None,
+    typer.Option(help="The image for Kubernetes, with replicax.", rich_help_panel=_SCHEDULERS),
+]
+_Name = Annotated[
+    str | None,
+    typer.Option(help="The name of the job on Kubernetes.", rich_help_panel=_SCHEDULERS),
+]
+_Namespace = Annotated[str | None, typer.Option(help="The namespace.", rich_help_panel=_SCHEDULERS)]
+_Claim = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The volume claim for checkpoints; a new one by default.",
+        rich_help_panel=_SCHEDULERS,
+    ),
+]
+_VolumeSize = Annotated[
+    str, typer.Option(help="The size of a new claim.", rich_help_panel=_SCHEDULERS)
+]
+_Output = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Where the script or manifests go.", rich_help_panel=_SCHEDULERS
+    ),
+]
+_Apply = Annotated[
+    bool,
+    typer.Option(
+        "--apply",
+        help="Submit the script with sbatch, or the manifests with kubectl.",
+        rich_help_panel=_SCHEDULERS,
+    ),
+]
+_Ray = Annotated[
+    bool,
+    typer.Option("--ray", help="Run on a Ray cluster.", rich_help_panel=_SCHEDULERS),
+]
+_RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="The Ray cluster, such as auto; that of RAY_ADDRESS, or a new one, by default.",
+        rich_help_panel=_SCHEDULERS,
+    ),
+]
+
 
 def run(
     program: _Program,
@@ -77,6 +146,18 @@ def run(
     hostfile: _Hostfile = None,
     ssh_config: _SshConfig = None,
     python: _Python = None,
+    slurm: _Slurm = False,
+    sbatch: _Sbatch = None,
+    kubernetes: _Kubernetes = False,
+    image: _Image = None,
+    name: _Name = None,
+    namespace: _Namespace = None,
+    claim: _Claim = None,
+    volume_size: _VolumeSize = "10Gi",
+    output: _Output = None,
+    apply: _Apply = False,
+    ray: _Ray = False,
+    ray_address: _RayAddress = None,
 ) -> None:
     """Run a program on a cluster, and restart what is lost.
 
@@ -101,9 +182,42 @@ def run(
             keys=keys,
             checkpoints=checkpoints,
         )
-        launcher: Launcher = SshLauncher(ssh_config, python) if job.hosts else LocalLauncher()
+        ways = {"--slurm": slurm, "--kubernetes": kubernetes, "--ray": ray or bool(ray_address)}
+        chosen = _one_of(ways)
+        launcher: Launcher
+        if chosen == "--slurm":
+            launcher = SlurmLauncher(sbatch=sbatch or (), output=output, apply=apply, show=_show)
+        elif chosen == "--kubernetes":
+            launcher = KubernetesLauncher(
+                image,
+                name=name,
+                namespace=namespace,
+                claim=claim,
+                volume_size=volume_size,
+                output=output,
+                apply=apply,
+                show=_show,
+            )
+        elif chosen == "--ray":
+            launcher = RayLauncher(ray_address, show=_show)
+        else:
+            launcher = SshLauncher(ssh_config, python) if job.hosts else LocalLauncher()
     with errors_in_one_line():
         raise typer.Exit(launcher.launch(job))
+
+
+def _show(line: str) -> None:
+    typer.echo(line)
+
+
+def _one_of(ways: dict[str, bool]) -> str | None:
+    """Returns the only option that was given; None without."""
+    given = [name for name, is_given in ways.items() if is_given]
+    if len(given) > 1:
+        raise errors.InvalidArgumentError(
+            "A job runs in one environment", f"there are {' and '.join(given)}", "Choose one."
+        )
+    return given[0] if given else None
 
 
 def _hosts(names: str | None, hostfile: Path | None) -> tuple[str, ...]:

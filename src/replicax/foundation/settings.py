@@ -83,6 +83,17 @@ SLURM_STEP_NUM_TASKS = Setting("SLURM_STEP_NUM_TASKS")
 SLURM_PROCID = Setting("SLURM_PROCID")
 SLURM_NODEID = Setting("SLURM_NODEID")
 SLURM_GPUS_ON_NODE = Setting("SLURM_GPUS_ON_NODE")
+# A Slurm job: its number, its nodes, and the tasks that it asked for on each.
+SLURM_JOB_ID = Setting("SLURM_JOB_ID")
+SLURM_JOB_NODELIST = Setting("SLURM_JOB_NODELIST")
+SLURM_TASKS_PER_NODE = Setting("SLURM_TASKS_PER_NODE")
+# Set in the pods of an indexed Job of Kubernetes: the index of the pod.
+JOB_COMPLETION_INDEX = Setting("JOB_COMPLETION_INDEX")
+# Set in every pod of Kubernetes: the address of its API.
+KUBERNETES_SERVICE_HOST = Setting("KUBERNETES_SERVICE_HOST")
+# The Ray cluster to connect to, and whether equal lines of different tasks are shown once.
+RAY_ADDRESS = Setting("RAY_ADDRESS")
+RAY_DEDUP_LOGS = Setting("RAY_DEDUP_LOGS")
 # A Cloud TPU: the addresses of its hosts on GKE, its name, or the names of its hosts and the index
 # of this host; and the description of the API.
 KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS = Setting("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS")
@@ -103,6 +114,15 @@ def as_index(value: object) -> int | None:
     text = str(value)
     is_index = isinstance(value, int | str) and text.isascii() and text.isdigit()
     return int(text) if is_index and len(text) < 10 else None
+
+
+def of_this_process(defaults: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a child: that of this process, with defaults and changes.
+
+    >>> of_this_process({"HOME": "/"}, {"REPLICAX_EXAMPLE": "1"})["REPLICAX_EXAMPLE"]
+    '1'
+    """
+    return {**defaults, **os.environ, **changes}
 
 
 def for_task(changes: Mapping[str, str], num_threads: int | None) -> dict[str, str]:

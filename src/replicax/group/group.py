@@ -29,7 +29,7 @@ import msgspec
 from replicax.cluster.spec import ClusterSpec
 from replicax.foundation import errors, peers
 from replicax.foundation.jax_compat import Device
-from replicax.group import abort_handler, collective_sockets, hub, start
+from replicax.group import abort_handler, collective_sockets, exit_codes, hub, start
 from replicax.group.endings import Ending
 from replicax.group.links import HostLink, Link, MemberLink
 from replicax.group.members import Members, this_process, versions
@@ -102,6 +102,27 @@ def join(
         return _joined
 
 
+def leave(last_words: str | None) -> None:
+    """Leaves the group of this process, if it has joined one, before the process ends.
+
+    For processes that do not end with their program, such as the actors of Ray.
+
+    Args:
+      last_words: The error that ends the program; None if it has ended as planned.
+    """
+    if _joined is not None:
+        _joined.leave(last_words)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Returns the exit code for an error that ends the program of this process.
+
+    As for an uncaught error: one of JAX counts as that of the group which caused it.
+    """
+    explained = None if _joined is None else _joined.explain_uncaught(error)
+    return exit_codes.of(error if explained is None else explained)
+
+
 class Group:
     """The processes of a cluster that train in lock step; implements `foundation.peers.Peers`.
 
@@ -150,7 +171,7 @@ class Group:
         self._monitor.on_failed = self._rescue.start
         self._is_closed = False
         self._guard = _Guard(self)
-        Ending(self._explain_uncaught, self.leave, timing.grace_s).install()
+        Ending(self.explain_uncaught, self.leave, timing.grace_s).install()
         try:
             self._start()
         except BaseException:
@@ -301,7 +322,7 @@ class Group:
             self._rescue.told.set()
         return found
 
-    def _explain_uncaught(self, error: BaseException) -> errors.DistributeError | None:
+    def explain_uncaught(self, error: BaseException) -> errors.DistributeError | None:
         """As `explain`; an error that JAX did not raise has a cause of its own."""
         is_ours = isinstance(error, errors.DistributeError)
         return self.explain(error) if is_ours or _may_be_of_peer(error) else None

@@ -251,6 +251,11 @@ def source_of(dataset: Any) -> Source:
         return GrainSource(dataset)
     if _is_from(dataset, "tensorflow") and hasattr(dataset, "as_numpy_iterator"):
         return _tf_data_source(dataset)
+    if _is_from(dataset, "ray") and hasattr(dataset, "iter_batches"):
+        raise unbatched(
+            f"a {type(dataset).__name__} of Ray has rows",
+            "Pass `rx.ray.batches(dataset, global_batch_size)`.",
+        )
     if _is_from(dataset, "torch") and hasattr(dataset, "collate_fn"):
         return _torch_source(dataset)
     if any(c.__name__ == "PyDataset" and _comes_from(c, "keras") for c in type(dataset).__mro__):
@@ -280,13 +285,14 @@ def _plain_source(dataset: Any) -> Source:
     )
 
 
-def unbatched(found: str) -> errors.InvalidArgumentError:
+def unbatched(found: str, advice: str = "") -> errors.InvalidArgumentError:
     """Returns the error for elements that are not batches."""
     return errors.InvalidArgumentError(
         "The elements of a distributed dataset must be global batches, which are split along "
         "their first dimension",
         found,
-        "Batch it first, such as with `rx.data.Dataset.from_tensor_slices(arrays)."
+        advice
+        or "Batch it first, such as with `rx.data.Dataset.from_tensor_slices(arrays)."
         "batch(global_batch_size)`, or use distribute_datasets_from_function.",
     )
 
