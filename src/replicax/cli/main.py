@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from replicax.cli import checkpoint, keys, port, serve
+from replicax.cli import checkpoint, keys, port, serve, top
 from replicax.protocol.tasks import library_version
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -14,6 +14,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(keys.app, name="keys")
 app.command()(port.port)
 app.command()(serve.serve)
+app.command()(top.top)
 
 
 def _print_version(is_requested: bool) -> None:

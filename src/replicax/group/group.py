@@ -53,6 +53,8 @@ _STATUS = re.compile(r"[A-Z_]{5,}: ")
 _MOST_RECORDS = 20_000
 
 _CONFIRM = "the first run of a program"
+# Shorter waits for other members are part of training, and not shown to observers.
+_SHOWN_WAIT_S = 0.5
 
 _lock = threading.Lock()
 _joined: Group | None = None
@@ -337,12 +339,13 @@ class Group:
         activity, since_s = self._activity
         waits = activity.removeprefix("waiting at ")
         waited_s = time.monotonic() - since_s
+        is_waiting = waits != activity and waited_s > _SHOWN_WAIT_S
         failure = self._monitor.error()
         return {
             "role": "member",
             "state": "failed" if failure is not None else activity,
             "reason": "" if failure is None else str(failure),
-            "waits_for": [] if waits == activity else [f"others at {waits} for {waited_s:.1f} s"],
+            "waits_for": [f"others at {waits} for {waited_s:.1f} s"] if is_waiting else [],
             "tasks": self._link.describe_members(),
         }
 

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 # The call that every member makes last.
 END = "the end of the program"
-# The seconds that `describe` waits for the lock.
+# The seconds that `describe` waits for the lock, and after which a call counts as waiting.
 _DESCRIBE_S = 0.3
 
 
@@ -199,6 +199,8 @@ class Hub:
         try:
             late: dict[int, list[str]] = {}
             for call in self._calls:
+                if now - call.since < _DESCRIBE_S:
+                    continue
                 for index in self._calls.missing(call):
                     others = ", ".join(self._members.name(i) for i in sorted(call.values)[:5])
                     text = f"{others} at {call.name!r} for {now - call.since:.1f} s"

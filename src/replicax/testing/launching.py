@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -36,6 +37,9 @@ _LOOK_S = 0.01
 # Seconds until all processes must listen. Processes that die before are reported at once, so this
 # only limits hangs: two cores need a minute to start ten processes that import JAX.
 PATIENCE = 180.0
+
+# Numbers the clusters of this process.
+_numbers = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +84,9 @@ class ProcessGroup:
         self._plan = plan
         self._owner = os.getpid()
         self.directory = _short_directory()
+        number = next(_numbers)
         self.job_directory = job_directory.of_process(
-            f"{process_facts.program()}-{self.directory.name}"
+            process_facts.program() if number == 1 else f"{process_facts.program()}-{number}"
         )
         self.children: dict[tuple[str, int], Child] = {}
         self.proxies: dict[tuple[str, int], Proxy] = {}

@@ -34,6 +34,8 @@ _POLL_S = 0.5
 # The service polls every tenth of a second. After a longer pause than this the process was stopped,
 # and the silence of its coordinator does not count.
 _PAUSE_S = 1.0
+# Shorter waits for a server are part of every closure, and not shown to observers.
+_SHOWN_WAIT_S = 0.5
 
 
 class WorkerTask:
@@ -122,7 +124,7 @@ class WorkerTask:
         """Returns what it does, for those who observe it. Takes no lock."""
         job, counters = self._job, self._counters(self._job)
         waits = []
-        if "waiting_ps" in counters:
+        if counters.get("waiting_s", 0.0) > _SHOWN_WAIT_S:
             server = Task("ps", int(counters["waiting_ps"]))
             waits.append(f"a reply of {server} for {counters['waiting_s']:.1f} s")
         state = "idle" if job is None or not job.num_open else "busy"
