@@ -17,6 +17,7 @@ FONT = "font-family='Helvetica, Arial, sans-serif'"
 ROOMS = {
     "cli": "commands",
     "porting": "reports on and rewrites TensorFlow programs",
+    "doctor": "checks of a host, with advice",
     "top": "a running job: table, terminal, page",
     "tf": "TensorFlow's names: tensors, ops, tapes, tf.data, tf.keras",
     "contrib": "tf.contrib.distribute of r1.9",
@@ -64,7 +65,8 @@ ARRAYS = "#d5ecea"
 CLUSTER = "#e6dcf1"
 GROUND = "#e6e6e6"
 COLOURS = {
-    "cli": FACES, "porting": FACES, "top": FACES, "tf": FACES, "contrib": FACES, "compat": FACES,
+    "cli": FACES, "porting": FACES, "top": FACES, "doctor": FACES,
+    "tf": FACES, "contrib": FACES, "compat": FACES,
     "launch": PROCESSES, "process": PROCESSES, "worker": PROCESSES, "coordinator": PROCESSES,
     "ps": PROCESSES, "group": PROCESSES,
     "strategies": STRATEGIES, "cluster_resolver": CLUSTER, "cluster": CLUSTER,

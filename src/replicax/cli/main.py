@@ -6,13 +6,14 @@ from typing import Annotated
 
 import typer
 
-from replicax.cli import checkpoint, keys, port, serve, top
+from replicax.cli import checkpoint, doctor, keys, port, serve, top
 from replicax.protocol.tasks import library_version
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(keys.app, name="keys")
 app.command()(port.port)
+app.command()(doctor.doctor)
 app.command()(serve.serve)
 app.command()(top.top)
 
