@@ -12,7 +12,7 @@ from replicax.coordinator.outbox import Cluster
 from replicax.coordinator.scheduling.status import Status
 from replicax.coordinator.wait_report import WaitReport
 from replicax.foundation import thread_stacks
-from replicax.observe import endpoint, job_directory
+from replicax.observe import endpoint, job_directory, program
 from replicax.protocol.tasks import Task
 
 # The seconds that a request waits for the lock of the engine, and for the stacks of another task.
@@ -22,6 +22,7 @@ _STACKS_S = 1.5
 
 def open_endpoint(engine: Engine, cluster: Cluster) -> None:
     """Makes a coordinator observable until its engine is closed."""
+    program.close()
     addresses = [location.address for location in (*cluster.workers, *cluster.servers)]
     found = endpoint.open_for(
         str(cluster.me),

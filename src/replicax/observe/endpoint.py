@@ -228,6 +228,11 @@ class Endpoint:
         }
 
 
+def is_any_open() -> bool:
+    """Returns whether a task of this process can be observed."""
+    return bool(_open)
+
+
 def open_for(
     task: str,
     directory: Callable[[], Path],
