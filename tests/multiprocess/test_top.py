@@ -256,10 +256,6 @@ def test_page_in_a_browser_shows_the_job_its_stacks_and_kills_a_worker(runtime: 
         page.open(url)
         page.wait_for_text("tbody", r"/job:worker/task:0\s+(busy|idle)\s[^\n]*/s")
         assert page.text("header").startswith("observed_job.py-")
-        picture = os.environ.get("REPLICAX_TEST_PICTURE")
-        if picture:
-            time.sleep(3.0)
-            page.screenshot(Path(picture))
         page.click("[aria-label='stack of /job:worker/task:1']")
         page.wait_for_text("#stack-text", "Thread MainThread:")
         page.click("dialog button")

@@ -83,6 +83,13 @@ class Browser:
     def log(self) -> list[str]:
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
 
+    def resize(self, width: int, height: int) -> None:
+        """Gives the page, without the frame of the window, a size."""
+        self._call("POST", "/window/rect", {"width": width, "height": height})
+        inner = self.run("return [window.innerWidth, window.innerHeight]")
+        frame = width - inner[0], height - inner[1]
+        self._call("POST", "/window/rect", {"width": width + frame[0], "height": height + frame[1]})
+
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
 

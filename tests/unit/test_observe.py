@@ -140,6 +140,26 @@ def test_clients_that_send_nothing_or_too_much_do_not_stop_it(
         assert b"a request is" in odd.makefile("rb").readline()
 
 
+def test_requests_whose_clients_have_left_are_not_handled() -> None:
+    handled: list[object] = []
+    is_free = threading.Event()
+
+    def handle(task: str, arguments: object) -> None:
+        handled.append(arguments)
+        is_free.wait(10.0)
+
+    made = make(own=handle)
+    try:
+        # The first one is being handled while the others give up.
+        for number in range(5):
+            assert client.ask(made.path, "own", {"number": number}, timeout=0.1).error
+        is_free.set()
+        assert client.ask(made.path, "own", {"number": 9}).error == ""
+    finally:
+        made.close()
+    assert handled == [{"number": 0}, {"number": 9}]
+
+
 def test_reply_larger_than_the_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "_MOST_REPLY_BYTES", 1000)
     made = make(own=lambda *_: "x" * 2000)

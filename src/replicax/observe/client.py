@@ -34,12 +34,14 @@ class Answer:
       pid: The process that listens there, as the kernel tells it; None if nothing listens.
       reply: What it replied; None without a reply.
       error: Why it has not replied; empty if it has.
+      is_gone: Whether nothing listens there: the task has ended.
     """
 
     path: Path
     pid: int | None = None
     reply: Any = None
     error: str = ""
+    is_gone: bool = False
 
     @property
     def name(self) -> str:
@@ -108,7 +110,8 @@ def ask(
             pid = _peer(connection)
             return _exchange(connection, path, pid, request, arguments, timeout)
     except (OSError, ValueError) as error:
-        return Answer(path, pid, error=str(error) or type(error).__name__)
+        is_gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
+        return Answer(path, pid, error=str(error) or type(error).__name__, is_gone=is_gone)
 
 
 def ask_all(

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -38,7 +39,8 @@ Status = Callable[[], Mapping[str, object]]
 # wait in the backlog meanwhile.
 _RECEIVE_S = 1.0
 _SEND_S = 5.0
-_BACKLOG = 16
+# Those who ask a process that is stopped leave a connection each.
+_BACKLOG = 1024
 _MOST_REQUEST_BYTES = 64 * 1024
 _MOST_REPLY_BYTES = 32 * 1024**2
 # The pause after an error of `accept`, such as too many open files.
@@ -168,7 +170,7 @@ class Endpoint:
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )
         _, user, _ = _CREDENTIALS.unpack(credentials)
-        if user not in (os.getuid(), 0):
+        if user not in (os.getuid(), 0) or _has_left(connection):
             return
         line = receive_line(connection, _MOST_REQUEST_BYTES, _RECEIVE_S)
         if line is None:
@@ -279,6 +281,13 @@ def receive_line(connection: socket.socket, limit: int, timeout: float) -> bytes
             return bytes(received)
         if len(received) > limit:
             raise ConnectionError(f"a line of more than {limit:,} bytes")
+
+
+def _has_left(connection: socket.socket) -> bool:
+    """Returns whether the peer has closed the connection: it did not wait for the answer."""
+    poll = select.poll()
+    poll.register(connection, select.POLLHUP)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
 def _as_plain(value: object) -> object:

@@ -151,7 +151,7 @@ class Sampler:
     def _row(self, answer: Answer) -> Row:
         status = answer.reply
         if not isinstance(status, dict):
-            state = "ended" if answer.pid is None else "no answer"
+            state = "ended" if answer.is_gone else "no answer"
             return Row(_task_of(answer.path), "", state, answer.error, answer.pid)
         role = str(status.get("role", "program"))
         counters = status.get("counters", {})
@@ -172,7 +172,7 @@ class Sampler:
             answer.pid,
             status["host"],
             status["program"],
-            rate,
+            rate if role != "launcher" else None,
             unit,
             count if role != "launcher" else None,
             values,
