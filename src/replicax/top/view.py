@@ -135,7 +135,8 @@ class Sampler:
         waits: list[str] = []
         for status in told:
             for known in status.get("tasks", ()):
-                _add(rows, known)
+                if "task" in known:
+                    _add(rows, known)
             waits += _waits(status, rows[status["task"]])
         found = [status for status in told if status.get("role") in ("coordinator", "member")]
         programs = [status["program"] for status in found or told]
@@ -280,7 +281,8 @@ def _waits(status: Mapping[str, Any], row: Row) -> list[str]:
         # No closure has ended since the last look: the whole wait report.
         lines += waits
     for known in status.get("tasks", ()):
-        lines += [f"{known['task']} is awaited by {line}" for line in known.get("awaited_by", ())]
+        awaited_by = known.get("awaited_by", ())
+        lines += [f"{known.get('task')} is awaited by {line}" for line in awaited_by]
     return lines
 
 
