@@ -19,7 +19,9 @@ from typing import Any
 
 import browser
 import pytest
+from typer.testing import CliRunner
 
+from replicax.cli.main import app
 from replicax.foundation import settings
 from replicax.observe import endpoint, job_directory
 from replicax.top import terminal, web
@@ -91,12 +93,13 @@ def test_view_joins_what_tasks_say_and_what_the_coordinator_knows(small_job: Pat
 
 
 def test_once_prints_a_table_or_json_and_says_when_no_job_runs(small_job: Path) -> None:
-    command = [*_REPLICAX, "top", "--once"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["top", "--once"])
+    assert done.exit_code == 0, done.stderr
     assert re.search(r"/job:worker/task:1 +connecting .* 4 closures .* 3\n", done.stdout)
-    done = subprocess.run([*command, "no-such"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
+    done = CliRunner().invoke(app, ["top", "--json"])
+    assert [row["restarts"] for row in json.loads(done.stdout)["rows"]] == [None, 0, 3]
+    done = CliRunner().invoke(app, ["top", "--once", "no-such"])
+    assert done.exit_code == 1
     assert done.stderr == (
         "replicax: Job 'no-such' must run, but these run: small. Start it, or pass the directory "
         "that its REPLICAX_JOB_DIR names.\n"

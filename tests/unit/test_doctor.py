@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import resource
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from replicax.cli.main import app
 from replicax.doctor import checkpoint_directory, cluster, host, installation
 from replicax.doctor.findings import Check, Finding, Level, run_all
 from replicax.foundation import settings
@@ -210,11 +210,10 @@ def test_checkpoint_directory_that_cannot_be_written_or_is_full(
     assert slow.level is Level.WARNING and "differs by +7.5 s" in clock.text
 
 
-def test_command_prints_json_and_fails_if_there_is_a_problem(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "replicax", "doctor", "--json", "--checkpoints"]
-    done = subprocess.run([*command, "/proc/self"], capture_output=True, text=True, timeout=120)
+def test_command_prints_json_and_fails_if_there_is_a_problem() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--json", "--checkpoints", "/proc/self"])
     report = json.loads(done.stdout)
-    assert (done.returncode, report["ok"]) == (1, False)
+    assert (done.exit_code, report["ok"]) == (1, False)
     (problem,) = [f for f in report["findings"] if f["level"] == "problem"]
     assert problem["check"] == "checkpoints" and problem["advice"]
     names = {finding["check"] for finding in report["findings"]}
