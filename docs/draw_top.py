@@ -52,7 +52,7 @@ def draw_page(sampler: Sampler, page: browser.Browser) -> None:
     """Draws the page of `replicax top --web`."""
     with web.Server(sampler) as server:
         server.start()
-        page.resize(1180, 330)
+        page.resize(1200, 330)
         page.open(server.url)
         page.wait_for_text("tbody", r"/job:worker/task:0\s+(busy|idle)\s[^\n]*/s")
         time.sleep(2.0)

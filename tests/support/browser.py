@@ -37,9 +37,7 @@ class Browser:
     def __init__(self, port: int, profile: Path) -> None:
         self._root = f"http://127.0.0.1:{port}"
         options = {"args": [*_FLAGS, f"--user-data-dir={profile}"]}
-        wanted = {
-            "alwaysMatch": {"goog:chromeOptions": options, "unhandledPromptBehavior": "ignore"}
-        }
+        wanted = {"goog:chromeOptions": options, "unhandledPromptBehavior": "ignore"}
         found = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         self._root += f"/session/{found['sessionId']}"
 

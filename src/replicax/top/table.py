@@ -99,8 +99,10 @@ def render(
     for title, _ in shown:
         table.add_column(title, justify="right", no_wrap=True)
     for row in view.rows:
-        cells = [Text(row.task), _state(row), *(text(row) for _, text in shown)]
-        table.add_row(*cells, style="reverse" if row.task == selected else "")
+        is_selected = row.task == selected
+        state = Text(row.state) if is_selected else _state(row)
+        cells = [Text(row.task), state, *(text(row) for _, text in shown)]
+        table.add_row(*cells, style="reverse" if is_selected else "")
     parts: list[RenderableType] = [_title(view), "", table]
     reasons = [row for row in view.rows if row.reason]
     if reasons or view.waits:
