@@ -1,4 +1,4 @@
-"""A plain program, which is no task of a cluster, as something that can be observed.
+"""A plain program, outside of any cluster, as something that can be observed.
 
 It asks for it: REPLICAX_JOB_DIR names a directory, as a launcher does, or REPLICAX_OBSERVE is "on".
 """
