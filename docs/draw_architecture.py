@@ -17,6 +17,8 @@ FONT = "font-family='Helvetica, Arial, sans-serif'"
 ROOMS = {
     "cli": "commands",
     "porting": "reports on and rewrites TensorFlow programs",
+    "doctor": "checks of a host, with advice",
+    "top": "a running job: table, terminal, page",
     "tf": "TensorFlow's names: tensors, ops, tapes, tf.data, tf.keras",
     "contrib": "tf.contrib.distribute of r1.9",
     "compat": "tf.compat.v1.distribute",
@@ -48,7 +50,8 @@ ROOMS = {
     "collectives": "reduce, gather",
     "values": "per-replica values, layout",
     "bundle": "arrays on disk",
-    "tensorflow_files": "TFRecord, Example, events, tensor bundles",
+    "observe": "a socket per task",
+    "tensorflow_files": "TFRecord, events, tensor bundles",
     "cluster_resolver": "finds tasks",
     "cluster": "names, addresses",
     "transport": "connections (ZeroMQ)",
@@ -62,12 +65,13 @@ ARRAYS = "#d5ecea"
 CLUSTER = "#e6dcf1"
 GROUND = "#e6e6e6"
 COLOURS = {
-    "cli": FACES, "porting": FACES, "tf": FACES, "contrib": FACES, "compat": FACES,
+    "cli": FACES, "porting": FACES, "top": FACES, "doctor": FACES,
+    "tf": FACES, "contrib": FACES, "compat": FACES,
     "launch": PROCESSES, "process": PROCESSES, "worker": PROCESSES, "coordinator": PROCESSES,
     "ps": PROCESSES, "group": PROCESSES,
     "strategies": STRATEGIES, "cluster_resolver": CLUSTER, "cluster": CLUSTER,
     "transport": CLUSTER, "protocol": CLUSTER, "foundation": GROUND, "bundle": GROUND,
-    "tensorflow_files": GROUND,
+    "tensorflow_files": GROUND, "observe": GROUND,
     "execution": ARRAYS, "input": ARRAYS, "training": ARRAYS, "checkpointing": ARRAYS,
     "exporting": ARRAYS, "tracing": ARRAYS, "variables": ARRAYS, "contexts": ARRAYS,
     "collectives": ARRAYS, "values": ARRAYS,

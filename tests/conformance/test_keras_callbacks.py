@@ -13,6 +13,8 @@ import pytest
 from keras_programs import STRATEGY_NAMES, UNEVEN, keras
 from peer_packages import import_peer
 
+from replicax.observe import progress
+
 callbacks = keras.callbacks
 X, Y = programs.data_of("sequential", UNEVEN)
 
@@ -20,6 +22,13 @@ X, Y = programs.data_of("sequential", UNEVEN)
 def fit(model: keras.Model, **options: Any) -> dict[str, list[float]]:
     given = {"x": X, "y": Y, "batch_size": 8, "epochs": 3, **options}
     return model.fit(**given, shuffle=False, verbose=0).history
+
+
+def test_loss_of_the_last_batch_is_shown_to_observers() -> None:
+    model = programs.compiled("sequential")
+    history = fit(model, epochs=1, batch_size=len(X))
+    values: Any = progress.snapshot()["values"]
+    assert values["loss"]["value"] == pytest.approx(history["loss"][0])
 
 
 class Rewriter(callbacks.Callback):

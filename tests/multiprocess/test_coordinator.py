@@ -27,7 +27,7 @@ from replicax.coordinator.cluster_coordinator import ClusterCoordinator
 from replicax.coordinator.progress import Progress
 from replicax.coordinator.remote_value import PerWorkerValues, RemoteValue
 from replicax.coordinator.scheduling.timing import Timing
-from replicax.foundation import errors
+from replicax.foundation import errors, private_directories
 from replicax.protocol import messages
 from replicax.protocol.tasks import Task, new_incarnation
 from replicax.transport import addresses
@@ -178,7 +178,7 @@ class FakeCluster:
     def _place(scheme: str, name: str) -> addresses.Location:
         if scheme == "inproc":
             return addresses.resolve(f"inproc://{name}")
-        return addresses.resolve(f"ipc://{addresses.own_directory()}/{name}.sock")
+        return addresses.resolve(f"ipc://{private_directories.of_user()}/{name}.sock")
 
     def attach(self) -> None:
         self.num_attached += 1

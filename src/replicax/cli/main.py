@@ -15,10 +15,12 @@ from replicax.protocol.tasks import library_version
 # other commands need. The name in the module is a function, or the `typer.Typer` of a group.
 _COMMANDS = {
     "checkpoint": ("replicax.cli.checkpoint", "app"),
+    "doctor": ("replicax.cli.doctor", "doctor"),
     "keys": ("replicax.cli.keys", "app"),
     "port": ("replicax.cli.port", "port"),
     "run": ("replicax.cli.run", "run"),
     "serve": ("replicax.cli.serve", "serve"),
+    "top": ("replicax.cli.top", "top"),
 }
 # Everything behind the program belongs to the program.
 _ENDS_AT_ARGUMENTS = {"allow_interspersed_args": False}

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self, cast
 
+from replicax.coordinator import observed
 from replicax.coordinator.engine import Engine
 from replicax.coordinator.per_worker import PerWorkerDataset
 from replicax.coordinator.progress import Progress
@@ -101,6 +102,7 @@ class ClusterCoordinator:
             # Reads of variables wait for servers too, and must end when those are lost.
             cluster.follow(self._engine.loss_of)
             self._engine.add_close_callback(functools.partial(cluster.follow, None))
+            observed.open_endpoint(self._engine, cluster)
             self._finalizer = weakref.finalize(self, _close, self._engine)
             _coordinators[strategy] = weakref.ref(self)
         cast(ParameterServerExtended, strategy.extended).per_worker.attach(self)

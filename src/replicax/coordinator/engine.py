@@ -323,6 +323,15 @@ class Engine:
                 time.monotonic(),
             )
 
+    def observe(self, timeout: float) -> tuple[Status, wait_report.WaitReport] | None:
+        """Returns the status and the wait report; None if the lock is held for too long."""
+        if not self._lock.acquire(timeout=timeout):
+            return None
+        try:
+            return self._core.status(), self.wait_report()
+        finally:
+            self._lock.release()
+
     def request_stacks(self, task: Task, timeout: float) -> str:
         """Returns the stacks of all threads of a task."""
         body, _ = self._clients.request(task, messages.GetStacks(), timeout=timeout)

@@ -50,6 +50,10 @@ class Setting(str):
 
 # The directory with the CURVE keys of the cluster; connections over TCP require them.
 REPLICAX_KEYS = Setting("REPLICAX_KEYS")
+# The directory in which the tasks of a job on this host can be observed; a launcher sets it.
+REPLICAX_JOB_DIR = Setting("REPLICAX_JOB_DIR")
+# "off" if tasks must not be observable.
+REPLICAX_OBSERVE = Setting("REPLICAX_OBSERVE")
 # The timeouts of the coordinator: "default", or "fast" for tests.
 REPLICAX_TIMING = Setting("REPLICAX_TIMING")
 # "full" keeps the frames of the library in tracebacks.
@@ -226,6 +230,18 @@ def choose_keras_backend() -> None:
     """Lets Keras, which is about to be imported, compute with JAX if nothing else was chosen."""
     if not KERAS_BACKEND.is_set:
         KERAS_BACKEND.write("jax")
+
+
+def is_observable() -> bool:
+    """Tells whether tasks answer requests about themselves; REPLICAX_OBSERVE=off prevents it."""
+    value = REPLICAX_OBSERVE.read("")
+    if value in ("", "on", "off"):
+        return value != "off"
+    raise errors.InvalidArgumentError(
+        f"The environment variable {REPLICAX_OBSERVE} must be 'on' or 'off'",
+        f"it is {value!r}",
+        "Correct it, or remove it.",
+    )
 
 
 def wants_fast_timing() -> bool:

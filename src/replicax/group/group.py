@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -37,6 +38,7 @@ from replicax.group.monitor import Monitor
 from replicax.group.rescue import Rescue
 from replicax.group.timing import GroupTiming
 from replicax.group.tunnel import Tunnel
+from replicax.observe import endpoint, job_directory
 from replicax.protocol import messages
 from replicax.transport import keys as key_files
 from replicax.transport.keys import Keys
@@ -51,6 +53,8 @@ _STATUS = re.compile(r"[A-Z_]{5,}: ")
 _MOST_RECORDS = 20_000
 
 _CONFIRM = "the first run of a program"
+# Shorter waits for other members are part of training, and not shown to observers.
+_SHOWN_WAIT_S = 0.5
 
 _lock = threading.Lock()
 _joined: Group | None = None
@@ -170,6 +174,7 @@ class Group:
         self._rescue = Rescue(members.name(index), timing.grace_s, self._interrupt_collectives)
         self._monitor.on_failed = self._rescue.start
         self._is_closed = False
+        self._endpoint: endpoint.Endpoint | None = None
         self._guard = _Guard(self)
         Ending(self.explain_uncaught, self.leave, timing.grace_s).install()
         try:
@@ -179,6 +184,11 @@ class Group:
             raise
         self.devices: tuple[Device, ...] = start.devices_of(self.count)
         self._activity = "running its program", time.monotonic()
+        self._endpoint = endpoint.open_for(
+            self.name_of(index),
+            functools.partial(job_directory.of_cluster, members.addresses),
+            self._status,
+        )
 
     def _interrupt_collectives(self) -> None:
         collective_sockets.interrupt(self._endpoints)
@@ -345,6 +355,21 @@ class Group:
             text += f"; the last program was {self._programs.get(programs[-1], programs[-1])!r}"
         return messages.GroupBeat(text, position, programs)
 
+    def _status(self) -> dict[str, object]:
+        """Returns what this process tells those who observe it; the chief adds the others."""
+        activity, since_s = self._activity
+        waits = activity.removeprefix("waiting at ")
+        waited_s = time.monotonic() - since_s
+        is_waiting = waits != activity and waited_s > _SHOWN_WAIT_S
+        failure = self._monitor.error()
+        return {
+            "role": "member",
+            "state": "failed" if failure is not None else activity,
+            "reason": "" if failure is None else str(failure),
+            "waits_for": [f"others at {waits} for {waited_s:.1f} s"] if is_waiting else [],
+            "tasks": self._link.describe_members(),
+        }
+
     # The end.
 
     def leave(self, last_words: str | None) -> None:
@@ -368,6 +393,8 @@ class Group:
 
     def _close(self, seconds: float) -> None:
         self._is_closed = True
+        if self._endpoint is not None:
+            self._endpoint.close(0.0)
         self._link.close(seconds)
         if self._tunnel is not None:
             self._tunnel.close()

@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 
 # The call that every member makes last.
 END = "the end of the program"
+# The seconds that `describe` waits for the lock, and after which a call counts as waiting.
+_DESCRIBE_S = 0.3
 
 
 class Hub:
@@ -186,6 +188,42 @@ class Hub:
 
     def _program(self, number: int) -> str:
         return repr(self._programs.get(number, f"program {number}"))
+
+    def describe(self, now: float) -> list[dict[str, object]]:
+        """Returns what is known of each member, for those who observe the group.
+
+        Empty while another thread holds the lock for long.
+        """
+        if not self._lock.acquire(timeout=_DESCRIBE_S):
+            return []
+        try:
+            late: dict[int, list[str]] = {}
+            for call in self._calls:
+                if now - call.since < _DESCRIBE_S:
+                    continue
+                for index in self._calls.missing(call):
+                    others = ", ".join(self._members.name(i) for i in sorted(call.values)[:5])
+                    text = f"{others} at {call.name!r} for {now - call.since:.1f} s"
+                    late.setdefault(index, []).append(text)
+            return [
+                {
+                    "task": self._members.name(index),
+                    "role": "member",
+                    "address": self._members.addresses[index],
+                    "state": self._state_of(index),
+                    "programs": self._order.position(index),
+                    "silent_s": max(now - self._heard.get(index, now), 0.0),
+                    "awaited_by": late.get(index, []),
+                }
+                for index in range(self._members.count)
+            ]
+        finally:
+            self._lock.release()
+
+    def _state_of(self, index: int) -> str:
+        if index in self._left:
+            return f"left ({self._left[index]})"
+        return self._activities.get(index) or "starting"
 
     # Losses.
 

@@ -60,6 +60,10 @@ class Link(Protocol):
         """Sends a heartbeat at once."""
         ...
 
+    def describe_members(self) -> list[dict[str, object]]:
+        """Returns what is known about the other members: all on the chief, else nothing."""
+        ...
+
     def leave(self, error: messages.ErrorReply) -> None:
         """Tells the group that this process ends; without a code, it ends as planned."""
         ...
@@ -185,6 +189,9 @@ class HostLink:
     def beat_now(self) -> None:
         self._beat_at = 0.0
         self._service.wake()
+
+    def describe_members(self) -> list[dict[str, object]]:
+        return self._hub.describe(time.monotonic())
 
     def leave(self, error: messages.ErrorReply) -> None:
         self._hub.leave(0, error)
@@ -362,6 +369,9 @@ class MemberLink:
     def beat_now(self) -> None:
         self._beat_at = 0.0
         self._pool.wake()
+
+    def describe_members(self) -> list[dict[str, object]]:
+        return []
 
     def leave(self, error: messages.ErrorReply) -> None:
         self._is_leaving = True

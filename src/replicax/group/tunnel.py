@@ -19,6 +19,7 @@ import threading
 import time
 from pathlib import Path
 
+from replicax.foundation import private_directories
 from replicax.group.links import Link
 from replicax.protocol import messages
 from replicax.transport import addresses
@@ -57,7 +58,7 @@ class Tunnel:
     def __init__(self, link: Link, index: int) -> None:
         self._link = link
         self._is_host = index == 0
-        directory = addresses.own_directory()
+        directory = private_directories.of_user()
         _remove_old_files(directory)
         self._path = directory / f"jax-{os.getpid()}-{secrets.token_hex(4)}.sock"
         addresses.resolve(f"ipc://{self._path}")  # Raises if the path is too long.

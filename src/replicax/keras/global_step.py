@@ -20,6 +20,7 @@ from replicax.foundation import gate, jax_compat
 from replicax.foundation.types import Tree
 from replicax.keras import worker_batches
 from replicax.keras.worker_batches import Rows
+from replicax.observe import progress
 from replicax.values.layout import AXIS, ReplicaLayout
 
 # Takes the state and a batch; returns outputs and the new state.
@@ -55,9 +56,11 @@ class GlobalStep:
         self._run = jax.jit(program, donate_argnums=0, out_shardings=shardings)
         # The number of each program that all processes have agreed on, by the shapes of a batch.
         self._numbers: dict[Hashable, int] = {}
+        self._runs = progress.counter_of(name, changes_state=True)
 
     def __call__(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """Runs the step on a placed batch; the buffers of the state are taken over."""
+        self._runs.count += 1
         with gate.state():
             if self._peers is None:
                 return self._dispatch(state, batch)

@@ -34,6 +34,7 @@ from replicax.keras.variables import (
     is_seed,
     made_by,
 )
+from replicax.observe import progress
 from replicax.strategies.base import Strategy
 
 
@@ -101,6 +102,7 @@ def _make(replace: Replace) -> None:
     replace(keras.Model, "_get_jax_state", _get_state)
     replace(keras.Model, "jax_state_sync", _sync_state)
     replace(internals.data_adapters_module, "get_data_adapter", data.get_data_adapter)
+    replace(keras.callbacks.CallbackList, "on_train_batch_end", _log_values)
     checkpoints.install(replace)
     replace(keras.layers.Embedding, "call", embedding.looking_up)
     custom_loops.install(replace)
@@ -109,6 +111,18 @@ def _make(replace: Replace) -> None:
 
 
 _replacements = Replacements(0, _make)
+
+
+def _log_values(original: Callable[..., None]) -> Callable[..., None]:
+    """Shows the loss and the metrics of each batch to those who observe this process."""
+
+    @functools.wraps(original)
+    def on_train_batch_end(self: Any, batch: int, logs: dict[str, Any] | None = None) -> None:
+        for name, value in (logs or {}).items():
+            progress.log(name, value, batch)
+        original(self, batch, logs)
+
+    return on_train_batch_end
 
 
 def _refuse_backend(original: Callable[..., None]) -> Callable[..., None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +38,10 @@ class RunningTask(Protocol):
         """Why it has ended itself; None if it has not."""
         ...
 
+    def status(self) -> Mapping[str, object] | None:
+        """Returns what it tells those who observe it; None if there is nothing to observe."""
+        ...
+
     def start(self) -> None:
         """Starts to listen."""
         ...
@@ -63,6 +67,9 @@ class WaitingTask:
 
     def __init__(self) -> None:
         self._ended = threading.Event()
+
+    def status(self) -> None:
+        """Returns None: the strategy of the program can be observed, if it has one."""
 
     def start(self) -> None:
         """Does nothing."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from replicax.cluster import address as addresses
 from replicax.cluster.spec import ClusterSpec
 from replicax.foundation import errors
+from replicax.observe import endpoint, job_directory
 from replicax.process import roles
 from replicax.protocol.tasks import Task
 from replicax.ps.process.snapshots import DEFAULT_EVERY_S
@@ -87,6 +89,7 @@ class Server:
         self._snapshot_every = snapshot_every
         self._on_ending = on_ending
         self._task: roles.RunningTask | None = None
+        self._endpoint: endpoint.Endpoint | None = None
         self._standby: threading.Thread | None = None
         # Protects the task and the flags below; not held while waiting.
         self._lock = threading.Lock()
@@ -171,6 +174,10 @@ class Server:
                 raise errors.AddressInUseError(f"{self._name}: {error}") from error
             task.start()
             self._task = task
+            if task.status() is not None:
+                self._endpoint = endpoint.open_for(
+                    str(self._name), self._job_directory, lambda: task.status() or {}
+                )
             self._standby = threading.Thread(
                 target=self._run_unless_joined, name="replicax-server", daemon=True
             )
@@ -203,11 +210,19 @@ class Server:
             self._is_idle.wait(_STOP_SECONDS)
         with self._lock:
             task = self._task
+        if self._endpoint is not None:
+            self._endpoint.close()
         if task is not None:
             task.close()
         standby = self._standby
         if standby is not None and standby is not threading.current_thread():
             standby.join(_STOP_SECONDS)
+
+    def _job_directory(self) -> Path:
+        """Returns the directory in which the tasks of this cluster can be observed."""
+        jobs = [job for job in roles.SERVING if job in self._cluster.jobs]
+        tasks = [(job, index) for job in jobs for index in self._cluster.task_indices(job)]
+        return job_directory.of_cluster(self._cluster.task_address(*task) for task in tasks)
 
     def _take(self) -> bool:
         """Returns whether the calling thread is to run the task."""

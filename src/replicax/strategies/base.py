@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Self, overload
 import jax
 from jax.typing import ArrayLike
 
+from replicax.cluster_resolver import TFConfigClusterResolver
 from replicax.contexts import frames, guards
 from replicax.contexts.replica_context import ReplicaContext, ValueContext
 from replicax.foundation import devices, errors, tracebacks
@@ -17,6 +18,8 @@ from replicax.foundation.notebook import html_table
 from replicax.foundation.options import ReduceOp, RunOptions, resolve_reduce_op
 from replicax.foundation.types import Tree
 from replicax.input.input_context import InputContext, InputOptions
+from replicax.observe import program
+from replicax.protocol.tasks import Task
 from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.scope import Scope, entered
 from replicax.values import printing
@@ -25,6 +28,16 @@ from replicax.values.regroup import map_structure
 
 # The default of `axis`, which is required; None is one of its values.
 _REQUIRED: Any = object()
+
+
+def _task_of_program() -> str | None:
+    """Returns the task of TF_CONFIG, for those who observe this process."""
+    resolver = TFConfigClusterResolver()
+    try:
+        job, index = resolver.task_type, resolver.task_id
+    except errors.DistributeError:
+        return None
+    return None if job is None or index is None else str(Task(job, index))
 
 
 class Strategy:
@@ -63,6 +76,7 @@ class Strategy:
         ...     rx.get_strategy() is strategy
         True
         """
+        program.open_once(_task_of_program)
         return Scope(self)
 
     def run(

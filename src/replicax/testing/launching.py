@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from replicax.foundation import errors, settings
 from replicax.launch.group_supervisor import GroupSupervisor
 from replicax.launch.sync_group import SyncGroup
+from replicax.observe import job_directory, process_facts
 from replicax.testing.child import Child
 from replicax.testing.namespaces import Namespaces
 from replicax.testing.proxy import Proxy
@@ -35,6 +37,9 @@ _LOOK_S = 0.01
 # Seconds until all processes must listen. Processes that die before are reported at once, so this
 # only limits hangs: two cores need a minute to start ten processes that import JAX.
 PATIENCE = 180.0
+
+# Numbers the clusters of this process.
+_numbers = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +69,7 @@ class ProcessGroup:
 
     Attributes:
       directory: The directory of sockets, keys and logs.
+      job_directory: The directory in which the tasks can be observed.
       children: The processes, by job and index.
       proxies: The proxies in front of them.
       throttles: The throttled processes.
@@ -78,6 +84,10 @@ class ProcessGroup:
         self._plan = plan
         self._owner = os.getpid()
         self.directory = _short_directory()
+        number = next(_numbers)
+        self.job_directory = job_directory.of_process(
+            process_facts.program() if number == 1 else f"{process_facts.program()}-{number}"
+        )
         self.children: dict[tuple[str, int], Child] = {}
         self.proxies: dict[tuple[str, int], Proxy] = {}
         self.throttles = Throttles()
@@ -97,6 +107,11 @@ class ProcessGroup:
     def logs(self) -> Path:
         """The directory of the logs."""
         return self._plan.log_directory or self.directory
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment variables of the tasks, in addition to those of this process."""
+        return {settings.REPLICAX_JOB_DIR: str(self.job_directory), **self._plan.env}
 
     # Starting.
 
@@ -138,6 +153,8 @@ class ProcessGroup:
                 is_tcp = plan.protocol == "tcp"
                 where = "127.0.0.1:0" if is_tcp else f"{child.address}-proxy"
                 self.proxies[key] = Proxy(where, child.address, plan.seed * 1009 + number)
+        for key in self.children:
+            job_directory.assign(self._addresses(key), self.job_directory)
         if plan.restarts:
             self._supervisor = Supervisor(self.children.values(), self._start_again)
 
@@ -157,7 +174,7 @@ class ProcessGroup:
             # Its own address; peers get the address of its proxy.
             cluster.setdefault(job, []).append(other.address)
         config = {"cluster": cluster, "task": {"type": child.job, "index": child.index}}
-        changes = {**plan.env, settings.TF_CONFIG: json.dumps(config)}
+        changes = {**self.env, settings.TF_CONFIG: json.dumps(config)}
         is_shared = plan.devices_per_worker == 1
         num_threads = _num_threads(child.job, plan.counts["worker"]) if is_shared else None
         env = settings.for_task(changes, num_threads)
@@ -217,6 +234,8 @@ class ProcessGroup:
         if self.namespaces is not None:
             self.namespaces.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+        job_directory.forget(self.job_directory)
+        job_directory.remove_left_over(self.job_directory)
 
 
 def wait_until_ready(children: Iterable[Child], timeout: float) -> None:

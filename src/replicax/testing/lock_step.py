@@ -139,7 +139,7 @@ def launch(
     group_plan = GroupPlan(
         group.directory,
         group.logs,
-        plan.env,
+        group.env,
         plan.devices_per_worker,
         group.keys_directory,
         *([] if group.namespaces is None else [group.namespaces.hosts, group.namespaces.prefixes]),

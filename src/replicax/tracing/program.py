@@ -18,6 +18,7 @@ from replicax.contexts.overlay import Overlay, View
 from replicax.foundation import devices, gate, jax_compat, placement
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.types import Tree
+from replicax.observe import progress
 from replicax.tracing import capture as capturing
 from replicax.tracing import exchange, feeds, signature
 from replicax.tracing.capture import Capture
@@ -157,6 +158,8 @@ class Program:
         self._is_fixed = captured.is_fixed
         # The processes that run the program together, and its number among theirs.
         self._peers = None if self._mesh is None else self._mesh.peers
+        changes_state = bool(captured.written) or self._exchange is not None
+        self._runs = progress.counter_of(self._name, changes_state)
         self._number: int | None = None
         if self._peers is not None:
             self._fingerprint = jax_compat.fingerprint(captured.jaxpr)
@@ -285,6 +288,7 @@ class Program:
                 waiting.pop(i).initialize(value.addressable_shards[0].data)
 
     def __call__(self, arrays: Sequence[ArrayLike]) -> Tree:
+        self._runs.count += 1
         arrays = self._on_devices(arrays)
         if self._fixed is not None:
             outs, changed = self._fixed

@@ -12,13 +12,11 @@ import ipaddress
 import os
 import secrets
 import socket
-import stat
-import tempfile
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from replicax.foundation import errors, settings
+from replicax.foundation import errors, private_directories
 from replicax.transport.keys import Keys
 
 Scheme = Literal["ipc", "tcp", "inproc"]
@@ -89,7 +87,7 @@ def resolve(address: str, protocol: str | None = None, keys: Keys | None = None)
     is_tcp = "tcp" in (protocol, scheme) or (keys is not None and protocol != "ipc")
     if _is_loopback(host) and not is_tcp:
         name = f"port-{port}" if port else f"any-{secrets.token_hex(8)}"
-        path = str(own_directory() / f"{name}.sock")
+        path = str(private_directories.of_user() / f"{name}.sock")
         return _at_path(path, address if port else f"ipc://{path}")
     if keys is None:
         raise _needs_keys(address)
@@ -152,38 +150,8 @@ def _at_path(path: str, address: str) -> Location:
             f"{path!r} was given",
             "Use a shorter directory; XDG_RUNTIME_DIR or TMPDIR set the usual one.",
         )
-    _check_directory(Path(path).parent)
+    private_directories.require_private(Path(path).parent)
     return Location("ipc", f"ipc://{path}", address)
-
-
-def own_directory() -> Path:
-    """Returns the socket directory of this user; creates it if necessary."""
-    runtime = settings.XDG_RUNTIME_DIR.read()
-    if runtime and os.path.isdir(runtime) and os.access(runtime, os.W_OK | os.X_OK):
-        directory = Path(runtime) / "replicax"
-    else:
-        directory = Path(tempfile.gettempdir()) / f"replicax-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    _check_directory(directory)
-    return directory
-
-
-def _check_directory(directory: Path) -> None:
-    try:
-        found = os.lstat(directory)
-    except OSError as error:
-        raise errors.NotFoundError(
-            "The directory of a socket must exist",
-            f"{str(directory)!r} does not",
-            "Create it with `mkdir -m 700`.",
-        ) from error
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or mode & 0o077:
-        raise errors.PermissionDeniedError(
-            "The directory of a socket must be private to its user",
-            f"{str(directory)!r} has mode {mode:o} and belongs to user {found.st_uid}",
-            "Use a directory made with `mkdir -m 700`.",
-        )
 
 
 class PathLock:

@@ -34,6 +34,8 @@ _POLL_S = 0.5
 # The service polls every tenth of a second. After a longer pause than this the process was stopped,
 # and the silence of its coordinator does not count.
 _PAUSE_S = 1.0
+# Shorter waits for a server are part of every closure, and not shown to observers.
+_SHOWN_WAIT_S = 0.5
 
 
 class WorkerTask:
@@ -117,6 +119,24 @@ class WorkerTask:
         """Stops listening. Idempotent."""
         self.interrupt()
         self._service.close()
+
+    def status(self) -> dict[str, object]:
+        """Returns what it does, for those who observe it. Takes no lock."""
+        job, counters = self._job, self._counters(self._job)
+        waits = []
+        if counters.get("waiting_s", 0.0) > _SHOWN_WAIT_S:
+            server = Task("ps", int(counters["waiting_ps"]))
+            waits.append(f"a reply of {server} for {counters['waiting_s']:.1f} s")
+        state = "idle" if job is None or not job.num_open else "busy"
+        return {
+            "role": "worker",
+            "state": "detached" if job is None else state,
+            "address": self.address,
+            "job": None if job is None else job.name,
+            "counters": {**counters, "closures": self._num_run},
+            "in_flight": 0 if job is None else job.num_open,
+            "waits_for": waits,
+        }
 
     def run_forever(self) -> None:
         """Runs closures in this thread, until interrupted or closed."""
@@ -316,7 +336,21 @@ class WorkerTask:
     def _pong(
         self, session: Session, envelope: messages.Envelope, body: messages.Ping
     ) -> messages.Pong:
-        job, runner = self._job_of(session, envelope), self._runner
+        job = self._job_of(session, envelope)
+        if job is not None:
+            job.session = session
+            job.last_seen_s = time.monotonic()
+            job.forget_settled(body.settled)
+        return messages.Pong(self._num_run, self._counters(job))
+
+    @property
+    def _num_run(self) -> int:
+        """The number of closures that have run."""
+        runner = self._runner
+        return self._num_run_before + (runner.num_run if runner is not None else 0)
+
+    def _counters(self, job: Job | None) -> dict[str, int | float]:
+        runner = self._runner
         counters: dict[str, int | float] = {
             "attached": 0,
             "open": 0,
@@ -324,9 +358,6 @@ class WorkerTask:
             "running_s": 0.0,
         }
         if job is not None:
-            job.session = session
-            job.last_seen_s = time.monotonic()
-            job.forget_settled(body.settled)
             counters |= {"attached": 1, "open": job.num_open, "waiting": job.num_waiting}
             counters["functions"] = len(job.functions)
         if runner is not None:
@@ -337,8 +368,7 @@ class WorkerTask:
             if waiting is not None:
                 since_s = time.monotonic() - waiting[1]
                 counters |= {"waiting_ps": waiting[0], "waiting_s": since_s}
-        progress = self._num_run_before + (runner.num_run if runner is not None else 0)
-        return messages.Pong(progress, counters)
+        return counters
 
     def _job_of(self, session: Session, envelope: messages.Envelope) -> Job | None:
         """Returns the job, if the message is from its coordinator."""

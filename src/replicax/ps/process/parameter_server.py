@@ -120,6 +120,18 @@ class ParameterServerTask:
         """Why the task has stopped itself; None if it has not."""
         return self._ending
 
+    def status(self) -> dict[str, object]:
+        """Returns what it holds and has done, for those who observe it."""
+        job = self._store.job
+        return {
+            "role": "ps",
+            "state": "detached" if job is None else "ready",
+            "address": self.address,
+            "job": job,
+            "counters": self._store.counters() | self._counters(),
+            "waits_for": [],
+        }
+
     def start(self) -> None:
         """Restores the last snapshot, if there is one, and starts to serve."""
         try:
