@@ -16,7 +16,7 @@ from replicax.checkpointing.slots import Setter, ValueSlot
 from replicax.checkpointing.snapshot import Snapshot
 from replicax.checkpointing.status import RestoreStatus
 from replicax.contexts import frames, guards
-from replicax.foundation import errors, gate, jax_compat
+from replicax.foundation import errors, gate, jax_compat, spans
 
 _COUNTER = "save_counter"
 
@@ -157,7 +157,8 @@ class Checkpoint:
             _ = self._last_restore.pending
         before, self.__dict__["_counter"] = self._counter, number
         try:
-            return snapshot.take(self._walk(), path, writers, is_copied=is_copied, spare=spare)
+            with spans.block("checkpoint", "copy"):
+                return snapshot.take(self._walk(), path, writers, is_copied=is_copied, spare=spare)
         except BaseException:
             self.__dict__["_counter"] = before
             raise

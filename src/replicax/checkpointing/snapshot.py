@@ -36,7 +36,7 @@ from replicax.checkpointing.slots import (
     local,
     require_dtype_name,
 )
-from replicax.foundation import errors, jax_compat
+from replicax.foundation import errors, jax_compat, spans
 
 
 @dataclasses.dataclass
@@ -63,7 +63,10 @@ class Snapshot:
         """Writes the snapshot to disk as the checkpoint `path`."""
         entries = [*(entry for entry, _ in self.arrays), *self.tables, *self.plains]
         contents = Contents.of(entries, self.aliases, step, time.time(), metrics or {})
-        with self.writer or BundleWriter(path, CHECKPOINT) as writer:
+        with (
+            spans.block("checkpoint", "write"),
+            self.writer or BundleWriter(path, CHECKPOINT) as writer,
+        ):
             writer.write_arrays({entry.name: (entry.dtype, one) for entry, one in self.arrays})
             writer.publish(contents)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from replicax.collectives import in_replica
 from replicax.collectives.arguments import Component, common_axis
-from replicax.foundation import errors, gate, jax_compat
+from replicax.foundation import device_spans, errors, gate, jax_compat, spans
 from replicax.foundation.options import ReduceOp
 from replicax.foundation.types import Tree
 from replicax.values.distributed_values import Mirrored, PerReplica
@@ -58,7 +58,10 @@ class MeshProgram:
             if self._takes_turns:
                 gate.wait_for_previous(self)
             self._peers.record(self._number)
+            began = spans.now()
             results, token = self._run(list(stored))
+            if began:
+                device_spans.watch(token, began, "all-reduce", self._name)
             if self._takes_turns:
                 gate.set_running(token)
         return results

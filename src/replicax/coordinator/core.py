@@ -20,7 +20,7 @@ from replicax.coordinator.scheduling.pool import WorkerState
 from replicax.coordinator.scheduling.status import Meter, Status
 from replicax.coordinator.scheduling.timing import Timing
 from replicax.coordinator.shipping.remote_errors import rebuild_error
-from replicax.foundation import errors
+from replicax.foundation import errors, spans
 from replicax.protocol import messages
 from replicax.protocol.tasks import Task
 from replicax.transport import expected_exits
@@ -212,6 +212,7 @@ class Core:
             # A single line, whatever the worker sent.
             _log.warning("%s: %s", task, " ".join(text.split()))
         policy, worker = self.policy.worker_policy, task.index
+        began = spans.now()
         position = num_run = 0
         for result in body.results:
             own = buffers[position : position + result.num_buffers]
@@ -232,6 +233,8 @@ class Core:
             else:
                 closure.settle(State.FINISHED, (result, own), None)
             self._record_settled([closure])
+        if began and body.results:
+            spans.record("finish", began, body.results[-1].closure, len(body.results))
         policy.record_finished(worker, num_run, now)
         if self.pool.available and len(self.queue):
             self._perform(self.pool.dispatch(self.queue, now))
@@ -349,8 +352,11 @@ class Core:
 
     def _dispatch(self, action: act.Dispatch) -> None:
         worker = self.pool.workers[action.worker]
+        began = spans.now()
         for closure, error in self._outbox.run(worker, action.closures):
             self._fail(act.Fail(closure, error, cancels=True))
+        if began:
+            spans.record("assign", began, action.closures[0].id, len(action.closures))
 
     def _resend(self, action: act.Resend) -> None:
         worker = self.pool.workers[action.worker]

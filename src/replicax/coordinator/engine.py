@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from replicax.coordinator.scheduling.pacing import Rounds
 from replicax.coordinator.scheduling.status import Status
 from replicax.coordinator.scheduling.timing import Timing
 from replicax.coordinator.shipping import serialization
-from replicax.foundation import errors, lazy, thread_stacks
+from replicax.foundation import errors, lazy, spans, thread_stacks
 from replicax.foundation.types import Tree
 from replicax.protocol import messages
 from replicax.protocol.codec import Buffer
@@ -38,6 +39,7 @@ else:
     # ZeroMQ is imported with it.
     client_pool = lazy.module("replicax.transport.client_pool")
 
+_log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -60,9 +62,12 @@ def _waits_in(
             thread = threading.current_thread()
             waiting = wait_report.WaitingThread(thread.name, call, time.monotonic())
             self.waiting_threads[threading.get_ident()] = waiting
+            began = spans.now()
             try:
                 return method(self, *args, **kwargs)
             finally:
+                if began:
+                    spans.record("wait", began, label=call)
                 del self.waiting_threads[threading.get_ident()]
 
         return wrapped
@@ -153,6 +158,7 @@ class Engine:
     ) -> Closure:
         """Queues a call; waits while the queue is full. Raises the error of an earlier call."""
         queue = self._queue
+        began = spans.now()
         with self._lock:
             self._raise_pending()
             if queue.is_full or queue.error is not None:
@@ -162,6 +168,8 @@ class Engine:
                 number, function, resources, buffers, keep_alive, deadline_s=deadline_s
             )
             self._core.add(closure, time.monotonic())
+        if began:
+            spans.record("schedule", began, number)
         return closure
 
     @_waits_in("schedule")
@@ -338,6 +346,28 @@ class Engine:
         if not isinstance(body, messages.Stacks):
             raise errors.ProtocolError(f"{task} replied {type(body).__name__} to GetStacks.")
         return thread_stacks.cleaned(body.text)
+
+    def record_spans(self, trace: str, is_on: bool, timeout: float) -> list[bytes]:
+        """Makes all tasks that are connected start or stop to record; returns what they recorded.
+
+        Tasks that are lost, or do not answer in time, are logged and left out.
+        """
+        found: list[bytes] = []
+        deadline = time.monotonic() + timeout
+        for task in [*self._tasks("ps"), *self._tasks("worker")]:
+            left_s = max(deadline - time.monotonic(), 0.1)
+            try:
+                body = messages.RecordSpans(trace, is_on)
+                _, buffers = self._clients.request(task, body, timeout=left_s)
+            except errors.DistributeError as error:
+                _log.warning("%s is missing in the trace: %s", task, error)
+            else:
+                found += [bytes(buffer) for buffer in buffers if len(buffer)]
+        return found
+
+    def _tasks(self, job: str) -> list[Task]:
+        locations = self._cluster.servers if job == "ps" else self._cluster.workers
+        return [Task(job, index) for index in range(len(locations))]
 
     # Shutdown.
 

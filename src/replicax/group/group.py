@@ -28,7 +28,7 @@ import jax
 import msgspec
 
 from replicax.cluster.spec import ClusterSpec
-from replicax.foundation import errors, peers
+from replicax.foundation import errors, peers, spans
 from replicax.foundation.jax_compat import Device
 from replicax.group import abort_handler, collective_sockets, exit_codes, hub, start
 from replicax.group.endings import Ending
@@ -264,6 +264,7 @@ class Group:
         if is_main:
             # What a thread waits for, such as the next batch, does not stop the program.
             self._activity = f"waiting at {name!r}", time.monotonic()
+        began = spans.now()
         try:
             return self._link.contribute(body, value)
         except errors.DistributeError:
@@ -271,6 +272,8 @@ class Group:
                 self._rescue.told.set()
             raise
         finally:
+            if began:
+                spans.record("agree", began, amount=number, label=name)
             if is_main:
                 self._activity = before
 

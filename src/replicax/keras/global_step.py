@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike
 
-from replicax.foundation import gate, jax_compat
+from replicax.foundation import device_spans, gate, jax_compat, spans
 from replicax.foundation.types import Tree
 from replicax.keras import worker_batches
 from replicax.keras.worker_batches import Rows
@@ -74,7 +74,11 @@ class GlobalStep:
     def _dispatch(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         if self._takes_turns:
             gate.wait_for_previous(self)
+        began = spans.now()
         outputs, state, token = self._run(state, batch)
+        if began:
+            spans.record("call", began, label=self._name)
+            device_spans.watch(token, began, "compute", self._name)
         if self._takes_turns:
             gate.set_running(token)
         return outputs, state

@@ -132,6 +132,22 @@ class Stacks(Body, frozen=True):
     text: str
 
 
+class RecordSpans(Body, frozen=True):
+    """Makes a task start or stop to record what it does; see `foundation/spans.py`.
+
+    Attributes:
+      trace: The id of the trace.
+      is_on: Whether to start.
+    """
+
+    trace: str
+    is_on: bool
+
+
+class RecordedSpans(Body, frozen=True):
+    """The reply to `RecordSpans`; when recording stops, the spans are in its buffer."""
+
+
 # Mirrors: each parameter server keeps a copy of another.
 
 
@@ -717,6 +733,7 @@ class CoordinationBytes(Body, frozen=True):
 _OfConnections = (
     Hello | Welcome | ErrorReply | Done | Attach | Detach | Ping | Pong | GetStacks | Stacks
 )
+_OfTraces = RecordSpans | RecordedSpans
 _OfMirrors = Replicate | Replicated | Seed | FetchReplica | ReplicaPiece
 _OfServers = QueryJob | JobInfo | Attached | CreatePart | DropParts | RegisterOptimizer | Fence
 _OfCheckpoints = SaveParts | PartsSaved | LoadParts
@@ -734,7 +751,14 @@ _OfGroups = (
     | CoordinationBytes
 )
 AnyBody = (
-    _OfConnections | _OfMirrors | _OfServers | _OfCheckpoints | _OfTraining | _OfWorkers | _OfGroups
+    _OfConnections
+    | _OfTraces
+    | _OfMirrors
+    | _OfServers
+    | _OfCheckpoints
+    | _OfTraining
+    | _OfWorkers
+    | _OfGroups
 )
 
 

@@ -167,6 +167,11 @@ def double(field: int, value: float) -> bytes:
     return varint(field << 3 | FIXED64) + struct.pack("<d", value)
 
 
+def fixed64(field: int, value: int) -> bytes:
+    """Returns a fixed64 field, which has no sign."""
+    return varint(field << 3 | FIXED64) + struct.pack("<Q", value)
+
+
 def single(field: int, value: float) -> bytes:
     """Returns a float field."""
     return varint(field << 3 | FIXED32) + struct.pack("<f", value)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from replicax.foundation import errors
+from replicax.foundation import errors, spans
 from replicax.tracing.capture import Capture, Kind, filled
 from replicax.tracing.segments import Segment, segments_of
 from replicax.variables import read_cache
@@ -88,7 +88,10 @@ class RemoteExchange:
     def push(self, arrays: Sequence[jax.Array]) -> None:
         """Pushes the changes of the last segment."""
         if self.program.changes:
+            began = spans.now()
             self._client.push(filled(self.program.changes, arrays))
+            if began:
+                spans.record("push", began, amount=len(self.program.changes))
 
 
 class _Segment:
@@ -118,7 +121,10 @@ class _Segment:
             dense = self._reads if stage.includes_values else []
             reads = [*dense, *(Read(v, ids[i]) for i, v in stage.lookups)]
             is_cached = read_cache.open_scope.get() is not None
+            began = spans.now()
             found = read_cache.pull(client, reads) if is_cached else client.pull(reads)
+            if began:
+                spans.record("pull", began, amount=len(reads))
             if stage.includes_values:
                 for index, value in zip(self._indices, found, strict=False):
                     values[index] = value

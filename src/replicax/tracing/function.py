@@ -15,7 +15,7 @@ import jax
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Strategy
-from replicax.foundation import errors, jax_compat, tracebacks
+from replicax.foundation import errors, jax_compat, spans, tracebacks
 from replicax.foundation.types import Tree
 from replicax.tracing import concrete, feeds, retracing, signature
 from replicax.tracing.concrete import ConcreteFunction
@@ -205,7 +205,7 @@ class Function(Generic[P, R]):
             if programs and not programs[0].events:
                 return programs[0]
             reason = self._reason(key)
-            with translated_errors(self.name):
+            with translated_errors(self.name), spans.block("trace", self.name):
                 program = Program(self.name, self.python_function, arguments, supply)
             if program.created and self._has_created:
                 names = ", ".join(repr(v.name) for v in program.created)

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from replicax.contexts import frames
 from replicax.contexts.overlay import Overlay, View
-from replicax.foundation import devices, gate, jax_compat, placement
+from replicax.foundation import device_spans, devices, gate, jax_compat, placement, spans
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.types import Tree
 from replicax.observe import progress
@@ -305,8 +305,15 @@ class Program:
                 values, rows, handed = pulled
                 on = self._on_devices
                 pulled = on(values), on(rows), on(handed)
+        began = spans.now()
         with gate.state():
             outs, changed = self._dispatch(arrays, pulled)
+        if began and self._exchange is None:
+            spans.record("call", began, label=self._name)
+        elif began:
+            # The push would wait for the program.
+            jax.block_until_ready((outs, changed))
+            spans.record("compute", began, label=self._name)
         if self._is_fixed:
             self._fixed = outs, changed
         if self._exchange is not None:
@@ -349,8 +356,14 @@ class Program:
         pulled: exchange.Pulled,
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         if self._takes_turns:
+            began = spans.now()
             gate.wait_for_previous(self)
+            if began:
+                spans.record("wait", began, label="devices")
+        began = spans.now()
         new, outs, changed, token = self._run(old, kept, self._constants, arrays, pulled)
+        if began and self._exchange is None:
+            device_spans.watch(token, began, "compute", self._name)
         if self._takes_turns:
             gate.set_running(token)
         return new, outs, changed

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from replicax.foundation import errors, lazy, thread_stacks
+from replicax.foundation import errors, lazy, spans, thread_stacks
 from replicax.protocol import admission, codec, error_replies, limits, messages
 from replicax.protocol.tasks import Role, Task, library_version, new_incarnation
 from replicax.transport import shared_memory
@@ -351,6 +351,8 @@ class Service:
             if type(body) is messages.GetStacks:
                 # Handled here, so that it works while all other threads are blocked.
                 reply = messages.Stacks(thread_stacks.text()), ()
+            elif type(body) is messages.RecordSpans:
+                reply = messages.RecordedSpans(), spans.switch(body.trace, body.is_on)
             else:
                 reply = self._handler(session, envelope, buffers)
         except errors.DistributeError as error:

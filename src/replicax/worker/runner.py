@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 from replicax.contexts import worker_index
-from replicax.foundation import errors
+from replicax.foundation import errors, spans
 from replicax.foundation.types import Tree
 from replicax.protocol import trees
 from replicax.protocol.codec import Buffer
@@ -314,7 +314,10 @@ class Runner:
     def report_all(self) -> None:
         """Waits for the acknowledgement of all ended closures, and reports them."""
         if self._unacknowledged:
+            began = spans.now()
             self._settle(self._session.drain)
+            if began:
+                spans.record("wait", began, label="acknowledgements")
         now = time.monotonic()
         for closure in list(self._unacknowledged):
             error = errors.DistributeError(
@@ -332,7 +335,10 @@ class Runner:
             if self.is_fenced:
                 return
         started_s = self.started_s = time.monotonic()
+        began = spans.now()
         outcome, is_unacknowledged = self._outcome_of(call, buffers)
+        if began:
+            spans.record("closure", began, call.closure)
         self.started_s = None
         self.num_run += 1
         self._record_duration(call.function, time.monotonic() - started_s)

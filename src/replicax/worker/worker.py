@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from replicax.foundation import errors
+from replicax.foundation import errors, spans
 from replicax.protocol import error_replies, messages
 from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Task, new_incarnation
@@ -207,7 +207,10 @@ class WorkerTask:
             elif runner.has_unreported:
                 runner.report_all()
             else:
+                began = spans.now()
                 job.wait(_POLL_S)
+                if began:
+                    spans.record("wait", began, label="closures")
         if runner.is_fenced:
             runner.report_all()
 

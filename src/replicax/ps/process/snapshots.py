@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from replicax.foundation import errors
+from replicax.foundation import errors, spans
 from replicax.ps.process.snapshot_files import GivenUpError, SnapshotDirectory
 from replicax.ps.store.service import ParameterStore
 from replicax.ps.store.snapshot import ChangeCounts
@@ -211,7 +211,8 @@ class Snapshots:
                 self._files.clear()
             is_due = self._schedule.is_due(counts, is_busy=self._is_busy(), now=time.monotonic())
             if is_due or (is_last and self._schedule.has_news(counts)):
-                self._save()
+                with spans.block("checkpoint", "snapshot"):
+                    self._save()
         except GivenUpError:
             _log.info("%s cancelled a snapshot", self._label)
         except Exception as error:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from replicax.foundation import errors
+from replicax.foundation import errors, spans
 from replicax.protocol import messages
 from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Role
@@ -324,7 +324,8 @@ class ParameterStore:
 
     def _save_parts(self, body: messages.SaveParts, _: Sequence[Buffer]) -> Reply:
         rows = [(row, self._storage.part(row.part)) for row in body.rows]
-        return messages.PartsSaved(self._require_checkpoints().save(body.directory, rows)), ()
+        with spans.block("checkpoint", "tables"):
+            return messages.PartsSaved(self._require_checkpoints().save(body.directory, rows)), ()
 
     def _load_parts(self, body: messages.LoadParts, _: Sequence[Buffer]) -> Reply:
         storage = self._storage
@@ -404,7 +405,10 @@ class ParameterStore:
             held.renew(now)
         # Before reading: values may be newer than the clock, never older.
         clock = storage.clock.steps
+        began = spans.now()
         results, values = storage.read(body.reads, buffers[first:], self._counters)
+        if began and body.reads:
+            spans.record("read", began, amount=len(body.reads))
         return messages.Exchanged(results, failures, clock), values
 
     def _member(self, job: str, epoch: int, incarnation: int) -> jobs.Job:

@@ -23,7 +23,7 @@ import jax
 import msgspec
 import numpy as np
 
-from replicax.foundation import errors
+from replicax.foundation import errors, spans
 from replicax.protocol import error_replies, messages
 from replicax.protocol.codec import Buffer
 from replicax.ps.store import memory, optimizers, programs, updates
@@ -197,6 +197,7 @@ class Storage:
                 own = buffers[position : position + used]
                 position += used
                 counters.updates += len(push.changes)
+                began = spans.now()
                 try:
                     checked = self._check(push, own, is_alone=is_alone)
                     counters.duplicates += len(push.changes) - len(checked)
@@ -206,6 +207,8 @@ class Storage:
                         error = _out_of_memory(f"The changes of closure {push.closure}", error)
                     reply = error_replies.from_error(error)
                     failures.append(messages.PushFailure(push.closure, reply))
+                if began:
+                    spans.record("apply", began, push.closure, len(push.changes))
         counters.failures += len(failures)
         return failures
 
