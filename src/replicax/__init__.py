@@ -91,7 +91,7 @@ __all__ = [
 
 
 # Those that import Keras, or are seldom needed; `from replicax import *` leaves them out.
-_LAZY = ("compat", "contrib", "keras", "ray")
+_LAZY = ("compat", "contrib", "keras", "profiler", "ray", "summary")
 # Imports everything else, when the first name is used; it gets these from here while it does.
 _PUBLIC_API = "replicax.public_api"
 _PACKAGES = (

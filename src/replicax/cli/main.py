@@ -21,6 +21,7 @@ _COMMANDS = {
     "run": ("replicax.cli.run", "run"),
     "serve": ("replicax.cli.serve", "serve"),
     "top": ("replicax.cli.top", "top"),
+    "trace": ("replicax.cli.trace", "trace"),
 }
 # Everything behind the program belongs to the program.
 _ENDS_AT_ARGUMENTS = {"allow_interspersed_args": False}

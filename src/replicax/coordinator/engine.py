@@ -15,6 +15,7 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -43,6 +44,8 @@ _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+# The engines of this process that are not closed.
+open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 # The interval at which waits check their condition, should a wake-up ever be missed.
 _POLL_S = 1.0
 # The time that the last messages have to leave.
@@ -114,6 +117,7 @@ class Engine:
                 self._clients.connect(Task("ps", index), location)
             for index, location in enumerate(cluster.workers):
                 self._clients.connect(Task("worker", index), location)
+        open_engines.add(self)
 
     @property
     def num_workers(self) -> int:
@@ -388,6 +392,7 @@ class Engine:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
+                open_engines.discard(self)
                 self._core.close()
                 for callback in self._close_callbacks:
                     callback()

@@ -38,9 +38,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from replicax.foundation import errors
+from replicax.foundation import errors, settings
 
 FORMAT = 1
+# The end of the names of files with spans.
+SUFFIX = ".spans"
 TEXT_BYTES = 1 << 16
 # Start and duration in nanoseconds, closure or -1, a count or size, kind, label, track, number.
 RECORD = struct.Struct("<qqqqHHIq")
@@ -220,10 +222,14 @@ def recorder() -> Recorder | None:
 
 
 def set_task(task: str) -> None:
-    """Sets the name that this process has in traces."""
+    """Sets the name that this process has in traces; starts to record if REPLICAX_TRACE is set."""
     _Process.task = task
-    if _Process.recorder is not None:
-        _Process.recorder.set_task(task)
+    running = _Process.recorder
+    directory = settings.REPLICAX_TRACE.read()
+    if running is not None:
+        running.set_task(task)
+    elif directory:
+        start(directory, path_in(Path(directory)))
 
 
 def task() -> str:
@@ -286,6 +292,12 @@ def stop(trace: str) -> bytes:
         record = _drop
         _Process.recorder = None
         return running.content()
+
+
+def path_in(directory: Path) -> Path:
+    """Returns a path for the spans of this process, different for each process and call."""
+    name = "".join(c if c.isalnum() else "-" for c in _Process.task).strip("-")
+    return directory / f"{name}-{os.getpid()}-{time.monotonic_ns():x}{SUFFIX}"
 
 
 def switch(trace: str, is_on: bool) -> Sequence[bytes]:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
-from replicax.foundation import errors
+from replicax.foundation import errors, spans
 from replicax.foundation.peers import Peers
 from replicax.foundation.types import Tree
 from replicax.input import agreement, pipelines, positions, splitting
@@ -284,7 +284,11 @@ class DistributedIterator(DataIterator):
 
     @override
     def _read(self) -> Tree:
-        return next(self._open())
+        began = spans.now()
+        element = next(self._open())
+        if began:
+            spans.record("wait", began, label="input")
+        return element
 
     @override
     def _position(self) -> Any:

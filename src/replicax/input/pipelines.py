@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from replicax.foundation import spans
 from replicax.foundation.types import Tree
 from replicax.input import positions, splitting
 from replicax.input.dataset.reading import DatasetIterator
@@ -304,10 +303,7 @@ class ReadAhead:
         self._thread.start()
 
     def __next__(self) -> Tree:
-        began = spans.now()
         element, self._state = self._buffer.take()
-        if began:
-            spans.record("wait", began, label="input")
         return element
 
     def get_state(self) -> Any:

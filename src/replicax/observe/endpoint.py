@@ -5,7 +5,8 @@ A connection carries one request and one reply, each one line of JSON:
     {"request": "status", "arguments": {}}
     {"reply": {...}}        or        {"error": "what went wrong"}
 
-Every task answers "ping", "requests", "status" and "stack".
+Every task answers "ping", "requests", "status" and "stack", and what `requests` and `recording`
+register.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from pathlib import Path
 
 import msgspec
 
-from replicax.foundation import errors, settings
-from replicax.observe import job_directory, process_facts, progress, requests
+from replicax.foundation import errors, settings, spans
+from replicax.observe import job_directory, process_facts, progress, recording, requests
 
 _log = logging.getLogger(__name__)
 
@@ -252,6 +253,7 @@ def open_for(
       status: See `Endpoint`.
       handlers: See `Endpoint`.
     """
+    spans.set_task(task)
     if not settings.is_observable():
         return None
     try:
@@ -303,3 +305,5 @@ def _close_all_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_all_in_child)
+for _name, _handler in recording.HANDLERS.items():
+    requests.register(_name, _handler)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 
 from replicax.foundation import errors, spans
 
-SUFFIX = ".spans"
 _RECORDS = np.dtype(
     [
         ("start", "<i8"),
@@ -136,11 +134,15 @@ def decode(content: bytes) -> Part:
         for start, length, closure, amount, kind, label, track, _ in complete.tolist()
     ]  # fmt: skip
     return Part(
-        *(header[key] for key in ("trace", "task", "host", "pid", "boot")),
-        header["realtime_ns"] - header["monotonic_ns"],
-        threads,
-        found,
-        max(0, int(complete["number"].max(initial=0)) - len(found)),
+        trace=header["trace"],
+        task=header["task"],
+        host=header["host"],
+        pid=header["pid"],
+        boot=header["boot"],
+        offset_ns=header["realtime_ns"] - header["monotonic_ns"],
+        threads=threads,
+        spans=found,
+        num_lost=max(0, int(complete["number"].max(initial=0)) - len(found)),
     )
 
 
@@ -151,14 +153,8 @@ def read(directory: Path, trace: str | None = None) -> list[Part]:
       directory: The directory.
       trace: Only parts of this trace; None for all.
     """
-    found = [decode(path.read_bytes()) for path in sorted(directory.glob(f"*{SUFFIX}"))]
+    found = [decode(path.read_bytes()) for path in sorted(directory.glob(f"*{spans.SUFFIX}"))]
     return [part for part in found if trace is None or part.trace == trace]
-
-
-def path_in(directory: Path, task: str) -> Path:
-    """Returns a path for the part of this process, different for each process and call."""
-    name = "".join(c if c.isalnum() else "-" for c in task).strip("-")
-    return directory / f"{name}-{os.getpid()}-{spans.clocks()['monotonic_ns']:x}{SUFFIX}"
 
 
 def _lines(text: bytes) -> Iterator[dict[str, Any]]:

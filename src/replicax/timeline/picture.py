@@ -1,0 +1,178 @@
+"""Draws a trace: one row per thread or device of each task, one colour per kind of span."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from replicax.foundation import errors
+from replicax.timeline import perfetto
+from replicax.timeline.parts import Part, Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Kinds that contain others are drawn lighter, behind them.
+COLOURS: Mapping[str, str] = {
+    "closure": "#d9d9d9",
+    "call": "#d9d9d9",
+    "agree": "#e8dff5",
+    "schedule": "#8c564b",
+    "assign": "#c49c94",
+    "finish": "#e377c2",
+    "trace": "#bcbd22",
+    "pull": "#1f77b4",
+    "read": "#9ecae1",
+    "compute": "#2ca02c",
+    "push": "#ff7f0e",
+    "apply": "#d62728",
+    "all-reduce": "#9467bd",
+    "all-gather": "#9467bd",
+    "reduce-scatter": "#9467bd",
+    "wait": "#f2f2f2",
+    "checkpoint": "#17becf",
+}
+_OTHER = "#7f7f7f"
+_BEHIND = ("closure", "call", "agree", "wait")
+# The mean part of the time that a span takes whose edges can be seen.
+_WIDE = 4e-3
+# Rows whose spans take a smaller part of the time than this are left out.
+_LEAST_SHARE = 2e-4
+_ROW_INCHES, _WIDTH_INCHES = 0.3, 11.0
+_MOST_ROWS = 60
+_NUM_COLUMNS = 10  # of the legend
+
+
+def draw(
+    trace: str | os.PathLike[str],
+    picture: str | os.PathLike[str],
+    *,
+    title: str = "",
+    start_s: float = 0.0,
+    seconds: float | None = None,
+    marks: Mapping[float, str] | None = None,
+) -> None:
+    """Draws a trace as a picture, PNG or SVG.
+
+    Args:
+      trace: The file of the trace.
+      picture: The file to write.
+      title: The title.
+      start_s: Where the picture starts, in seconds after the start of the trace.
+      seconds: How many seconds it shows; all if None.
+      marks: Moments, in seconds after the start of the trace, each with a text.
+
+    Raises:
+      UnsupportedError: Matplotlib is not installed.
+      InvalidArgumentError: There is nothing to draw.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise errors.UnsupportedError(
+            "Pictures of traces need Matplotlib",
+            str(error),
+            "Run `pip install replicax[demo]`, or open the trace at https://ui.perfetto.dev.",
+        ) from error
+    parts = perfetto.read(trace)
+    moments = [span.start for part in parts for span in part.spans]
+    if not moments:
+        raise errors.InvalidArgumentError(
+            "A picture of a trace needs spans", f"{os.fspath(trace)} has none", "Record it again."
+        )
+    zero = min(moments)
+    end = max(span.end for part in parts for span in part.spans)
+    first = zero + int(start_s * 1e9)
+    last = end if seconds is None else min(end, first + int(seconds * 1e9))
+    rows = _rows(parts, first, last)
+    figure = Figure(figsize=(_WIDTH_INCHES, 1.5 + _ROW_INCHES * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    unit, unit_ns = ("s", 1e9) if last - first > 2e9 else ("ms", 1e6)
+    for number, (_, spans) in enumerate(rows):
+        _draw_row(axes, -number, spans, zero, unit_ns, (last - first) / unit_ns)
+    _label(figure, axes, rows, title, f"time ({unit})")
+    for at_s, text in (marks or {}).items():
+        at = at_s * 1e9 / unit_ns
+        axes.axvline(at, color="#d62728", linewidth=1.2, linestyle="--")
+        axes.annotate(
+            text, (at, 1.0), xycoords=("data", "axes fraction"), xytext=(3, 3),
+            textcoords="offset points", color="#d62728", fontsize=8,
+        )  # fmt: skip
+    axes.set_xlim((first - zero) / unit_ns, (last - zero) / unit_ns)
+    figure.savefig(os.fspath(picture), dpi=130)
+
+
+def _rows(parts: Sequence[Part], first: int, last: int) -> list[tuple[str, list[Span]]]:
+    """Returns the label and the spans of each row."""
+    found: list[tuple[str, list[Span]]] = []
+    for part in parts:
+        shown = part.task.removeprefix("/job:").replace("/task:", " ")
+        others = [p for p in parts if p.task == part.task]
+        if len(others) > 1:
+            shown += f" (process {part.pid})"
+        tracks: dict[str, list[Span]] = {}
+        for span in part.spans:
+            if span.end >= first and span.start <= last:
+                tracks.setdefault(span.track, []).append(span)
+        for track, spans in tracks.items():
+            busy = sum(span.duration for span in spans if span.kind != "wait")
+            if busy >= _LEAST_SHARE * (last - first):
+                found.append((f"{shown} · {_short(track)}", spans))
+    return found[:_MOST_ROWS]
+
+
+def _short(track: str) -> str:
+    return {"MainThread": "program"}.get(track, track.removeprefix("replicax-"))
+
+
+def _draw_row(
+    axes: Axes, y: int, spans: Sequence[Span], zero: int, unit_ns: float, shown: float
+) -> None:
+    by_kind: dict[str, list[tuple[float, float]]] = {}
+    for span in spans:
+        bar = (span.start - zero) / unit_ns, max(span.duration, 1) / unit_ns
+        by_kind.setdefault(span.kind, []).append(bar)
+    for kind, bars in by_kind.items():
+        is_behind = kind in _BEHIND
+        height = 0.84 if is_behind else 0.6
+        # Spans that follow each other at once are separated, unless only the lines would be seen.
+        is_wide = sum(length for _, length in bars) / len(bars) > _WIDE * shown
+        axes.broken_barh(
+            bars,
+            (y - height / 2, height),
+            facecolors=COLOURS.get(kind, _OTHER),
+            edgecolors="#bbbbbb" if is_behind else "white" if is_wide else "none",
+            linewidth=0.4,
+            zorder=2 if is_behind else 3,
+        )
+
+
+def _label(
+    figure: Figure, axes: Axes, rows: Sequence[tuple[str, list[Span]]], title: str, unit: str
+) -> None:
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    axes.set_yticks([-i for i in range(len(rows))], [label for label, _ in rows], fontsize=8)
+    axes.set_ylim(-len(rows) + 0.4, 0.6)
+    axes.set_xlabel(unit)
+    axes.grid(axis="x", color="#eeeeee", zorder=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(left=False)
+    present = {span.kind for _, spans in rows for span in spans}
+    known = [kind for kind in COLOURS if kind in present]
+    handles: list[Any] = [
+        Patch(facecolor=COLOURS[kind], edgecolor="#bbbbbb", linewidth=0.4, label=kind)
+        for kind in known
+    ]
+    if present - set(known):
+        handles.append(Patch(facecolor=_OTHER, label=", ".join(sorted(present - set(known)))))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=_NUM_COLUMNS, fontsize=8, frameon=False
+    )
+    if title:
+        figure.suptitle(title, fontsize=11)
