@@ -54,6 +54,8 @@ REPLICAX_KEYS = Setting("REPLICAX_KEYS")
 REPLICAX_JOB_DIR = Setting("REPLICAX_JOB_DIR")
 # "off" if tasks must not be observable.
 REPLICAX_OBSERVE = Setting("REPLICAX_OBSERVE")
+# The address at which tasks serve metrics for Prometheus: "host:port", a port, or "on".
+REPLICAX_METRICS = Setting("REPLICAX_METRICS")
 # A directory in which tasks record, from their start, what they do; see replicax.profiler.
 REPLICAX_TRACE = Setting("REPLICAX_TRACE")
 # The timeouts of the coordinator: "default", or "fast" for tests.

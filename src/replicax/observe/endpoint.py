@@ -23,13 +23,21 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from replicax.foundation import errors, settings, spans
-from replicax.observe import job_directory, process_facts, progress, recording, requests
+from replicax.observe import (
+    job_directory,
+    metrics,
+    process_facts,
+    progress,
+    recording,
+    requests,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -225,6 +233,7 @@ class Endpoint:
             "host": socket.gethostname(),
             "program": process_facts.program(),
             "started_s": self._started_s,
+            "metrics": metrics.current_address(),
             "process": process_facts.measure(),
             **progress.snapshot(),
             **self._status(),
@@ -258,10 +267,21 @@ def open_for(
         return None
     try:
         job_directory.sweep()
-        return Endpoint(task, directory(), status, handlers)
+        found = Endpoint(task, directory(), status, handlers)
+        metrics.serve_if_asked(statuses)
+        return found
     except (OSError, errors.DistributeError) as error:
         _log.warning("%s cannot be observed: %s", task, error)
         return None
+
+
+def statuses() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yields job, name and status of each task of this process."""
+    found = list(_open)
+    for endpoint in found:
+        yield endpoint.directory.name, endpoint.task, endpoint.status()
+    if not found:
+        yield from metrics.of_process()
 
 
 def receive_line(connection: socket.socket, limit: int, timeout: float) -> bytes | None:
@@ -307,3 +327,4 @@ def _close_all_in_child() -> None:
 os.register_at_fork(after_in_child=_close_all_in_child)
 for _name, _handler in recording.HANDLERS.items():
     requests.register(_name, _handler)
+requests.register("metrics", lambda _, __: {"text": metrics.text(statuses)})

@@ -11,11 +11,13 @@ The file opens at https://ui.perfetto.dev, which reads it in the browser and upl
 import sys
 
 from replicax.foundation.public_names import show_as_public
+from replicax.observe.metrics import MetricsServer as MetricsServer
+from replicax.profiler.metrics_server import serve_metrics as serve_metrics
 from replicax.profiler.recording import Trace as Trace
 from replicax.profiler.recording import trace as trace
 from replicax.timeline.merging import merge as merge
 from replicax.timeline.picture import draw as draw
 
-__all__ = ["Trace", "draw", "merge", "trace"]
+__all__ = ["MetricsServer", "Trace", "draw", "merge", "serve_metrics", "trace"]
 
 show_as_public(sys.modules[__name__])

@@ -6,13 +6,19 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from replicax.foundation import errors
+from replicax.foundation import errors, lazy
 from replicax.timeline import perfetto
 from replicax.timeline.parts import Part, Span
 
 if TYPE_CHECKING:
+    from matplotlib import figure as figures
+    from matplotlib import patches
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.backends import backend_agg
+else:
+    figures = lazy.module("matplotlib.figure", "replicax[demo]")
+    patches = lazy.module("matplotlib.patches", "replicax[demo]")
+    backend_agg = lazy.module("matplotlib.backends.backend_agg", "replicax[demo]")
 
 # Kinds that contain others are drawn lighter, behind them.
 COLOURS: Mapping[str, str] = {
@@ -65,18 +71,9 @@ def draw(
       marks: Moments, in seconds after the start of the trace, each with a text.
 
     Raises:
-      UnsupportedError: Matplotlib is not installed.
+      MissingDependencyError: Matplotlib is not installed.
       InvalidArgumentError: There is nothing to draw.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise errors.UnsupportedError(
-            "Pictures of traces need Matplotlib",
-            str(error),
-            "Run `pip install replicax[demo]`, or open the trace at https://ui.perfetto.dev.",
-        ) from error
     parts = perfetto.read(trace)
     moments = [span.start for part in parts for span in part.spans]
     if not moments:
@@ -88,8 +85,10 @@ def draw(
     first = zero + int(start_s * 1e9)
     last = end if seconds is None else min(end, first + int(seconds * 1e9))
     rows = _rows(parts, first, last)
-    figure = Figure(figsize=(_WIDTH_INCHES, 1.5 + _ROW_INCHES * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = figures.Figure(
+        figsize=(_WIDTH_INCHES, 1.5 + _ROW_INCHES * len(rows)), layout="constrained"
+    )
+    backend_agg.FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     unit, unit_ns = ("s", 1e9) if last - first > 2e9 else ("ms", 1e6)
     for number, (_, spans) in enumerate(rows):
@@ -152,10 +151,12 @@ def _draw_row(
 
 
 def _label(
-    figure: Figure, axes: Axes, rows: Sequence[tuple[str, list[Span]]], title: str, unit: str
+    figure: figures.Figure,
+    axes: Axes,
+    rows: Sequence[tuple[str, list[Span]]],
+    title: str,
+    unit: str,
 ) -> None:
-    from matplotlib.patches import Patch  # noqa: PLC0415
-
     axes.set_yticks([-i for i in range(len(rows))], [label for label, _ in rows], fontsize=8)
     axes.set_ylim(-len(rows) + 0.4, 0.6)
     axes.set_xlabel(unit)
@@ -166,11 +167,13 @@ def _label(
     present = {span.kind for _, spans in rows for span in spans}
     known = [kind for kind in COLOURS if kind in present]
     handles: list[Any] = [
-        Patch(facecolor=COLOURS[kind], edgecolor="#bbbbbb", linewidth=0.4, label=kind)
+        patches.Patch(facecolor=COLOURS[kind], edgecolor="#bbbbbb", linewidth=0.4, label=kind)
         for kind in known
     ]
     if present - set(known):
-        handles.append(Patch(facecolor=_OTHER, label=", ".join(sorted(present - set(known)))))
+        handles.append(
+            patches.Patch(facecolor=_OTHER, label=", ".join(sorted(present - set(known))))
+        )
     figure.legend(
         handles=handles, loc="outside lower center", ncols=_NUM_COLUMNS, fontsize=8, frameon=False
     )
