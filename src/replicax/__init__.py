@@ -74,6 +74,7 @@ __all__ = [
     "metrics",
     "nn",
     "optimizers",
+    "profiler",
     "random",
     "read_variables",
     "run_functions_eagerly",
@@ -81,6 +82,7 @@ __all__ = [
     "scan",
     "set_virtual_cpu_devices",
     "strategy_from_environment",
+    "summary",
     "switch",
     "testing",
     "train",
@@ -91,12 +93,12 @@ __all__ = [
 
 
 # Those that import Keras, or are seldom needed; `from replicax import *` leaves them out.
-_LAZY = ("compat", "contrib", "keras", "profiler", "ray", "summary")
+_LAZY = ("compat", "contrib", "keras", "ray")
 # Imports everything else, when the first name is used; it gets these from here while it does.
 _PUBLIC_API = "replicax.public_api"
 _PACKAGES = (
-    "cluster_resolver coordinator data errors experimental metrics nn optimizers random "
-    "saved_model testing train"
+    "cluster_resolver coordinator data errors experimental metrics nn optimizers profiler random "
+    "saved_model summary testing train"
 ).split()
 
 

@@ -16,8 +16,10 @@ from replicax import experimental as experimental
 from replicax import metrics as metrics
 from replicax import nn as nn
 from replicax import optimizers as optimizers
+from replicax import profiler as profiler
 from replicax import random as random
 from replicax import saved_model as saved_model
+from replicax import summary as summary
 from replicax import testing as testing
 from replicax import train as train
 from replicax.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOps
