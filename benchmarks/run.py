@@ -45,6 +45,7 @@ from benchmarks import (
     secure_transport,
     snapshots,
     sparse_step,
+    tracing,
     transformer_step,
     virtual_replicas,
 )
@@ -67,6 +68,7 @@ BENCHMARKS: tuple[ModuleType, ...] = (
     snapshots,
     observing,
     secure_transport,
+    tracing,
     multi_worker,
     keras,
     keras_parameter_server,

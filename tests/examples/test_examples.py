@@ -75,6 +75,20 @@ def test_programs_about_keras_run(page: str, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+def test_the_guide_about_profiling_runs(tmp_path: Path) -> None:
+    (program,) = programs_of("docs/guides/profiling.md")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        check=False,
+        timeout=250,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(".pftrace\n")
+
+
 def numbers(pattern: str, output: str) -> list[float]:
     """All numbers that the output has in place of the group of the pattern."""
     return [float(found) for found in re.findall(pattern, output)]

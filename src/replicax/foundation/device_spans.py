@@ -62,6 +62,14 @@ class _Watcher:
             if recorder is not None:
                 recorder.add_on_track(_TRACK, kind, max(began, previous), ended, label)
             previous = ended
+            self._waiting.task_done()
+
+    def wait(self, timeout: float) -> None:
+        """Waits until all programs are recorded, or for a time."""
+        with self._waiting.all_tasks_done:
+            self._waiting.all_tasks_done.wait_for(
+                lambda: not self._waiting.unfinished_tasks, timeout
+            )
 
 
 _watcher = _Watcher()
@@ -77,3 +85,8 @@ def watch(token: jax.Array, began: int, kind: str, label: str) -> None:
       label: The name of the program.
     """
     _watcher.watch(token, began, kind, label)
+
+
+def wait(timeout: float) -> None:
+    """Waits until all programs that were dispatched are recorded, or for a time in seconds."""
+    _watcher.wait(timeout)

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from replicax.coordinator import engine
-from replicax.foundation import peers, spans
+from replicax.foundation import device_spans, peers, spans
 from replicax.timeline import merging, parts, xla
 
 # The seconds that the tasks of a cluster have to start or to stop, all together.
@@ -84,6 +84,7 @@ def trace(
             for each in others:
                 each.record_spans(name, True, _SWITCH_S)
             yield recording
+            device_spans.wait(_SWITCH_S)
     finally:
         found = [part for each in others for part in each.record_spans(name, False, _SWITCH_S)]
         # Of a task in this process, which was stopped first.

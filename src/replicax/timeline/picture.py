@@ -60,7 +60,7 @@ def draw(
     seconds: float | None = None,
     marks: Mapping[float, str] | None = None,
 ) -> None:
-    """Draws a trace as a picture, PNG or SVG.
+    """Draws a trace as a picture, PNG or SVG: a row per thread or device of each task.
 
     Args:
       trace: The file of the trace.
@@ -68,7 +68,8 @@ def draw(
       title: The title.
       start_s: Where the picture starts, in seconds after the start of the trace.
       seconds: How many seconds it shows; all if None.
-      marks: Moments, in seconds after the start of the trace, each with a text.
+      marks: Moments, in seconds after the start of the trace, each with a text. The loss of tasks
+        that were restarted is marked in any case.
 
     Raises:
       MissingDependencyError: Matplotlib is not installed.
@@ -94,9 +95,10 @@ def draw(
     for number, (_, spans) in enumerate(rows):
         _draw_row(axes, -number, spans, zero, unit_ns, (last - first) / unit_ns)
     _label(figure, axes, rows, title, f"time ({unit})")
-    for at_s, text in (marks or {}).items():
-        at = at_s * 1e9 / unit_ns
-        axes.axvline(at, color="#d62728", linewidth=1.2, linestyle="--")
+    found = _restarts(parts) | {zero + int(s * 1e9): text for s, text in (marks or {}).items()}
+    for moment, text in found.items():
+        at = (moment - zero) / unit_ns
+        axes.axvline(at, color="#d62728", linewidth=1.2, linestyle="--", zorder=4)
         axes.annotate(
             text, (at, 1.0), xycoords=("data", "axes fraction"), xytext=(3, 3),
             textcoords="offset points", color="#d62728", fontsize=8,
@@ -106,22 +108,36 @@ def draw(
 
 
 def _rows(parts: Sequence[Part], first: int, last: int) -> list[tuple[str, list[Span]]]:
-    """Returns the label and the spans of each row."""
-    found: list[tuple[str, list[Span]]] = []
+    """Returns the label and the spans of each row; a task that was restarted has one row."""
+    tracks: dict[tuple[str, str], list[Span]] = {}
     for part in parts:
-        shown = part.task.removeprefix("/job:").replace("/task:", " ")
-        others = [p for p in parts if p.task == part.task]
-        if len(others) > 1:
-            shown += f" (process {part.pid})"
-        tracks: dict[str, list[Span]] = {}
         for span in part.spans:
             if span.end >= first and span.start <= last:
-                tracks.setdefault(span.track, []).append(span)
-        for track, spans in tracks.items():
-            busy = sum(span.duration for span in spans if span.kind != "wait")
-            if busy >= _LEAST_SHARE * (last - first):
-                found.append((f"{shown} · {_short(track)}", spans))
+                tracks.setdefault((part.task, span.track), []).append(span)
+    found: list[tuple[str, list[Span]]] = []
+    for (task, track), spans in tracks.items():
+        busy = sum(span.duration for span in spans if span.kind != "wait")
+        if busy >= _LEAST_SHARE * (last - first):
+            found.append((f"{_task(task)} · {_short(track)}", spans))
     return found[:_MOST_ROWS]
+
+
+def _restarts(parts: Sequence[Part]) -> dict[int, str]:
+    """Returns when tasks were lost that were started again: the first one of each restart."""
+    incarnations: dict[str, list[Part]] = {}
+    for part in parts:
+        if part.spans:
+            incarnations.setdefault(part.task, []).append(part)
+    lost: dict[int, tuple[int, str]] = {}
+    for task, own in incarnations.items():
+        for number, part in enumerate(sorted(own, key=lambda p: p.spans[0].start)[:-1]):
+            end = max(span.end for span in part.spans)
+            lost[number] = min(lost.get(number, (end, task)), (end, task))
+    return {end: f"{_task(task)} lost" for end, task in lost.values()}
+
+
+def _task(task: str) -> str:
+    return task.removeprefix("/job:").replace("/task:", " ")
 
 
 def _short(track: str) -> str:

@@ -1,0 +1,105 @@
+"""What traces cost: closures per second with 2 parameter servers and 2 workers, recorded or not.
+
+Bursts of closures run in one cluster, recorded and not recorded in turn; the best burst of each
+counts. While nothing is recorded, a recording point costs the call of a builtin: the row `off` is
+the time of all points that a closure passes, by all tasks, as a part of the time of the closure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Measured, Row, Settings, at_most, compete, main
+from benchmarks.parameter_server import BURSTS, NUM_SERVERS, NUM_WORKERS, our_step
+
+CASES = ("assign_add", "mlp 64x4x64", "mlp 512x4x64")
+MOST_ON, MOST_OFF = 1.05, 0.005
+
+
+def ours(case: str, seconds: float) -> dict[str, float]:
+    import replicax as rx
+
+    with rx.testing.LocalCluster(workers=NUM_WORKERS, ps=NUM_SERVERS) as cluster:
+        strategy = rx.ParameterServerStrategy(cluster.resolver, keys=cluster.keys_directory)
+        with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
+            step, args = our_step(case, strategy, coordinator)
+            found = _bursts(
+                case, seconds, lambda: coordinator.schedule(step, args=args), coordinator
+            )
+        strategy.close()
+    return found
+
+
+def _bursts(
+    case: str, seconds: float, schedule: Callable[[], Any], coordinator: Any
+) -> dict[str, float]:
+    import replicax as rx
+    from replicax.timeline import perfetto
+
+    count = BURSTS[case]
+    best = {"on": float("inf"), "off": float("inf")}
+    num_spans = 0
+    for _ in range(50):
+        schedule()
+    coordinator.join()
+    end = time.perf_counter() + max(10.0, 5 * seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        while time.perf_counter() < end:
+            for name in best:
+                is_on = name == "on"
+                tracing = rx.profiler.trace(folder) if is_on else contextlib.nullcontext()
+                with tracing as trace:
+                    start = time.perf_counter()
+                    for _ in range(count):
+                        schedule()
+                    coordinator.join()
+                    best[name] = min(best[name], time.perf_counter() - start)
+                if isinstance(trace, rx.profiler.Trace):
+                    assert trace.path is not None
+                    num_spans = sum(len(part.spans) for part in perfetto.read(trace.path))
+                    Path(trace.path).unlink()
+    return {
+        "on_us": 1e6 * best["on"] / count,
+        "off_us": 1e6 * best["off"] / count,
+        "spans": num_spans / count,
+        "point_us": _point_us(),
+    }
+
+
+def _point_us() -> float:
+    """Returns the time of a recording point while nothing is recorded."""
+    from replicax.foundation import spans
+
+    number = 200_000
+    point = "began = spans.now()\nif began:\n    spans.record('pull', began)"
+    timed = min(timeit.repeat(point, globals={"spans": spans}, number=number, repeat=5))
+    return 1e6 * timed / number
+
+
+CONTESTANTS = {"ours": ours}
+
+
+def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, list[Row]]:
+    """Measures everything; returns the numbers and the lines of the table."""
+    measured = compete(__name__, ["ours"], CASES, settings, report)
+    rows = []
+    for case in CASES:
+        found = measured["ours", case]
+        on, off = found["on_us"], found["off_us"]
+        texts = f"{1e6 / on:,.0f}/s", f"{1e6 / off:,.0f}/s"
+        what = "closure recorded / not recorded"
+        rows.append(Row(what, case, *texts, on / off, *at_most(MOST_ON, on / off)))
+        share = found["spans"] * found["point_us"] / off
+        texts = f"{found['spans']:.1f} points", f"{1e3 * found['point_us']:.0f} ns each"
+        rows.append(Row("… off: points / closure", case, *texts, share, *at_most(MOST_OFF, share)))
+    return measured, rows
+
+
+if __name__ == "__main__":
+    main(CONTESTANTS)
