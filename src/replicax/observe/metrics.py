@@ -29,6 +29,8 @@ HOST = "127.0.0.1"
 PORT = 9400
 # Tasks of one host get the same address from their launcher; each takes the first free port.
 _NUM_PORTS = 100
+# The seconds that `close` waits for the thread that serves.
+_CLOSE_S = 5.0
 
 # Returns job, task and status of each task of this process.
 Statuses = Callable[[], Iterable[tuple[str, str, Mapping[str, Any]]]]
@@ -110,7 +112,7 @@ class MetricsServer:
         """Stops serving. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
 
 
 class _Current:

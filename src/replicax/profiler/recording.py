@@ -79,12 +79,14 @@ def trace(
     if not spans.start(name, path, capacity):
         raise AssertionError("ids of traces are unique")
     others = list(engine.open_engines)
+    is_complete = False
     try:
         with xla.recorded_collectives(is_on=collectives and _has_collectives(group)):
             for each in others:
                 each.record_spans(name, True, _SWITCH_S)
             yield recording
             device_spans.wait(_SWITCH_S)
+        is_complete = True
     finally:
         found = [part for each in others for part in each.record_spans(name, False, _SWITCH_S)]
         # Of a task in this process, which was stopped first.
@@ -93,8 +95,9 @@ def trace(
             recording.path = merging.write(
                 merging.new_path(folder), [parts.decode(part) for part in [*own, *found]]
             )
-        else:
+        elif is_complete:
             recording.path = _write_together(folder, group)
+        # Else the others may not come to the end of the block; `merge` makes a trace of the files.
 
 
 def _has_collectives(group: peers.Peers | None) -> bool:
