@@ -29,6 +29,7 @@ COLOURS: Mapping[str, str] = {
     "assign": "#c49c94",
     "finish": "#e377c2",
     "trace": "#bcbd22",
+    "compile": "#dbdb8d",
     "pull": "#1f77b4",
     "read": "#9ecae1",
     "compute": "#2ca02c",
@@ -160,7 +161,7 @@ def _draw_row(
             bars,
             (y - height / 2, height),
             facecolors=COLOURS.get(kind, _OTHER),
-            edgecolors="#bbbbbb" if is_behind else "white" if is_wide else "none",
+            edgecolors=("#bbbbbb" if is_behind else "white") if is_wide else "none",
             linewidth=0.4,
             zorder=2 if is_behind else 3,
         )

@@ -161,6 +161,7 @@ class Program:
         changes_state = bool(captured.written) or self._exchange is not None
         self._runs = progress.counter_of(self._name, changes_state)
         self._number: int | None = None
+        self._has_run = False
         if self._peers is not None:
             self._fingerprint = jax_compat.fingerprint(captured.jaxpr)
         self._fixed: tuple[list[jax.Array], list[jax.Array]] | None = None
@@ -362,11 +363,20 @@ class Program:
                 spans.record("wait", began, label="devices")
         began = spans.now()
         new, outs, changed, token = self._run(old, kept, self._constants, arrays, pulled)
-        if began and self._exchange is None:
-            device_spans.watch(token, began, "compute", self._name)
+        if began:
+            self._record_run(began, token)
+        self._has_run = True
         if self._takes_turns:
             gate.set_running(token)
         return new, outs, changed
+
+    def _record_run(self, began: int, token: jax.Array) -> None:
+        if not self._has_run:
+            spans.record("compile", began, label=self._name)
+            began = spans.now()
+        # The caller waits for a program that exchanges values with servers.
+        if began and self._exchange is None:
+            device_spans.watch(token, began, "compute", self._name)
 
     def _state(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns the arrays of the variables: those to be replaced, and the others."""
