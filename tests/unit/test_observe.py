@@ -73,7 +73,8 @@ def test_registered_and_own_requests_are_answered_and_unknown_ones_refused() -> 
         assert client.ask(made.path, "sum", {"numbers": [1, 2]}).reply == 3
         assert client.ask(made.path, "own", {"x": 1}).reply == [made.task, {"x": 1}]
         assert client.ask(made.path, "requests").reply == [
-            "own", "ping", "requests", "stack", "status", "sum",
+            "metrics", "own", "ping", "requests", "stack", "status", "sum", "trace_start",
+            "trace_stop",
         ]  # fmt: skip
         assert "does not know the request 'other'" in client.ask(made.path, "other").error
         assert "KeyError" in client.ask(made.path, "sum").error

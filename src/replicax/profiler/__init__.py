@@ -8,9 +8,6 @@ The file opens at https://ui.perfetto.dev, which reads it in the browser and upl
 `replicax trace` records a job that is running already.
 """
 
-import sys
-
-from replicax.foundation.public_names import show_as_public
 from replicax.observe.metrics import MetricsServer as MetricsServer
 from replicax.profiler.metrics_server import serve_metrics as serve_metrics
 from replicax.profiler.recording import Trace as Trace
@@ -20,4 +17,6 @@ from replicax.timeline.picture import draw as draw
 
 __all__ = ["MetricsServer", "Trace", "draw", "merge", "serve_metrics", "trace"]
 
-show_as_public(sys.modules[__name__])
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,9 +11,6 @@ MLflow, or what implements `Tracker`. One task of a group writes, the chief. `re
 metrics for Prometheus show the newest scalars, also without a writer.
 """
 
-import sys
-
-from replicax.foundation.public_names import show_as_public
 from replicax.summary.trackers import CsvTracker as CsvTracker
 from replicax.summary.trackers import MLflowTracker as MLflowTracker
 from replicax.summary.trackers import Tracker as Tracker
@@ -52,4 +49,6 @@ __all__ = [
     "text",
 ]
 
-show_as_public(sys.modules[__name__])
+
+def __dir__() -> list[str]:
+    return __all__

@@ -109,7 +109,7 @@ def _packets(part: Part, process: int, first_id: int, sequence: int) -> Iterator
     following = first_id
     for track, own in by_track.items():
         thread = part.threads.get(track, 0)
-        for number, lane in enumerate(_lanes(own)):
+        for number, row in enumerate(_rows(own)):
             following += 1
             fields = wire.number(_TRACK_PARENT, first_id)
             # Perfetto knows a thread by its id, so it has one track.
@@ -123,26 +123,26 @@ def _packets(part: Part, process: int, first_id: int, sequence: int) -> Iterator
             else:
                 fields += wire.text(_TRACK_NAME, track)
             yield _descriptor(following, fields)
-            yield from _events(lane, following, sequence)
+            yield from _events(row, following, sequence)
 
 
 def _descriptor(track: int, fields: bytes) -> bytes:
     return wire.octets(_TRACK, wire.number(_TRACK_ID, track) + fields)
 
 
-def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
-    """Distributes spans such that those of one lane follow or contain each other."""
-    lanes: list[list[Span]] = []
-    # For each lane, the ends of the spans that contain what comes next.
+def _rows(spans: Sequence[Span]) -> list[list[Span]]:
+    """Distributes spans such that those of one row follow or contain each other."""
+    rows: list[list[Span]] = []
+    # For each row, the ends of the spans that contain what comes next.
     open_ends: list[list[int]] = []
     for span in sorted(spans, key=lambda s: (s.start, -s.duration)):
-        number = next((i for i, ends in enumerate(open_ends) if _fits(span, ends)), len(lanes))
-        if number == len(lanes):
-            lanes.append([])
+        number = next((i for i, ends in enumerate(open_ends) if _fits(span, ends)), len(rows))
+        if number == len(rows):
+            rows.append([])
             open_ends.append([])
-        lanes[number].append(span)
+        rows[number].append(span)
         open_ends[number].append(span.end)
-    return lanes
+    return rows
 
 
 def _fits(span: Span, ends: list[int]) -> bool:
@@ -151,12 +151,12 @@ def _fits(span: Span, ends: list[int]) -> bool:
     return not ends or span.end <= ends[-1]
 
 
-def _events(lane: Sequence[Span], track: int, sequence: int) -> Iterator[bytes]:
+def _events(row: Sequence[Span], track: int, sequence: int) -> Iterator[bytes]:
     """Yields the begin and the end of each span, ordered by time."""
     where = wire.number(_EVENT_TRACK, track)
     end_event = wire.number(_EVENT_TYPE, _END) + where
     open_ends: list[int] = []
-    for span in lane:
+    for span in row:
         while open_ends and open_ends[-1] <= span.start:
             yield _event(open_ends.pop(), sequence, end_event)
         name = f"{span.kind} {span.label}" if span.label else span.kind
