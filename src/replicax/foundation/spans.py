@@ -276,13 +276,13 @@ def start(trace: str, path: Path | None = None, capacity: int = CAPACITY) -> boo
     Raises:
       ContextError: Another trace is being recorded.
 
-    >>> start("demo"), start("demo")
+    >>> from replicax.foundation import spans
+    >>> spans.start("demo"), spans.start("demo")
     (True, False)
-    >>> began = now()
-    >>> record("wait", began)
-    >>> len(stop("demo")) == TEXT_BYTES + RECORD.size
+    >>> spans.record("wait", spans.now())
+    >>> len(spans.stop("demo")) == TEXT_BYTES + RECORD.size
     True
-    >>> now(), stop("demo")
+    >>> spans.now(), spans.stop("demo")
     (0, b'')
     """
     global now, record
