@@ -345,6 +345,31 @@ def test_a_trace_of_one_process_has_calls_input_waits_and_checkpoints(tmp_path: 
     assert spans.recorder() is None
 
 
+@pytest.mark.parametrize("has_result", [True, False])
+def test_programs_on_one_device_are_timed_without_a_copy_of_their_state(
+    tmp_path: Path, has_result: bool
+) -> None:
+    state = rx.Variable(jnp.zeros(1000))
+
+    @rx.function
+    def step() -> Any:
+        state.assign_add(jnp.ones(1000))
+        return jnp.sum(state) if has_result else None
+
+    step()
+    with rx.profiler.trace(tmp_path) as trace:
+        pointers = set()
+        for _ in range(6):
+            step()
+            pointers.add(state.stored.unsafe_buffer_pointer())  # type: ignore[union-attr]
+    assert state.numpy()[0] == 7.0
+    # The buffer of the old value is taken over for the new one.
+    assert len(pointers) == 1
+    assert trace.path is not None
+    (found,) = perfetto.read(trace.path)
+    assert sum((s.kind, s.track) == ("compute", "devices") for s in found.spans) == 6
+
+
 def test_a_block_that_raises_leaves_a_trace_and_its_error(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), rx.profiler.trace(tmp_path):
         _ = 1 / 0

@@ -8,11 +8,14 @@ when the one before it has ended.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from replicax.foundation import spans
 
@@ -75,16 +78,41 @@ class _Watcher:
 _watcher = _Watcher()
 
 
-def watch(token: jax.Array, began: int, kind: str, label: str) -> None:
+def watch(output: jax.Array | None, began: int, kind: str, label: str) -> None:
     """Records the span of a program on the devices, once it has ended.
 
     Args:
-      token: An output of the program that no other program takes over.
+      output: An output of the program that no other program takes over; None if it has none.
       began: The result of `spans.now` when it was dispatched.
       kind: What it does: "compute" or "all-reduce".
       label: The name of the program.
     """
-    _watcher.watch(token, began, kind, label)
+    if output is not None:
+        _watcher.watch(output, began, kind, label)
+
+
+def output_to_watch(
+    token: jax.Array | None, results: Sequence[jax.Array], state: Sequence[jax.Array]
+) -> jax.Array | None:
+    """Returns an output of a program that tells when it has ended; None if it has none.
+
+    Args:
+      token: The output for the gate, if there is one.
+      results: Outputs that are handed to the user.
+      state: Outputs that the next run may take over: another reference would make it copy them.
+    """
+    if token is not None:
+        return token
+    if results:
+        return results[0]
+    return _after(state[0]) if state else None
+
+
+@functools.partial(jax.jit, keep_unused=True)
+def _after(array: jax.Array) -> jax.Array:
+    """Returns an array that is there when the given one is."""
+    del array
+    return jnp.zeros((), jnp.int8)
 
 
 def wait(timeout: float) -> None:

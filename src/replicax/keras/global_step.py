@@ -78,7 +78,9 @@ class GlobalStep:
         outputs, state, token = self._run(state, batch)
         if began:
             spans.record("call", began, label=self._name)
-            device_spans.watch(token, began, "compute", self._name)
+            results, values = jax.tree.leaves(outputs), jax.tree.leaves(state)
+            output = device_spans.output_to_watch(token, results, values)
+            device_spans.watch(output, began, "compute", self._name)
         if self._takes_turns:
             gate.set_running(token)
         return outputs, state

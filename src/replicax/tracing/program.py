@@ -364,19 +364,19 @@ class Program:
         began = spans.now()
         new, outs, changed, token = self._run(old, kept, self._constants, arrays, pulled)
         if began:
-            self._record_run(began, token)
+            self._record_run(began, device_spans.output_to_watch(token, outs, new))
         self._has_run = True
         if self._takes_turns:
             gate.set_running(token)
         return new, outs, changed
 
-    def _record_run(self, began: int, token: jax.Array) -> None:
+    def _record_run(self, began: int, output: jax.Array | None) -> None:
         if not self._has_run:
             spans.record("compile", began, label=self._name)
             began = spans.now()
         # The caller waits for a program that exchanges values with servers.
         if began and self._exchange is None:
-            device_spans.watch(token, began, "compute", self._name)
+            device_spans.watch(output, began, "compute", self._name)
 
     def _state(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns the arrays of the variables: those to be replaced, and the others."""
