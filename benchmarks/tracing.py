@@ -1,8 +1,9 @@
 """What traces cost: closures per second with 2 parameter servers and 2 workers, recorded or not.
 
-Bursts of closures run in one cluster, recorded and not recorded in turn; the median of the ratios of
-neighbours counts. While nothing is recorded, a recording point costs the call of a builtin: the row `off` is
-the time of all points that a closure passes, by all tasks, as a part of the time of the closure.
+Bursts of closures run in one cluster, recorded and not recorded in turn; the median of the ratios
+of neighbours counts. While nothing is recorded, a recording point costs the call of a builtin: the
+row `off` is the time of all points that a closure passes, by all tasks, as a part of the time of
+the closure.
 """
 
 from __future__ import annotations
