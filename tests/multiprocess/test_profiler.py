@@ -176,7 +176,7 @@ def test_clocks_of_other_machines_are_set_by_the_order_of_events(desk: Desk) -> 
     tasks = coordinator.engine
     assert tasks in engine.open_engines
     assert tasks.record_spans(name, True, 10.0) == []
-    for _ in range(NUM_CLOSURES):
+    for _ in range(5 * NUM_CLOSURES):
         coordinator.schedule(step)
     coordinator.join(60)
     own = parts.decode(spans.stop(name))
@@ -193,8 +193,9 @@ def test_clocks_of_other_machines_are_set_by_the_order_of_events(desk: Desk) -> 
     for before, after in zip(others, found[1:], strict=True):
         assert before.task == after.task
         error = after.spans[0].start - before.spans[0].start
-        # A server's clock is bound by whole closures only.
-        assert abs(error) < (1_000_000 if "worker" in before.task else 20_000_000), before.task
+        # Bound by the fastest messages, which take long on a machine with much else to do; the
+        # clock of a server is bound by whole closures only.
+        assert abs(error) < (5_000_000 if "worker" in before.task else 20_000_000), before.task
 
 
 def test_the_command_line_records_a_running_job(desk: Desk, tmp_path: Path) -> None:
