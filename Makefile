@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 .PHONY: demo test test-all test-ssh test-slurm test-ray lint bench torture clean
 
 demo: .venv/.ready  ## train one program under every strategy, then on parameter servers
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m replicax demo
 
 test: .venv/.ready  ## the default suite, doctests included
 # Three on two cores: many tests wait for processes.

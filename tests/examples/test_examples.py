@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 README = ROOT / "README.md"
-# A tour with tables and pictures, not an example to start from.
-LONG = {"demo", "demo_recommender", "staleness", "train"}
+# A measurement with a picture, not an example to start from.
+LONG = {"staleness", "train"}
 
 
 def run(name: str, *arguments: str) -> str:
@@ -143,23 +143,6 @@ def check_keras(output: str) -> None:
     assert accuracy > 0.93
 
 
-def check_demo(output: str) -> None:
-    losses = {line.split("│")[3].strip() for line in output.splitlines() if line.startswith("│")}
-    assert len(losses) == 1
-    assert (ROOT / "out" / "demo.png").stat().st_size > 10_000
-    ((alone, mirrored),) = re.findall(r"model.fit: loss ([\d.]+) alone, ([\d.]+) on 2", output)
-    assert alone == mirrored
-    ((scheduled, counted),) = re.findall(r"(\d+) steps scheduled, (\d+) counted", output)
-    assert scheduled == counted
-    assert "worker 1 is back" in output
-    # The worker is lost on purpose: that is a line of the demo, and not a warning.
-    assert "the coordinator notices: /job:worker/task:1 was lost" in output
-    assert "WARNING" not in output
-    assert (ROOT / "out" / "demo_parameter_servers.png").stat().st_size > 10_000
-    assert "worker 1 was killed by SIGKILL" in output.replace("/job:worker/task:1", "worker 1")
-    assert "the same result, digit by digit" in output
-
-
 CHECKS: dict[str, Callable[[str], None]] = {
     "quickstart": check_quickstart,
     "custom_loop": check_custom_loop,
@@ -171,7 +154,6 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "keras_fit": check_keras,
     "keras_custom_loop": check_keras,
     "keras_parameter_servers": check_keras_parameter_servers,
-    "demo": check_demo,
 }
 # The first program of the README is the quickstart.
 SLOW = CHECKS.keys()
@@ -214,9 +196,8 @@ def test_staleness_is_measured_where_it_is_allowed(tmp_path: Path) -> None:
 
 def test_every_example_is_checked_and_short() -> None:
     files = {file.stem: file for file in EXAMPLES.glob("*.py")}
-    # These are checked above, in a file of their own, and as a part of the demo.
-    others = {"checkpoint_resume", "parameter_server", "multi_worker", "demo_recommender"}
-    others |= {"staleness", "train", "demo_launcher"}
+    # These are checked above, and in files of their own.
+    others = {"checkpoint_resume", "parameter_server", "multi_worker", "staleness", "train"}
     assert files.keys() == CHECKS.keys() | others
     lengths = {name: len(file.read_text().splitlines()) for name, file in files.items()}
     assert {name: n for name, n in lengths.items() if n >= 120}.keys() <= LONG

@@ -15,6 +15,7 @@ from replicax.protocol.tasks import library_version
 # other commands need. The name in the module is a function, or the `typer.Typer` of a group.
 _COMMANDS = {
     "checkpoint": ("replicax.cli.checkpoint", "app"),
+    "demo": ("replicax.cli.demo", "demo"),
     "doctor": ("replicax.cli.doctor", "doctor"),
     "keys": ("replicax.cli.keys", "app"),
     "port": ("replicax.cli.port", "port"),

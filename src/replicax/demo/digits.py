@@ -1,10 +1,9 @@
-"""One training program, unchanged under every strategy, on real data; then parameter servers.
+"""One training program, unchanged under every strategy, on real data.
 
-First act: handwritten digits (scikit-learn's, 8 by 8 pixels) are told apart by a small network. The
+Handwritten digits (scikit-learn's, 8 by 8 pixels) are told apart by a small network. The
 global batch is the same for all strategies, its last, partial one too, so all of them must
-learn the same; out/demo.png shows that they do. At the end a checkpoint that was saved on
-four devices is opened on one. The second act is in demo_recommender.py, the third in
-demo_launcher.py.
+learn the same; demo.png shows that they do. At the end a checkpoint that was saved on
+four devices is opened on one, and a Keras model is fitted.
 """
 
 from __future__ import annotations
@@ -14,26 +13,25 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import cast
 
-import replicax as rx
-
-rx.set_virtual_cpu_devices(8)
-
-import demo_launcher
-import demo_recommender
 import jax
 import keras
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from sklearn.datasets import load_digits
 
-PICTURE = Path(__file__).resolve().parent.parent / "out" / "demo.png"
+import replicax as rx
+
+PICTURE = "demo.png"
 GLOBAL_BATCH, EPOCHS = 64, 12
+# Pixels and labels, of all replicas.
+Batch = tuple[rx.DistributedValues, rx.DistributedValues]
 
 STRATEGIES: dict[str, Callable[[], rx.Strategy]] = {
     "OneDevice": lambda: rx.OneDeviceStrategy("CPU:0"),
@@ -56,7 +54,7 @@ class Network(rx.Module):
             bias = np.zeros(outputs, np.float32)
             self.layers.append((rx.Variable(weight), rx.Variable(bias)))
 
-    def __call__(self, pixels: Any) -> Any:
+    def __call__(self, pixels: ArrayLike) -> jax.Array:
         (w1, b1), (w2, b2) = self.layers
         return jax.nn.relu(pixels @ w1.value() + b1.value()) @ w2.value() + b2.value()
 
@@ -74,8 +72,8 @@ class Result:
 
 def digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Returns pixels and labels to learn from, and others to be tested with."""
-    data = load_digits()
-    pixels, labels = (data.data / 16).astype(np.float32), data.target.astype(np.int32)
+    values, targets = load_digits(return_X_y=True)
+    pixels, labels = np.asarray(values / 16, np.float32), np.asarray(targets, np.int32)
     order = np.random.default_rng(0).permutation(len(labels))
     known, unseen = order[:1437], order[1437:]
     return (pixels[known], labels[known]), (pixels[unseen], labels[unseen])
@@ -90,8 +88,8 @@ def train(strategy: rx.Strategy, after_step: Callable[[int, float], None]) -> Re
         optimizer = rx.optimizers.Optimizer(optax.adam(5e-3), weights)
         accuracy = rx.metrics.SparseCategoricalAccuracy()
 
-    def replica_step(pixels: Any, labels: Any) -> Any:
-        def loss_fn() -> Any:
+    def replica_step(pixels: jax.Array, labels: jax.Array) -> jax.Array:
+        def loss_fn() -> jax.Array:
             losses = optax.losses.softmax_cross_entropy_with_integer_labels(network(pixels), labels)
             return losses.sum() / GLOBAL_BATCH
 
@@ -100,11 +98,11 @@ def train(strategy: rx.Strategy, after_step: Callable[[int, float], None]) -> Re
         return loss
 
     @rx.function
-    def train_step(batch: Any) -> Any:
+    def train_step(batch: Batch) -> jax.Array:
         return strategy.reduce("SUM", strategy.run(replica_step, args=batch), axis=None)
 
     @rx.function
-    def test_step(batch: Any) -> None:
+    def test_step(batch: Batch) -> None:
         strategy.run(lambda x, y: accuracy.update_state(y, network(x)), args=batch)
 
     rows = rx.data.Dataset.from_tensor_slices(known).shuffle(len(known[1]), seed=0)
@@ -162,15 +160,18 @@ def fit_keras(strategy: rx.Strategy) -> tuple[float, list[np.ndarray]]:
         model = keras.Sequential([keras.Input((64,)), *parts])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.1), loss)
-    history = model.fit(*digits()[0], batch_size=GLOBAL_BATCH, epochs=4, verbose=0).history
+    # Keras declares no types; pyright takes that of the default "auto".
+    silent = cast("str", 0)
+    history = model.fit(*digits()[0], batch_size=GLOBAL_BATCH, epochs=4, verbose=silent).history
     return history["loss"][-1], [np.asarray(variable.value) for variable in model.weights]
 
 
-def draw(results: dict[str, Result]) -> None:
+def draw(results: dict[str, Result], picture: Path) -> None:
     """Draws the losses, how far they are apart, and what the network read wrong."""
     first = next(iter(results.values()))
     figure = Figure(figsize=(16, 5), layout="constrained")
-    left, middle, right = figure.subfigures(1, 3, width_ratios=(1, 1, 1.1))
+    figures = cast("np.ndarray", figure.subfigures(1, 3, width_ratios=(1, 1, 1.1)))
+    left, middle, right = figures.flat
     curves, gaps = left.subplots(), middle.subplots()
     for i, (name, result) in enumerate(results.items()):
         width = 1.0 + 1.7 * (len(results) - 1 - i)  # each line thinner than the one below
@@ -194,12 +195,12 @@ def draw(results: dict[str, Result]) -> None:
     worst = max(np.abs(result.losses - first.losses).max() for result in results.values())
     title = f"One program under {len(results)} strategies: all losses agree within {worst:.0e}"
     figure.suptitle(title, fontsize="x-large")
-    PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, dpi=120)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=120)
 
 
-def main() -> None:
-    console = Console()
+def play(console: Console, pictures: Path) -> None:
+    """Trains under every strategy, and compares."""
     results = train_all(console)
     table = Table(title=f"Digits, {EPOCHS} epochs, global batch {GLOBAL_BATCH}")
     for column in ("strategy", "replicas", "loss", "test accuracy", "steps/s"):
@@ -218,11 +219,5 @@ def main() -> None:
         f"Keras model.fit: loss {first:.4f} alone, {second:.4f} on 2 devices, "
         f"weights {apart:.0e} apart"
     )
-    draw(results)
-    console.print(f"Picture: {PICTURE.relative_to(PICTURE.parent.parent)}")
-    demo_recommender.main(console)
-    demo_launcher.main(console)
-
-
-if __name__ == "__main__":
-    main()
+    draw(results, pictures / PICTURE)
+    console.print(f"Picture: {pictures / PICTURE}")

@@ -1,9 +1,9 @@
-"""The demo's second act: a recommender on parameter servers loses a worker but no step.
+"""A recommender on parameter servers loses a worker but no step.
 
 Ratings of a made-up film club are learnt by two tables of vectors, one for members and one for
 films, each cut over two parameter servers. Three workers train; one of them is killed on the
 way and started again later. Training goes on all the time, and in the end every step that was
-scheduled is in the model exactly once. Run it alone, or with `make demo`.
+scheduled is in the model exactly once.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 import replicax as rx
+from replicax.coordinator.scheduling.status import WorkerStatus
 
-PICTURE = Path(__file__).resolve().parent.parent / "out" / "demo_parameter_servers.png"
+PICTURE = "demo_parameter_servers.png"
 MEMBERS, FILMS, RATINGS, TEST_RATINGS = 4_000, 2_000, 600_000, 40_000
 WIDTH, BATCH = 8, 1024
 # Steps that wait for a worker.
@@ -69,7 +70,7 @@ class Recommender(rx.Module):
             )
         )
 
-    def __call__(self, member: Any, film: Any) -> Any:
+    def __call__(self, member: jax.Array, film: jax.Array) -> jax.Array:
         # Only the rows of this batch travel.
         m = rx.nn.embedding_lookup(self.members, member)
         f = rx.nn.embedding_lookup(self.films, film)
@@ -109,7 +110,12 @@ class ProgressLines(logging.Handler):
 class Training:
     """Keeps the workers busy, harms one of them, and writes down what it sees."""
 
-    def __init__(self, cluster: Any, coordinator: Any, console: Console) -> None:
+    def __init__(
+        self,
+        cluster: rx.testing.LocalCluster,
+        coordinator: rx.coordinator.ClusterCoordinator,
+        console: Console,
+    ) -> None:
         self._cluster = cluster
         self._coordinator = coordinator
         self._console = console
@@ -117,7 +123,7 @@ class Training:
         self._done_before = 0
         self.record = Record()
 
-    def run(self, step: Any, iterator: Any, losses: rx.Variable) -> Record:
+    def run(self, step: Callable[..., None], iterator: object, losses: rx.Variable) -> Record:
         """Trains until the time is over and the lost worker has come back."""
         logger, lines = logging.getLogger("replicax"), ProgressLines(self)
         logger.addHandler(lines)
@@ -129,7 +135,7 @@ class Training:
             logger.removeHandler(lines)
         return self.record
 
-    def _run(self, step: Any, iterator: Any, losses: rx.Variable) -> None:
+    def _run(self, step: Callable[..., None], iterator: object, losses: rx.Variable) -> None:
         record, begun_s = self.record, 0.0
         with Progress(console=self._console, disable=not self._console.is_terminal) as bars:
             bar = bars.add_task("compiling", total=END_S)
@@ -156,7 +162,7 @@ class Training:
         back = self.record.events.get("back", LATEST_S)
         return now > min(LATEST_S, max(END_S, back + 4.0))
 
-    def _harm(self, victim: Any) -> None:
+    def _harm(self, victim: WorkerStatus) -> None:
         """Kills the worker when it is time, starts it again, and sees it come back."""
         events, now = self.record.events, self.record.seconds[-1]
         if "killed" not in events:
@@ -194,7 +200,7 @@ def per_second(seconds: np.ndarray, counts: np.ndarray, grid: np.ndarray) -> np.
     return (np.interp(high, seconds, counts) - np.interp(low, seconds, counts)) / (high - low)
 
 
-def draw(record: Record, error: float, baseline: float) -> None:
+def draw(record: Record, error: float, baseline: float, picture: Path) -> None:
     """Draws the error and what each worker did, over time."""
     figure = Figure(figsize=(12, 6.2), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.1))
@@ -229,11 +235,12 @@ def draw(record: Record, error: float, baseline: float) -> None:
     steps = f"{record.num_scheduled:,}"
     title = f"{steps} steps scheduled, {steps} counted; unseen ratings: {error:.2f} stars off"
     figure.suptitle(title, fontsize="x-large")
-    PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, dpi=120)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=120)
 
 
-def main(console: Console) -> None:
+def play(console: Console, pictures: Path) -> None:
+    """Trains while a worker is lost and comes back, and counts the steps."""
     console.print("Starting 3 workers and 2 parameter servers")
     data = ratings()
     mean = float(data["stars"][:-TEST_RATINGS].mean())
@@ -250,10 +257,10 @@ def main(console: Console) -> None:
             losses = rx.Variable(np.zeros(2, np.float32), name="losses")  # their sum and number
 
         @rx.function
-        def step(iterator: Any) -> None:
+        def step(iterator: Iterator[dict[str, jax.Array]]) -> None:
             batch = next(iterator)
 
-            def loss_fn() -> Any:
+            def loss_fn() -> jax.Array:
                 return jnp.mean((model(batch["member"], batch["film"]) - batch["stars"]) ** 2)
 
             loss, gradients = rx.value_and_grad(loss_fn, tables)()
@@ -275,9 +282,5 @@ def main(console: Console) -> None:
         f"{record.num_scheduled} steps scheduled, {counted[0]} counted: each exactly once"
     )
     console.print(f"Error on unseen ratings: {error:.2f} stars; guessing the mean: {baseline:.2f}")
-    draw(record, error, baseline)
-    console.print(f"Picture: {PICTURE.relative_to(PICTURE.parent.parent)}")
-
-
-if __name__ == "__main__":
-    main(Console())
+    draw(record, error, baseline, pictures / PICTURE)
+    console.print(f"Picture: {pictures / PICTURE}")
