@@ -16,6 +16,7 @@ FONT = "font-family='Helvetica, Arial, sans-serif'"
 # What each room decides, in a few words.
 ROOMS = {
     "cli": "commands",
+    "demo": "what `replicax demo` shows",
     "porting": "reports on and rewrites TensorFlow programs",
     "doctor": "checks of a host, with advice",
     "top": "a running job: table, terminal, page",
@@ -26,6 +27,7 @@ ROOMS = {
     "errors": "rx.errors",
     "experimental": "rx.experimental",
     "metrics": "rx.metrics",
+    "models": "models of Flax and Equinox",
     "nn": "rx.nn",
     "optimizers": "rx.optimizers",
     "profiler": "rx.profiler",
@@ -68,7 +70,7 @@ ARRAYS = "#d5ecea"
 CLUSTER = "#e6dcf1"
 GROUND = "#e6e6e6"
 COLOURS = {
-    "cli": FACES, "porting": FACES, "top": FACES, "doctor": FACES,
+    "cli": FACES, "demo": FACES, "porting": FACES, "top": FACES, "doctor": FACES,
     "tf": FACES, "contrib": FACES, "compat": FACES,
     "launch": PROCESSES, "process": PROCESSES, "worker": PROCESSES, "coordinator": PROCESSES,
     "ps": PROCESSES, "group": PROCESSES,

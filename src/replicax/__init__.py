@@ -72,6 +72,7 @@ __all__ = [
     "in_cross_replica_context",
     "make_variables",
     "metrics",
+    "models",
     "nn",
     "optimizers",
     "profiler",
@@ -97,8 +98,8 @@ _LAZY = ("compat", "contrib", "keras", "ray")
 # Imports everything else, when the first name is used; it gets these from here while it does.
 _PUBLIC_API = "replicax.public_api"
 _PACKAGES = (
-    "cluster_resolver coordinator data errors experimental metrics nn optimizers profiler random "
-    "saved_model summary testing train"
+    "cluster_resolver coordinator data errors experimental metrics models nn optimizers profiler "
+    "random saved_model summary testing train"
 ).split()
 
 

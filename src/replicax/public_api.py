@@ -14,6 +14,7 @@ from replicax import data as data
 from replicax import errors as errors
 from replicax import experimental as experimental
 from replicax import metrics as metrics
+from replicax import models as models
 from replicax import nn as nn
 from replicax import optimizers as optimizers
 from replicax import profiler as profiler

@@ -145,6 +145,7 @@ OWN_NAMES = {
     "grad",
     "make_variables",
     "metrics",
+    "models",
     "nn",
     "optimizers",
     "profiler",

@@ -34,7 +34,7 @@ def make_variables(
         if isinstance(leaf, Variable) or not isinstance(leaf, jax.Array | np.ndarray):
             return leaf
         is_float = jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
-        own = "/".join(filter(None, [name, *(_part(p) for p in path)]))
+        own = "/".join(filter(None, [name, *(path_part(p) for p in path)]))
         return Variable(
             leaf, is_float if trainable is None else trainable, name=own or None, **attributes
         )
@@ -55,7 +55,8 @@ def read_variables(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf, tree)
 
 
-def _part(key: object) -> str:
+def path_part(key: object) -> str:
+    """Returns the name of one key of a path in a pytree."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

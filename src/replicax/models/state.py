@@ -1,0 +1,133 @@
+"""The state of a model as variables: which kind each part becomes, and how it is read and stored.
+
+- Parameters are trainable variables. Optimizers sum their gradients over the replicas.
+- Other floating-point state, such as the statistics of BatchNorm, is kept per replica, without
+  communication in the step, and read outside of replicas as the mean (ON_READ, MEAN).
+- Counts and flags are kept per replica too; outside of replicas, those of the first one are read.
+- Keys of `jax.random` are kept as they are. Each replica folds its number in when it reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.contexts import frames
+from replicax.foundation import errors
+from replicax.foundation.options import VariableAggregation, VariableSynchronization
+from replicax.foundation.types import Tree
+from replicax.variables.variable import Variable
+
+Path = tuple[Hashable, ...]
+
+
+class StateVariables:
+    """The variables of a model, by path.
+
+    Args:
+      arrays: The arrays of the model, and whether each is a parameter.
+    """
+
+    def __init__(self, arrays: Iterable[tuple[Path, jax.Array, bool]]) -> None:
+        self._variables: dict[Path, Variable] = {}
+        # How the keys of random streams are made of their data.
+        self._key_types: dict[Path, Any] = {}
+        for path, array, is_parameter in arrays:
+            if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+                self._key_types[path] = jax.random.key_impl(array)
+                array = jax.random.key_data(array)
+            self._variables[path] = _make(path, array, is_parameter)
+
+    def read(self) -> dict[Path, jax.Array]:
+        """Returns the present values; keys are those of the current replica."""
+        return {path: self._read(path, variable) for path, variable in self._variables.items()}
+
+    def _read(self, path: Path, variable: Variable) -> jax.Array:
+        value = variable.read_value()
+        if path not in self._key_types:
+            return value
+        key = jax.random.wrap_key_data(value, impl=self._key_types[path])
+        replica = frames.current().replica_context
+        number = 0 if replica is None else replica.replica_id_in_sync_group
+        return jax.random.fold_in(key, number)
+
+    def store(self, before: Mapping[Path, jax.Array], after: Mapping[Path, jax.Array]) -> None:
+        """Assigns what a call has changed.
+
+        Args:
+          before: What `read` has returned.
+          after: The state after the call; what is the same object was not changed.
+        """
+        self._check_paths(after)
+        for path, value in after.items():
+            if value is before[path]:
+                continue
+            if path in self._key_types:
+                raise errors.UnsupportedError(
+                    "A call must leave the random keys of a model alone",
+                    f"it has changed {_name(path)!r}",
+                    "Make new keys from the stream's count, as nnx.Rngs does.",
+                )
+            self._variables[path].assign(value)
+
+    def _check_paths(self, after: Mapping[Path, jax.Array]) -> None:
+        if after.keys() != self._variables.keys():
+            different = sorted(map(_name, after.keys() ^ self._variables.keys()))
+            raise errors.UnsupportedError(
+                "A call must leave the model with the state that it had",
+                f"it has added or removed {', '.join(different)}",
+                "Create all state before, and return intermediate values from the call.",
+            )
+
+    def nested(self) -> dict[str, Tree]:
+        """Returns the variables as nested dictionaries."""
+        result: dict[str, Tree] = {}
+        for path, variable in self._variables.items():
+            inner = result
+            for part in path[:-1]:
+                inner = inner.setdefault(str(part), {})
+            inner[str(path[-1])] = variable
+        return result
+
+
+def flatten(nested: Tree, path: Path = ()) -> Iterator[tuple[Path, Tree]]:
+    """Yields the leaves of nested dictionaries with their paths."""
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def unflatten(flat: Mapping[Path, Tree]) -> Tree:
+    """Returns the nested dictionaries of `flatten`."""
+    result: dict[Hashable, Tree] = {}
+    for path, value in flat.items():
+        inner = result
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = value
+    return result
+
+
+def _make(path: Path, array: jax.Array | np.ndarray, is_parameter: bool) -> Variable:
+    name = _name(path)
+    if is_parameter:
+        return Variable(array, trainable=True, name=name)
+    is_float = jnp.issubdtype(array.dtype, jnp.inexact)
+    first, mean = VariableAggregation.ONLY_FIRST_REPLICA, VariableAggregation.MEAN
+    return Variable(
+        array,
+        trainable=False,
+        name=name,
+        synchronization=VariableSynchronization.ON_READ,
+        aggregation=mean if is_float else first,
+    )
+
+
+def _name(path: Path) -> str:
+    return "/".join(map(str, path))
