@@ -22,16 +22,18 @@ import optax
 from jax.typing import ArrayLike
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from sklearn.datasets import load_digits
 
 import replicax as rx
+from replicax.demo.live import LiveTable, bar
 
 PICTURE = "demo.png"
 GLOBAL_BATCH, EPOCHS = 64, 12
 # Pixels and labels, of all replicas.
 Batch = tuple[rx.DistributedValues, rx.DistributedValues]
+
+COLUMNS = ("strategy", "replicas", "loss", "test accuracy", "steps/s", "progress")
+BAR_WIDTH = 12
 
 STRATEGIES: dict[str, Callable[[], rx.Strategy]] = {
     "OneDevice": lambda: rx.OneDeviceStrategy("CPU:0"),
@@ -63,7 +65,6 @@ class Network(rx.Module):
 class Result:
     """What training under one strategy came to."""
 
-    replicas: int
     losses: np.ndarray
     accuracy: float
     speed: float
@@ -120,24 +121,37 @@ def train(strategy: rx.Strategy, after_step: Callable[[int, float], None]) -> Re
     for batch in testing:
         test_step(batch)
     found = float(accuracy.result())
-    return Result(strategy.num_replicas_in_sync, np.array(losses), found, speed, network)
+    return Result(np.array(losses), found, speed, network)
 
 
 def train_all(console: Console) -> dict[str, Result]:
-    """Trains under every strategy: with a progress bar on a terminal, else with plain lines."""
-    results: dict[str, Result] = {}
+    """Trains under every strategy, and shows how far each has come."""
+    title = f"Digits, {EPOCHS} epochs, global batch {GLOBAL_BATCH}"
+    with LiveTable(console, title, COLUMNS) as table:
+        for name in STRATEGIES:
+            table.set(name, "", "", "", "", bar(0.0, BAR_WIDTH))
+        return {
+            name: train_in_row(name, make(), table, console) for name, make in STRATEGIES.items()
+        }
+
+
+def train_in_row(name: str, strategy: rx.Strategy, table: LiveTable, console: Console) -> Result:
+    """Trains under one strategy, and shows it in its row of the table."""
     steps = EPOCHS * -(-1437 // GLOBAL_BATCH)
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=steps * len(STRATEGIES))
-        for name, make in STRATEGIES.items():
+    replicas = str(strategy.num_replicas_in_sync)
+    begun = time.perf_counter()
 
-            def after_step(step: int, loss: float, name: str = name) -> None:
-                progress.update(bar, advance=1, description=f"{name}, loss {loss:.4f}")
-                if not console.is_terminal and step % 92 == 0:
-                    console.print(f"{name}: step {step}, loss {loss:.4f}")
+    def after_step(step: int, loss: float) -> None:
+        speed = step / (time.perf_counter() - begun)
+        shown = f"{loss:.4f}", "", f"{speed:.0f}", bar(step / steps, BAR_WIDTH)
+        table.set(name, replicas, *shown)
+        if not console.is_terminal and step % 92 == 0:
+            console.print(f"{name}: step {step}, loss {loss:.4f}")
 
-            results[name] = train(make(), after_step)
-    return results
+    result = train(strategy, after_step)
+    shown = f"{result.losses[-1]:.4f}", f"{result.accuracy:.1%}", f"{result.speed:.0f}"
+    table.set(name, replicas, *shown, bar(1.0, BAR_WIDTH))
+    return result
 
 
 def move_checkpoint(saved: Network) -> float:
@@ -202,13 +216,6 @@ def draw(results: dict[str, Result], picture: Path) -> None:
 def play(console: Console, pictures: Path) -> None:
     """Trains under every strategy, and compares."""
     results = train_all(console)
-    table = Table(title=f"Digits, {EPOCHS} epochs, global batch {GLOBAL_BATCH}")
-    for column in ("strategy", "replicas", "loss", "test accuracy", "steps/s"):
-        table.add_column(column, justify="left" if column == "strategy" else "right")
-    for name, result in results.items():
-        numbers = f"{result.losses[-1]:.4f}", f"{result.accuracy:.1%}", f"{result.speed:.0f}"
-        table.add_row(name, str(result.replicas), *numbers)
-    console.print(table)
     accuracy = move_checkpoint(results["Mirrored, 4 devices"].network)
     console.print(f"Checkpoint of 4 devices, opened on 1: {accuracy:.1%} of unseen digits right")
     (first, alone), (second, weights) = map(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -20,14 +20,17 @@ import numpy as np
 import optax
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import Progress
 
 import replicax as rx
 from replicax.coordinator.scheduling.status import WorkerStatus
+from replicax.demo.live import LiveTable, sparkline
 
 PICTURE = "demo_parameter_servers.png"
 MEMBERS, FILMS, RATINGS, TEST_RATINGS = 4_000, 2_000, 600_000, 40_000
 WIDTH, BATCH = 8, 1024
+COLUMNS = ("task", "state", "waiting", "steps", "steps/s", "steps/s over time")
+# How many moments of a tenth of a second are shown.
+HISTORY = 40
 # Steps that wait for a worker.
 AHEAD = 60
 VICTIM = 1
@@ -137,8 +140,7 @@ class Training:
 
     def _run(self, step: Callable[..., None], iterator: object, losses: rx.Variable) -> None:
         record, begun_s = self.record, 0.0
-        with Progress(console=self._console, disable=not self._console.is_terminal) as bars:
-            bar = bars.add_task("compiling", total=END_S)
+        with LiveTable(self._console, "compiling", COLUMNS, is_kept=False) as table:
             while not self._is_over():
                 status = self._coordinator.status()
                 for _ in range(AHEAD - status.num_queued):
@@ -153,9 +155,21 @@ class Training:
                 record.done.append([worker.num_done for worker in status.workers])
                 self._harm(status.workers[VICTIM])
                 description = f"{record.error():.2f} stars off"
-                bars.update(bar, completed=record.seconds[-1], description=description)
+                table.title = f"{record.seconds[-1]:.0f} s: {description}"
+                self._show_workers(table, status.workers)
                 self._show(description)
             self._coordinator.join()
+
+    def _show_workers(self, table: LiveTable, workers: Sequence[WorkerStatus]) -> None:
+        done = np.array(self.record.done)
+        rates = np.diff(done, axis=0, prepend=done[:1]) / np.diff(
+            self.record.seconds, prepend=self.record.seconds[0] - 0.1
+        ).reshape(-1, 1)
+        for index, worker in enumerate(workers):
+            now = np.mean(rates[-10:, index])
+            history = sparkline(rates[:, index].tolist(), HISTORY, float(rates.max()))
+            numbers = str(worker.num_closures), str(worker.num_done), f"{now:.0f}"
+            table.set(f"worker {index}", worker.state, *numbers, history)
 
     def _is_over(self) -> bool:
         now = self.record.seconds[-1] if self.record.seconds else 0.0
