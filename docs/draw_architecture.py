@@ -17,9 +17,10 @@ FONT = "font-family='Helvetica, Arial, sans-serif'"
 ROOMS = {
     "cli": "commands",
     "demo": "what `replicax demo` shows",
-    "porting": "reports on and rewrites TensorFlow programs",
     "doctor": "checks of a host, with advice",
     "top": "a running job: table, terminal, page",
+    "porting": "rewrites TensorFlow programs",
+    "starter": "what `replicax new` writes",
     "tf": "TensorFlow's names: tensors, ops, tapes, tf.data, tf.keras",
     "contrib": "tf.contrib.distribute of r1.9",
     "compat": "tf.compat.v1.distribute",
@@ -70,7 +71,7 @@ ARRAYS = "#d5ecea"
 CLUSTER = "#e6dcf1"
 GROUND = "#e6e6e6"
 COLOURS = {
-    "cli": FACES, "demo": FACES, "porting": FACES, "top": FACES, "doctor": FACES,
+    "cli": FACES, "demo": FACES, "porting": FACES, "top": FACES, "doctor": FACES, "starter": FACES,
     "tf": FACES, "contrib": FACES, "compat": FACES,
     "launch": PROCESSES, "process": PROCESSES, "worker": PROCESSES, "coordinator": PROCESSES,
     "ps": PROCESSES, "group": PROCESSES,

@@ -18,6 +18,7 @@ _COMMANDS = {
     "demo": ("replicax.cli.demo", "demo"),
     "doctor": ("replicax.cli.doctor", "doctor"),
     "keys": ("replicax.cli.keys", "app"),
+    "new": ("replicax.cli.new", "new"),
     "port": ("replicax.cli.port", "port"),
     "run": ("replicax.cli.run", "run"),
     "serve": ("replicax.cli.serve", "serve"),
