@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import peer_packages
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +128,21 @@ def check_sparse_embedding(output: str) -> None:
     assert third < 0.01
 
 
+def check_transformer(output: str) -> None:
+    losses = numbers(r"step \d+: loss ([\d.]+)", output)
+    assert len(losses) == 6
+    # 128 characters at random: 4.85.
+    assert losses[0] < 4.0 and losses == sorted(losses, reverse=True) and losses[-1] < 2.2
+    assert "240 batches, 120 updates, weights in float32" in output
+
+
+def check_two_tower(output: str) -> None:
+    recalls = numbers(r"epoch \d: loss [\d.]+, recall ([\d.]+)", output)
+    assert len(recalls) == 4
+    assert 0.5 < recalls[-1] > recalls[1] > recalls[0]
+    assert "320 steps are in the model" in output
+
+
 def check_keras_parameter_servers(output: str) -> None:
     ((counted, scheduled, accuracy),) = re.findall(
         r"(\d+) of (\d+) steps are in the model, accuracy ([\d.]+)", output
@@ -149,6 +165,9 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "gradient_accumulation": check_gradient_accumulation,
     "export_serve": check_export_serve,
     "flax_model": check_model_learns,
+    "nnx_cnn": check_model_learns,
+    "transformer": check_transformer,
+    "two_tower": check_two_tower,
     "equinox_model": check_model_learns,
     "sparse_embedding": check_sparse_embedding,
     "keras_fit": check_keras,
@@ -186,6 +205,28 @@ def test_checkpoint_resume_ends_like_a_run_that_was_not_stopped(tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_batches_of_a_real_torch_loader_are_trained_on() -> None:
+    # Our own packages come first: only torch is taken from the environment of the benchmarks.
+    torch_home = peer_packages.site_packages("torch")
+    program = (
+        f"import runpy, sys; sys.path.append({torch_home!r}); "
+        "runpy.run_path('examples/torch_dataloader.py', run_name='__main__')"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "NPROC"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=env,
+        check=False,
+        timeout=250,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    check_model_learns(done.stdout)
+
+
+@pytest.mark.slow
 def test_staleness_is_measured_where_it_is_allowed(tmp_path: Path) -> None:
     picture = tmp_path / "staleness.png"
     output = run("staleness", "sync", "async", "--seconds", "2", "--picture", str(picture))
@@ -198,6 +239,7 @@ def test_every_example_is_checked_and_short() -> None:
     files = {file.stem: file for file in EXAMPLES.glob("*.py")}
     # These are checked above, and in files of their own.
     others = {"checkpoint_resume", "parameter_server", "multi_worker", "staleness", "train"}
+    others.add("torch_dataloader")
     assert files.keys() == CHECKS.keys() | others
     lengths = {name: len(file.read_text().splitlines()) for name, file in files.items()}
     assert {name: n for name, n in lengths.items() if n >= 120}.keys() <= LONG

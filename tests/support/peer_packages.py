@@ -19,12 +19,17 @@ def import_peer(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 
     Our own packages come first: only what we lack is taken from there.
     """
+    monkeypatch.setattr(sys, "path", [*sys.path, site_packages(name)])
+    # TensorFlow sets environment variables when it is imported.
+    with mock.patch.dict(os.environ):
+        return importlib.import_module(name)
+
+
+def site_packages(name: str) -> str:
+    """Returns where the packages of that environment are; makes it if it is missing."""
     interpreter = peer_environments.python(name, print)
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     found = subprocess.run(
         [interpreter, "-c", code], check=True, capture_output=True, text=True, timeout=60
     )
-    monkeypatch.setattr(sys, "path", [*sys.path, found.stdout.strip()])
-    # TensorFlow sets environment variables when it is imported.
-    with mock.patch.dict(os.environ):
-        return importlib.import_module(name)
+    return found.stdout.strip()

@@ -38,6 +38,8 @@ class NnxModel(Module, Generic[M]):
     def apply(self, function: Callable[[M], R]) -> R:
         """Calls a function with the module, and stores the state that it has changed.
 
+        Parameters stay as they are: only optimizers and assignments change them.
+
         >>> from flax import nnx
         >>> import jax.numpy as jnp
         >>> import replicax as rx

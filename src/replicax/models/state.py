@@ -1,6 +1,7 @@
 """The state of a model as variables: which kind each part becomes, and how it is read and stored.
 
-- Parameters are trainable variables. Optimizers sum their gradients over the replicas.
+- Parameters are trainable variables. Optimizers sum their gradients over the replicas. A call of
+  the model leaves them as they are.
 - Other floating-point state, such as the statistics of BatchNorm, is kept per replica, without
   communication in the step, and read outside of replicas as the mean (ON_READ, MEAN).
 - Counts and flags are kept per replica too; outside of replicas, those of the first one are read.
@@ -56,7 +57,7 @@ class StateVariables:
         return jax.random.fold_in(key, number)
 
     def store(self, before: Mapping[Path, jax.Array], after: Mapping[Path, jax.Array]) -> None:
-        """Assigns what a call has changed.
+        """Assigns what a call has changed of the state that is neither a parameter nor a key.
 
         Args:
           before: What `read` has returned.
@@ -64,15 +65,11 @@ class StateVariables:
         """
         self._check_paths(after)
         for path, value in after.items():
-            if value is before[path]:
-                continue
-            if path in self._key_types:
-                raise errors.UnsupportedError(
-                    "A call must leave the random keys of a model alone",
-                    f"it has changed {_name(path)!r}",
-                    "Make new keys from the stream's count, as nnx.Rngs does.",
-                )
-            self._variables[path].assign(value)
+            variable = self._variables[path]
+            # Transformations such as nnx.remat return parameters and keys as new, equal arrays.
+            is_fixed = variable.trainable or path in self._key_types
+            if not is_fixed and value is not before[path]:
+                variable.assign(value)
 
     def _check_paths(self, after: Mapping[Path, jax.Array]) -> None:
         if after.keys() != self._variables.keys():
