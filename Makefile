@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: demo test test-all test-ssh test-slurm test-ray lint bench torture clean
+.PHONY: demo test test-all test-ssh test-slurm test-ray test-wheel lint bench torture clean
 
 demo: .venv/.ready  ## train one program under every strategy, then on parameter servers
 	$(BIN)/python -m replicax demo
@@ -25,6 +25,14 @@ test-slurm: .venv/.ready  ## `replicax run --slurm` on a real Slurm, from Debian
 
 test-ray: .venv/.ready  ## `replicax run --ray` and `rx.ray` on a real Ray cluster of this machine
 	$(BIN)/python -m pytest -n 0 -v tests/multiprocess/test_ray.py
+
+# Interpreters to install the wheel into; each gets the newest packages, the first the oldest too.
+PYTHONS ?= python3.11 python3.12 python3.13
+
+test-wheel: .venv/.ready  ## the wheel in fresh environments: README programs, demo, doctor, new
+	$(BIN)/python tests/packaging/fresh_install.py --versions lowest --python $(firstword $(PYTHONS))
+	for python in $(PYTHONS); do \
+	  $(BIN)/python tests/packaging/fresh_install.py --python $$python || exit 1; done
 
 lint: .venv/.ready  ## style, types, layers, spelling, words
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """An equinox model, unchanged, under a strategy.
 
 An equinox module is a tree with arrays and functions in it. Its arrays become variables;
-`rx.read_variables` gives back a module that computes with their present values.
+`model.apply` calls a function with a module that computes with their present values.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ GLOBAL_BATCH = 64
 strategy = rx.MirroredStrategy()
 
 with strategy.scope():
-    model = rx.make_variables(eqx.nn.MLP(64, 10, 64, depth=2, key=jax.random.key(0)))
-    is_variable = lambda leaf: isinstance(leaf, rx.Variable)  # noqa: E731
-    leaves = jax.tree.leaves(model, is_leaf=is_variable)
-    variables = [leaf for leaf in leaves if is_variable(leaf)]
+    model = rx.models.from_equinox(eqx.nn.MLP(64, 10, 64, depth=2, key=jax.random.key(0)))
+    variables = model.trainable_variables
     # A schedule is part of the transformation, and its count part of the optimizer's state.
     schedule = optax.cosine_decay_schedule(5e-3, decay_steps=140)
     optimizer = rx.optimizers.Optimizer(optax.adamw(schedule, weight_decay=1e-4), variables)
@@ -34,7 +32,7 @@ with strategy.scope():
 
 def replica_step(pixels: Any, digits: Any) -> Any:
     def loss_fn() -> Any:
-        logits = jax.vmap(rx.read_variables(model))(pixels)
+        logits = model.apply(lambda module: jax.vmap(module)(pixels))
         losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, digits)
         return losses.sum() / GLOBAL_BATCH, logits
 

@@ -1,8 +1,8 @@
-"""A flax model, unchanged, under a strategy.
+"""A flax.linen model, unchanged, under a strategy.
 
-Its parameters become variables with `rx.make_variables`; inside the step they are handed to
-the model with `rx.read_variables`. Works alike for any library whose models are functions of
-a tree of parameters.
+`rx.models.from_linen` makes its collections variables: parameters, and the statistics of BatchNorm
+if it has some. nnx_cnn.py shows the same for flax.nnx. For a library that is not known here,
+`rx.make_variables` and `rx.read_variables` turn any tree of arrays into variables and back.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ class Convolutional(linen.Module):
         return linen.Dense(10)(x.reshape((x.shape[0], -1)))
 
 
-model = Convolutional()
-initial = model.init(jax.random.key(0), np.zeros((1, 8, 8, 1), np.float32))
+module = Convolutional()
+initial = module.init(jax.random.key(0), np.zeros((1, 8, 8, 1), np.float32))
 with strategy.scope():
-    parameters = rx.make_variables(initial)
-    # Any structure of variables will do, a dict of dicts too.
-    optimizer = rx.optimizers.Optimizer(optax.adam(3e-3), parameters)
+    model = rx.models.from_linen(module, initial)
+    optimizer = rx.optimizers.Optimizer(optax.adam(3e-3), model.trainable_variables)
     accuracy = rx.metrics.SparseCategoricalAccuracy()
 
 
 def replica_step(images: Any, digits: Any) -> Any:
     def loss_fn() -> Any:
-        logits = model.apply(rx.read_variables(parameters), images)
+        logits = model(images)
         losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, digits)
         return losses.sum() / GLOBAL_BATCH, logits
 
-    (loss, logits), gradients = rx.value_and_grad(loss_fn, parameters, has_aux=True)()
+    (loss, logits), gradients = rx.value_and_grad(
+        loss_fn, model.trainable_variables, has_aux=True
+    )()
     optimizer.apply_gradients(gradients)
     accuracy.update_state(digits, logits)
     return loss

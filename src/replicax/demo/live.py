@@ -15,7 +15,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 class LiveTable:
-    """Draws a table again and again on a terminal; elsewhere, draws it once at the end.
+    """Draws a table again and again on a terminal; without one, draws it once at the end.
 
     Args:
       console: Where to.
