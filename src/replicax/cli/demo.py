@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,8 @@ from rich.console import Console
 
 from replicax.cli.failures import errors_in_one_line
 from replicax.demo import acts
+
+_COLUMNS = 110
 
 _Acts = Annotated[
     list[str] | None,
@@ -24,5 +27,7 @@ def demo(names: _Acts = None, pictures: _Pictures = Path("out")) -> None:
     Takes about a minute, and needs the extra `demo`. Prints plain lines if it does not run in a
     terminal.
     """
+    # A pipe has no width of its own; the tables need more than the 80 columns that are assumed.
+    console = Console() if sys.stdout.isatty() else Console(width=_COLUMNS)
     with errors_in_one_line():
-        acts.play(names or (), Console(), pictures)
+        acts.play(names or (), console, pictures)

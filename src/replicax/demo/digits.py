@@ -139,10 +139,13 @@ def train_in_row(name: str, strategy: rx.Strategy, table: LiveTable, console: Co
     """Trains under one strategy, and shows it in its row of the table."""
     steps = EPOCHS * -(-1437 // GLOBAL_BATCH)
     replicas = str(strategy.num_replicas_in_sync)
-    begun = time.perf_counter()
+    begun: float | None = None
 
     def after_step(step: int, loss: float) -> None:
-        speed = step / (time.perf_counter() - begun)
+        nonlocal begun
+        # The first step includes the compilation.
+        begun = begun or time.perf_counter()
+        speed = (step - 1) / max(1e-3, time.perf_counter() - begun)
         shown = f"{loss:.4f}", "", f"{speed:.0f}", bar(step / steps, BAR_WIDTH)
         table.set(name, replicas, *shown)
         if not console.is_terminal and step % 92 == 0:
