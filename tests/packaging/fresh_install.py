@@ -6,7 +6,8 @@
 
 In a fresh virtual environment, in a temporary directory: each program of the README is pasted into
 a file and run; then `replicax demo`, `replicax doctor`, `replicax new`, and the test of the project
-that it wrote. Takes minutes, most of them for packages that are not in pip's cache.
+that it wrote. Takes minutes, most of them for the packages; with --directory, the environment is
+kept there, and the next run only installs the wheel again.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class FreshInstall:
         self._directory = directory
         self._python = python
         self._bin = directory / "venv" / "bin"
-        self._home = directory / "home"
-        self._home.mkdir()
+        # New in each run: it has nothing of the last one.
+        self._home = Path(tempfile.mkdtemp(prefix="home-", dir=directory))
         # Nothing of the clone or of the caller's environment: neither paths nor settings.
         names = ("HOME", "LANG", "PATH", "TMPDIR", "PIP_CACHE_DIR")
         self._env = {name: os.environ[name] for name in names if name in os.environ}
@@ -69,12 +70,17 @@ class FreshInstall:
         return done.stdout
 
     def install(self, wheel: Path, versions: str) -> None:
-        """Makes the environment; prints which versions it got."""
+        """Makes the environment, or puts the wheel into the one that is there."""
+        pip = (self._bin / "python", "-m", "pip", "--disable-pip-version-check")
+        if (self._directory / "ready").exists():
+            again = (*pip, "install", "--quiet", "--force-reinstall", "--no-deps", wheel)
+            self.run(f"pip install {wheel.name} again", *again, timeout=INSTALL_TIMEOUT)
+            self._print_versions()
+            return
         self.run("make a virtual environment", self._python, "-m", "venv", self._bin.parent,
                  timeout=INSTALL_TIMEOUT)  # fmt: skip
         constraints = self._directory / "constraints.txt"
         constraints.write_text("\n".join(lower_bounds(wheel)) if versions == "lowest" else "")
-        pip = (self._bin / "python", "-m", "pip", "--disable-pip-version-check")
         target = f"{wheel}[{','.join(EXTRAS)}]"
         self.run(
             f"pip install {wheel.name}[{','.join(EXTRAS)}], {versions} versions",
@@ -82,6 +88,10 @@ class FreshInstall:
             timeout=INSTALL_TIMEOUT,
         )
         self.run("pip check", *pip, "check", timeout=INSTALL_TIMEOUT)
+        (self._directory / "ready").touch()
+        self._print_versions()
+
+    def _print_versions(self) -> None:
         code = (
             "import importlib.metadata as m, sys; print(sys.version.split()[0], *(f'{p}=={m.version"
             "(p)}' for p in 'jax numpy optax grain keras flax msgspec rich typer'.split()))"
@@ -163,12 +173,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default=sys.executable, help="the interpreter to install into")
     parser.add_argument("--versions", choices=("newest", "lowest"), default="newest")
+    parser.add_argument("--directory", type=Path, help="where to keep the environment")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="replicax-fresh-") as temporary:
-        directory = Path(temporary)
+        directory = (options.directory or Path(temporary)).resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        if directory.is_relative_to(ROOT):
+            parser.error("The environment must be outside of the clone.")
         try:
             install = FreshInstall(directory, options.python)
-            install.install(build(directory), options.versions)
+            install.install(build(Path(temporary)), options.versions)
             install.check()
         except (Failed, subprocess.TimeoutExpired) as failure:
             print(failure, file=sys.stderr)
