@@ -71,8 +71,8 @@ import os, sys
 before = dict(os.environ)
 import replicax
 assert dict(os.environ) == before, "environment changed"
-optional = {"optax", "orbax", "grain", "keras", "flax", "equinox", "matplotlib", "rich", "zmq"}
-optional |= {"typer"}
+optional = {"optax", "orbax", "grain", "keras", "flax", "equinox", "matplotlib", "rich"}
+optional |= {"typer", "cryptography", "ssl"}
 assert not optional & set(sys.modules), optional & set(sys.modules)
 import threading
 assert threading.active_count() == 1

@@ -48,8 +48,12 @@ class Setting(str):
 
 # Of replicax itself.
 
-# The directory with the CURVE keys of the cluster; connections over TCP require them.
+# The directory with the certificates of the cluster; connections over TCP require them. Or three
+# files: the certificates of the authority, the certificate of this task, and its private key.
 REPLICAX_KEYS = Setting("REPLICAX_KEYS")
+REPLICAX_TLS_CA = Setting("REPLICAX_TLS_CA")
+REPLICAX_TLS_CERT = Setting("REPLICAX_TLS_CERT")
+REPLICAX_TLS_KEY = Setting("REPLICAX_TLS_KEY")
 # The timeouts of the coordinator: "default", or "fast" for tests.
 REPLICAX_TIMING = Setting("REPLICAX_TIMING")
 # "full" keeps the frames of the library in tracebacks.
