@@ -202,7 +202,7 @@ class Incidents:
         called = self._world.fault_random.choice([*self._servers, *self._workers])
         if called.is_up and not called.is_paused:
             self._note("unknown_key", f"an unauthenticated peer connects to {called}")
-            if called.accepts("replicax://elsewhere/coordinator/0"):
+            if called.accepts("replicax://other/coordinator/0"):
                 raise BrokenRuleError(f"{called} accepts a certificate of another job")
         self._plan_unknown_key()
 

@@ -72,7 +72,7 @@ before = dict(os.environ)
 import replicax
 assert dict(os.environ) == before, "environment changed"
 optional = {"optax", "orbax", "grain", "keras", "flax", "equinox", "matplotlib", "rich"}
-optional |= {"typer", "cryptography", "ssl"}
+optional |= {"typer", "cryptography"}
 assert not optional & set(sys.modules), optional & set(sys.modules)
 import threading
 assert threading.active_count() == 1

@@ -28,7 +28,7 @@ from transport_partners import Place, random_body
 from replicax import errors
 from replicax.protocol import codec, limits, messages
 from replicax.transport.channel import Channel
-from replicax.transport.service import PendingConnections
+from replicax.transport.connection_guard import PendingConnections
 
 PING = messages.Ping(0)
 MIB = 1 << 20

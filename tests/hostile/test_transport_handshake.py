@@ -89,7 +89,7 @@ def test_bar44_malformed_messages_do_nothing(
         before = process.memory_info().rss
         num_fds = process.num_fds()
         stream = _malformed(random.Random(7))
-        for i in range(500):
+        for i in range(500 if is_known else 30):
             # Each malformed message ends its connection.
             with RawPeer(service.url) as raw_peer, contextlib.suppress(OSError):
                 raw_peer.connect()
@@ -105,7 +105,8 @@ def test_bar44_malformed_messages_do_nothing(
     assert {type(b) for b in reached.bodies} == {messages.Ping}
     lines = [r for r in caplog.records if "dropped" in r.getMessage()]
     duration = lines[-1].created - lines[0].created
-    assert 1 <= len(lines) <= duration + 2
+    # Of malformed streams, and of malformed messages in good ones.
+    assert 1 <= len(lines) <= 2 * (duration + 2)
 
 
 def test_a_message_without_hello_is_told_so(ipc: Place, reached: Reached) -> None:
@@ -285,7 +286,7 @@ def _wrong(who: str, tcp: Place, directory: Path) -> Any:
     if who == "another job":
         assert tcp.keys is not None
         trusted, key = authority.load(tcp.keys)
-        other = key_files.make(directory / "other", "elsewhere") / "coordinator"
+        other = key_files.make(directory / "other", "other-job") / "coordinator"
         identity = key_files.load(other, "coordinator").identity
         authority.issue(other, identity, (trusted, key), days=1)
         (other / "ca.crt").write_bytes((tcp.keys / "ps" / "ca.crt").read_bytes())
@@ -304,7 +305,7 @@ def _wrong(who: str, tcp: Place, directory: Path) -> Any:
         ("another authority", "unknown ca|certificate"),
         ("another authority, which it trusts", "certificate"),
         ("expired", "expired"),
-        ("another job", "certificate of replicax://elsewhere"),
+        ("another job", "certificate of replicax://other-job"),
     ],
 )
 def test_bar42_peers_without_the_right_certificate_are_refused(

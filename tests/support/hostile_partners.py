@@ -44,10 +44,10 @@ def _client_hello() -> bytes:
 CLIENT_HELLO = _client_hello()
 
 
-def claim(total: int, header: int = 20, lane: int = 0) -> bytes:
+def claim(total: int, header: int = 20, priority: int = 0) -> bytes:
     """Returns the start of a message that claims to have so many bytes."""
     length = min(max(total, 1), limits.PIECE)
-    return struct.pack("<IBBHIQ4x", length, lane, length == total, 0x7278, header, total)
+    return struct.pack("<IBBHIQ4x", length, priority, length == total, 0x7278, header, total)
 
 
 class WatchedTask:

@@ -1,9 +1,9 @@
 """The format of a stream: messages in pieces, each with its length in front.
 
-A piece starts with its length, its lane and whether it is the last of its message. The pieces of
-the two lanes may alternate, so that a heartbeat does not wait for a large message. The first piece
-of a message starts with the sizes of its header and of the whole. The body is at a multiple of 64
-bytes, so that its arrays are aligned in the memory of the receiver.
+A piece starts with its length, its priority and whether it is the last of its message. Pieces of
+the two priorities may alternate, so that a heartbeat does not wait for a large message. The first
+piece of a message starts with the sizes of its header and of the whole. The body is at a multiple
+of 64 bytes, so that its arrays are aligned in the memory of the receiver.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from replicax.protocol.codec import Part
 NORMAL, URGENT = 0, 1
 
 _MAGIC = 0x7278
-# Length, lane, whether it is the last piece of its message, and the mark of the protocol.
+# Length, priority, whether it is the last piece of its message, and the mark of the protocol.
 _PIECE = struct.Struct("<IBBH")
 # The same, and the start of a message: the sizes of its header and of all of it.
 _FIRST = struct.Struct("<IBBHIQ4x")
 _START = struct.Struct("<IQ4x")
 PREFIX = _PIECE.size
 _MASK = limits.ALIGNMENT - 1
+# Messages up to this size are copied into one buffer, which leaves with one plain call.
+_JOINED = 16 * limits.KIB
 # Messages from this size on get aligned memory.
 _ALIGNED = 4 * limits.KIB
 # The space that headers need besides the buffers of a message.
 LARGEST = limits.HEADER + limits.MESSAGE + limits.MIB
 
 
-def pack(parts: Sequence[Part], lane: int = NORMAL) -> list[list[Part]]:
+def pack(parts: Sequence[Part], priority: int = NORMAL) -> list[list[Part]]:
     """Returns the pieces of a message, each as buffers to send one after the other.
 
     Example:
@@ -48,23 +50,27 @@ def pack(parts: Sequence[Part], lane: int = NORMAL) -> list[list[Part]]:
     size = len(header)
     total = start = _START.size + size
     if len(parts) == 1:
-        return [[_FIRST.pack(total, lane, 1, _MAGIC, size, total) + header]]
+        return [[_FIRST.pack(total, priority, 1, _MAGIC, size, total) + header]]
     start = (start + _MASK) & ~_MASK
     total = start + sum(map(len, parts[1:]))
     padding = bytes(start - size - _START.size)
     if total <= limits.PIECE:
-        first = _FIRST.pack(total, lane, 1, _MAGIC, size, total)
+        first = _FIRST.pack(total, priority, 1, _MAGIC, size, total)
+        if total <= _JOINED:
+            return [[b"".join((first, header, padding, *parts[1:]))]]
         return [[b"".join((first, header, padding)), *parts[1:]]]
-    return _split([b"".join((_START.pack(size, total), header, padding)), *parts[1:]], total, lane)
+    return _split(
+        [b"".join((_START.pack(size, total), header, padding)), *parts[1:]], total, priority
+    )
 
 
-def _split(parts: Sequence[Part], total: int, lane: int) -> list[list[Part]]:
+def _split(parts: Sequence[Part], total: int, priority: int) -> list[list[Part]]:
     pieces: list[list[Part]] = []
     sources = iter(parts)
     source = memoryview(b"")
     for position in range(0, total, limits.PIECE):
         left = min(limits.PIECE, total - position)
-        piece: list[Part] = [_PIECE.pack(left, lane, position + left == total, _MAGIC)]
+        piece: list[Part] = [_PIECE.pack(left, priority, position + left == total, _MAGIC)]
         while left:
             if not len(source):
                 source = memoryview(next(sources))
@@ -99,9 +105,9 @@ class FrameReader:
         self.most = LARGEST
         self.target = memoryview(b"")
         self._rest = b""
-        # The message being received, by lane; and the lane of the current piece, and its end.
+        # The message being received, by priority; the priority of the current piece, and its end.
         self._messages: list[_Message | None] = [None, None]
-        self._lane = NORMAL
+        self._priority = NORMAL
         self._is_last = False
 
     def feed(self, data: memoryview) -> None:
@@ -121,7 +127,7 @@ class FrameReader:
         position = 0
         size = len(data)
         while size - position >= PREFIX:
-            used = self._piece(data[position:])
+            used = self._piece(data, position, size - position)
             if not used:
                 break
             position += used
@@ -131,36 +137,36 @@ class FrameReader:
     def advance(self, num: int) -> None:
         """Records that bytes were read into `target`."""
         self.target = self.target[num:]
-        message = self._messages[self._lane]
+        message = self._messages[self._priority]
         assert message is not None
         message.num_received += num
         if not len(self.target):
             self._finish(message)
 
-    def _piece(self, data: memoryview) -> int:
-        """Takes the piece at the start; returns the bytes that it used, 0 if it needs more."""
-        length, lane, is_last, magic = _PIECE.unpack_from(data)
-        if magic != _MAGIC or lane > URGENT or is_last > 1 or not 0 < length <= limits.PIECE:
+    def _piece(self, data: memoryview, at: int, size: int) -> int:
+        """Takes the piece at a position; returns the bytes that it used, 0 if it needs more."""
+        length, priority, is_last, magic = _PIECE.unpack_from(data, at)
+        if magic != _MAGIC or priority > URGENT or is_last > 1 or not 0 < length <= limits.PIECE:
             raise _malformed("a piece does not start as it must")
-        message = self._messages[lane]
+        message = self._messages[priority]
         if message is None:
-            if len(data) < _FIRST.size:
+            if size < _FIRST.size:
                 return 0
-            header, total = _START.unpack_from(data, PREFIX)
+            header, total = _START.unpack_from(data, at + PREFIX)
             self._check(header, total, length, is_last)
             end = PREFIX + length
-            if is_last and len(data) >= end and total < _ALIGNED:
+            if is_last and size >= end and total < _ALIGNED:
                 # Most messages are like this.
-                self._complete(memoryview(bytes(data[PREFIX:end])), header)
+                self._complete(memoryview(bytes(data[at + PREFIX : at + end])), header)
                 return end
-            message = self._messages[lane] = _Message(header, total)
+            message = self._messages[priority] = _Message(header, total)
         elif message.num_received + length > len(message.room):
             raise _malformed("the pieces of a message are longer than the message")
-        self._lane, self._is_last = lane, bool(is_last)
+        self._priority, self._is_last = priority, bool(is_last)
         start = message.num_received
         self.target = message.room[start : start + length]
-        num = min(length, len(data) - PREFIX)
-        self.target[:num] = data[PREFIX : PREFIX + num]
+        num = min(length, size - PREFIX)
+        self.target[:num] = data[at + PREFIX : at + PREFIX + num]
         self.advance(num)
         return PREFIX + num
 
@@ -181,7 +187,7 @@ class FrameReader:
         if is_whole != self._is_last:
             raise _malformed("a message ends before its last piece, or after it")
         if is_whole:
-            self._messages[self._lane] = None
+            self._messages[self._priority] = None
             self._complete(message.room, message.header)
 
     def _complete(self, data: memoryview, header: int) -> None:

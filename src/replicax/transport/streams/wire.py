@@ -32,8 +32,6 @@ from replicax.transport.streams import frames
 
 # Bytes that one read takes; each thread has one such buffer.
 _READ = 128 * limits.KIB
-# Pieces below this size are joined, and leave with one plain call.
-_JOINED = 16 * limits.KIB
 # The buffers of one call; the kernel takes at most 1,024.
 _MOST_BUFFERS = 512
 _MOST_DESCRIPTORS = 2
@@ -207,9 +205,9 @@ class StreamWire:
                     pieces[0] = self._send_descriptors(pieces[0], descriptors)
                 if not self.backlog and self.is_open and len(pieces) == 1:
                     # The usual case: the kernel takes it all.
-                    self._current = self._prepare(pieces[0])
-                    size = sum(map(len, self._current))
-                    num = self._write(self._current)
+                    current = self._current = self._prepare(pieces[0])
+                    size = len(current[0]) if len(current) == 1 else sum(map(len, current))
+                    num = self._write(current)
                     if num == size:
                         self._current = []
                         return
@@ -262,8 +260,6 @@ class StreamWire:
 
     def _prepare(self, piece: list[Part]) -> list[Part]:
         """Returns the buffers that leave one after the other; nothing overtakes them then."""
-        if len(piece) > 1 and sum(map(len, piece)) <= _JOINED:
-            return [b"".join(piece)]
         return piece
 
     def _write(self, buffers: list[Part]) -> int:
