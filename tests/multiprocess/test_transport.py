@@ -22,6 +22,7 @@ from transport_partners import (
     PS,
     WORKER,
     Place,
+    RawPeer,
     echo,
     process,
     random_body,
@@ -399,6 +400,38 @@ def test_regular_work_is_called_while_messages_come(ipc: Place) -> None:
         while not called.is_set():
             channel.request(PING, timeout=60)
     assert times == sorted(times)
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_a_service_does_not_read_from_a_peer_that_does_not_read(
+    tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "QUEUE_BYTES", 1 << 20)
+    place = Place(scheme, tmp_path)
+    handled: list[int] = []
+
+    def handler(session: Any, envelope: Any, buffers: Any) -> Any:
+        handled.append(envelope.request)
+        return messages.Done(), [bytes(1 << 20)]
+
+    with (
+        place.serve(handler) as service,
+        RawPeer(service.url, place.key("coordinator")) as raw_peer,
+        place.channel() as good,
+    ):
+        raw_peer.connect()
+        raw_peer.hello()
+        assert type(raw_peer.receive()) is messages.Welcome
+        ping = frames.pack(codec.encode("job", 1, 99, 0, PING))[0][0]
+        # More than one read of the service takes.
+        for i in range(40):
+            raw_peer.socket.sendall(ping)
+            good.request(messages.Ping(i), timeout=60)
+        num_before = len(handled) - 40
+        assert 1 <= num_before < 20
+        for _ in range(40):
+            assert raw_peer.receive() == messages.Done()
+    assert len(handled) == 80
 
 
 # Restarts and lost tasks.

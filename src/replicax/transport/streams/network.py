@@ -249,7 +249,7 @@ class SocketListener:
             connection.close()
             raise self._exhausted()
         if self._location.scheme == "ipc":
-            return StreamWire(connection, takes_descriptors=True, name="a process of this host")
+            return StreamWire(connection, is_accepted=True, name="a process of this host")
         assert self._keys is not None
         set_options(connection)
         shown = f"{name[0]}:{name[1]}"

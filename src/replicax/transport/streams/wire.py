@@ -57,7 +57,9 @@ class StreamWire:
     Args:
       connection: The socket; it is set to not block.
       is_connecting: Whether the kernel is still connecting it.
-      takes_descriptors: Whether descriptors may come with the first message.
+      is_accepted: Whether this side has accepted the connection. It then stops reading while the
+        other side does not read; the side that has opened a connection always reads, so that not
+        both wait for each other.
       name: The other side, for the log.
     """
 
@@ -65,7 +67,7 @@ class StreamWire:
         self,
         connection: socket.socket,
         is_connecting: bool = False,
-        takes_descriptors: bool = False,
+        is_accepted: bool = False,
         name: str = "",
     ) -> None:
         connection.setblocking(False)
@@ -86,7 +88,9 @@ class StreamWire:
         self._queues = (collections.deque(), collections.deque())
         # The piece that has left in part.
         self._current: list[Part] = []
-        self._takes_descriptors = takes_descriptors
+        self._is_accepted = is_accepted
+        # With the first message of a Unix socket.
+        self._takes_descriptors = is_accepted and connection.family == socket.AF_UNIX
         self._descriptors: list[int] = []
         opened.add(self)
 
@@ -104,7 +108,13 @@ class StreamWire:
     @property
     def events(self) -> int:
         """The events to poll for."""
+        if self._is_paused:
+            return base.WRITE
         return base.READ | base.WRITE if self.backlog or not self.is_open else base.READ
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._is_accepted and self.backlog > limits.QUEUE_BYTES
 
     # Receiving.
 
@@ -122,7 +132,8 @@ class StreamWire:
                 if self.backlog:
                     with self._lock:
                         self._flush()
-                self._read()
+                if not self._is_paused:
+                    self._read()
         except (BlockingIOError, InterruptedError):
             pass
         except errors.ProtocolError as error:
@@ -351,7 +362,7 @@ class TlsWire(StreamWire):
         is_connecting: bool = False,
         name: str = "",
     ) -> None:
-        super().__init__(connection, True, name=name)
+        super().__init__(connection, True, is_server, name)
         self._context = context
         self._is_server = is_server
         self._identify = identify
@@ -363,8 +374,9 @@ class TlsWire(StreamWire):
     @property
     def events(self) -> int:
         """The events to poll for."""
-        wants = self._wants_write if not self.is_open else bool(self.backlog)
-        return base.READ | base.WRITE if wants else base.READ
+        if self.is_open:
+            return super().events
+        return base.READ | base.WRITE if self._wants_write else base.READ
 
     def _connect(self) -> bool:
         if not self.is_reached:
@@ -431,6 +443,14 @@ class TlsWire(StreamWire):
             return 0
 
     def _fail(self, error: OSError) -> None:
+        if isinstance(error, (ConnectionResetError, BrokenPipeError)) and self._tls is not None:
+            # The other side may have said why before it closed the connection.
+            try:
+                self._tls.recv_into(_room())
+            except ssl.SSLWantReadError:
+                pass
+            except OSError as reason:
+                error = reason
         if isinstance(error, ssl.SSLEOFError) or not isinstance(error, ssl.SSLError):
             is_early = self.is_reached and not self._has_read
             if is_early and not isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
