@@ -3,7 +3,7 @@
 Cases: `assign_add` of a scalar; an MLP `HxLxB` of L layers of HxH weights on batches of B, with
 plain SGD by `assign_sub`; `embedding` looks 4,096 rows of 64 numbers up in a table of 1,000,000
 rows and changes them. Contestants: this project over ipc, as it is for a cluster on one machine;
-with workers that pull ahead; over TCP with CURVE; and tf.distribute with gRPC on loopback.
+with workers that pull ahead; over TCP with TLS 1.3; and tf.distribute with gRPC on loopback.
 Closures come in bursts as long as the peer's own benchmark has them; the best burst counts.
 """
 
@@ -174,7 +174,7 @@ def ahead(case: str, seconds: float) -> dict[str, float]:
     return ours(case, seconds, pull_ahead=True)
 
 
-def curve(case: str, seconds: float) -> dict[str, float]:
+def tls(case: str, seconds: float) -> dict[str, float]:
     return ours(case, seconds, "tcp")
 
 
@@ -309,18 +309,18 @@ def tf_mlp(
 
 
 PEERS = ("tensorflow",)
-CONTESTANTS = {"ours": ours, "ahead": ahead, "curve": curve, "tensorflow": tensorflow}
+CONTESTANTS = {"ours": ours, "ahead": ahead, "tls": tls, "tensorflow": tensorflow}
 
 
 def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, list[Row]]:
     """Measures everything; returns the numbers and the lines of the table."""
-    names = ["ours", "ahead", "curve", *(["tensorflow"] if "tensorflow" in settings.peers else [])]
+    names = ["ours", "ahead", "tls", *(["tensorflow"] if "tensorflow" in settings.peers else [])]
     found = compete(__name__, names, CASES, settings, report)
     rows = []
     for name, what in (
         ("ours", "closures/s, ours / tf.distribute"),
         ("ahead", "… pulling ahead"),
-        ("curve", "… over TCP with CURVE"),
+        ("tls", "… over TCP with TLS 1.3"),
     ):
         for case in CASES:
             per_second = 1e6 / found[name, case]["us"]
@@ -328,7 +328,7 @@ def run(settings: Settings, report: Callable[[str], None]) -> tuple[Measured, li
             if "tensorflow" in settings.peers:
                 theirs = 1e6 / found["tensorflow", case]["us"]
                 texts, ratio = (texts[0], f"{theirs:,.0f}/s"), per_second / theirs
-                outcome = at_least(TARGETS[case], ratio) if name != "curve" else outcome
+                outcome = at_least(TARGETS[case], ratio) if name != "tls" else outcome
             rows.append(Row(what, case, *texts, ratio, *outcome))
     for way in ("in", "out"):
         ratio = found["ours", "embedding"][f"{way}_ratio"]

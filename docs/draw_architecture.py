@@ -60,7 +60,7 @@ ROOMS = {
     "timeline": "traces: spans to Perfetto",
     "cluster_resolver": "finds tasks",
     "cluster": "names, addresses",
-    "transport": "connections (ZeroMQ)",
+    "transport": "connections (streams, TLS)",
     "protocol": "messages, codec",
     "foundation": "errors, options, devices, gate, settings",
 }
@@ -255,7 +255,9 @@ def draw_sync_group() -> str:
         body.append(_text(x + 8, 320, "reads", 11, "start", fill="#333"))
     # What the lines mean.
     body += [_line(34, 412, 74, 412, dashed), _line(34, 440, 74, 440, thick)]
-    control = "control channel, ZeroMQ with keys: roll call, fingerprints, heartbeats, ends of data"
+    control = (
+        "control channel, TLS with certificates: roll call, fingerprints, heartbeats, ends of data"
+    )
     body.append(_text(84, 416, control, 12, "start"))
     collectives = "collectives of JAX, by Gloo, NCCL or ICI, without keys: gradients, metrics"
     body.append(_text(84, 444, collectives, 12, "start"))

@@ -1,4 +1,4 @@
-"""A model of `transport/zmq/connection.py`: a client connection that reconnects."""
+"""A model of `transport/connection.py`: a client connection that reconnects."""
 
 from __future__ import annotations
 

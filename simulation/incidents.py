@@ -10,7 +10,6 @@ from simulation.network import Network
 from simulation.process import Process
 from simulation.programs import Programs
 from simulation.server import SimulatedServer
-from simulation.service import UNKNOWN_KEY
 from simulation.worker import SimulatedWorker
 from simulation.world import World
 
@@ -197,14 +196,14 @@ class Incidents:
         self._world.at(when, self._try_unknown_key)
 
     def _try_unknown_key(self) -> None:
-        """Connects with an unknown key, which no task may accept."""
+        """Connects with a certificate of another job, which no task may accept."""
         if self._is_over:
             return
         called = self._world.fault_random.choice([*self._servers, *self._workers])
         if called.is_up and not called.is_paused:
             self._note("unknown_key", f"an unauthenticated peer connects to {called}")
-            if (role := called.role_of(UNKNOWN_KEY)) is not None:
-                raise BrokenRuleError(f"{called} authenticates an unknown key as {role}")
+            if called.accepts("replicax://other/coordinator/0"):
+                raise BrokenRuleError(f"{called} accepts a certificate of another job")
         self._plan_unknown_key()
 
     def _stop_for(self, process: Process, seconds: float, kind: str) -> None:

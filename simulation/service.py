@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from replicax.foundation import errors
 from replicax.protocol import admission, codec, error_replies, messages
-from replicax.protocol.tasks import ROLES, Role, Task, library_version
-from replicax.transport.keys import Keys
+from replicax.protocol.tasks import Task, library_version
+from replicax.transport.keys import Identity, Keys
 from replicax.transport.service import Session
-from replicax.transport.zmq.authenticator import KnownKeys
 from simulation.labels import label_of
 from simulation.network import Network, Wire
 from simulation.process import Process
@@ -18,9 +18,18 @@ from simulation.world import World
 
 Reply = tuple[messages.Body, Sequence[Any]]
 
-# The public keys of this cluster, by role, and an unknown one. Nothing is encrypted here.
-KEYS: dict[Role, bytes] = {role: role[:1].encode() * 40 for role in ROLES}
-UNKNOWN_KEY = b"x" * 40
+_JOB = "simulation"
+
+
+class _Certified:
+    """A connection whose peer has a certificate; nothing is encrypted here."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def getpeercert(self) -> dict[str, Any]:
+        """Returns the certificate as `ssl` does."""
+        return {"subjectAltName": (("URI", self._name),)}
 
 
 class ListeningProcess(Process):
@@ -34,12 +43,17 @@ class ListeningProcess(Process):
         super().__init__(world, task)
         self._network = network
         self.incarnation = world.new_incarnation()
-        self._known = KnownKeys(Keys(task.role, KEYS[task.role], b"", KEYS))
+        nowhere = Path()
+        self._keys = Keys(Identity(_JOB, task.role, task.index), nowhere, nowhere, nowhere)
         self._sessions: dict[int, tuple[Wire, Session]] = {}
 
-    def role_of(self, key: bytes) -> str | None:
-        """Returns the role of a public key; None if the key is unknown."""
-        return self._known.role_of(key)
+    def accepts(self, name: str) -> bool:
+        """Returns whether it accepts a peer with a certificate of this name."""
+        try:
+            self._keys.identify(cast("Any", _Certified(name)))
+        except errors.PermissionDeniedError:
+            return False
+        return True
 
     def handle(
         self, session: Session, envelope: messages.Envelope, buffers: list[memoryview]
@@ -75,9 +89,8 @@ class ListeningProcess(Process):
         body = envelope.body
         if isinstance(body, messages.Hello):
             identity = wire.number.to_bytes(8)
-            role = self.role_of(KEYS[wire.ends[0].task.role])
-            if role != body.role:
-                raise AssertionError(f"{self} authenticates {wire.ends[0]} as {role}")
+            if not self.accepts(f"replicax://{_JOB}/{body.role}/{body.task}"):
+                raise AssertionError(f"{self} does not accept {wire.ends[0]}")
             session = Session(identity, body.role, body.task, body.incarnation)
             session.next_request = body.first
             self._sessions[wire.number] = wire, session

@@ -284,7 +284,7 @@ def leaks() -> Iterator[None]:
     most_fds = num_fds + (2 if WORKER is None else _COLLECTIVE_FDS)
     if _num_fds(process) > most_fds:
         gc.collect()
-        # ZeroMQ closes sockets in a thread of its own.
+        # A thread that has just ended may still close its own.
         left = _remaining(lambda: max(0, _num_fds(process) - most_fds))
         assert not left, f"file descriptors leaked: {left}"
     assert not rx.has_strategy(), "a strategy is still in scope"

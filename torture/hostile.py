@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 import time
 from pathlib import Path
 
-import zmq
-
 import replicax as rx
 from replicax.foundation import errors
+from replicax.protocol import messages
+from replicax.protocol.tasks import Task
+from replicax.transport import addresses, keys
+from replicax.transport.channel import Channel
 from torture.checks import Outcome, Plan, check
 from torture.jobs import cluster
 from torture.programs import run_program
@@ -91,29 +92,17 @@ def _short(events: list[tuple[str, str]]) -> str:
     limit="refused each time, no effect",
 )
 def unauthenticated_peers(plan: Plan) -> Outcome:
-    """Connects to servers with an unknown key pair and the public keys of the cluster."""
+    """Connects to servers with certificates of another authority, and of another role."""
     times = plan.size(10, 1)
     refused, served = 0, 0
     with cluster(plan, workers=1, ps=1, protocol="tcp") as made:
         assert made.keys_directory is not None
+        where = made.cluster_spec.task_address("ps", 0)
         for turn in range(times):
-            forged = plan.directory / f"forged-{turn}"
-            shutil.copytree(made.keys_directory, forged)
-            public, secret = zmq.curve_keypair()
-            (forged / "coordinator.public").write_bytes(public)
-            (forged / "coordinator.secret").write_bytes(secret)
+            forged = keys.load(keys.make(plan.directory / f"forged-{turn}"), "coordinator")
+            stolen = keys.load(made.keys_directory, "worker", 0)
             start = time.monotonic()
-            try:
-                strategy = rx.ParameterServerStrategy(
-                    made.resolver, keys=forged, connect_timeout=2.0
-                )
-                try:
-                    with strategy.scope():
-                        rx.Variable(1.0)
-                finally:
-                    strategy.close()
-            except errors.DistributeError:
-                refused += 1
+            refused += not _is_let_in(where, forged) and not _is_let_in(where, stolen)
             plan.report(f"{turn + 1} of {times}, {time.monotonic() - start:.1f} s")
         strategy = rx.ParameterServerStrategy(made.resolver, keys=made.keys_directory)
         with strategy.scope():
@@ -123,3 +112,14 @@ def unauthenticated_peers(plan: Plan) -> Outcome:
     outcome.require(refused == times, f"{times - refused} unauthenticated peers were let in")
     outcome.require_landed(served, "the servers serve no peer")
     return outcome
+
+
+def _is_let_in(address: str, own: keys.Keys) -> bool:
+    """Returns whether a server replies to a process that claims to be the coordinator."""
+    where = addresses.resolve(address, "tcp", own)
+    with Channel(where, Task("coordinator", 0), own, peer=Task("ps", 0)) as channel:
+        try:
+            channel.request(messages.QueryJob(), timeout=30)
+        except errors.PermissionDeniedError:
+            return False
+    return True

@@ -74,8 +74,8 @@ assert "jax" not in sys.modules, "the launcher would wait for it"
 replicax.Variable
 assert "jax" in sys.modules
 assert dict(os.environ) == before, "environment changed"
-optional = {"optax", "orbax", "grain", "keras", "flax", "equinox", "matplotlib", "rich", "zmq"}
-optional |= {"typer"}
+optional = {"optax", "orbax", "grain", "keras", "flax", "equinox", "matplotlib", "rich"}
+optional |= {"typer", "cryptography"}
 assert not optional & set(sys.modules), optional & set(sys.modules)
 import threading
 assert threading.active_count() == 1

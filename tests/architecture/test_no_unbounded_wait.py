@@ -90,11 +90,6 @@ ALLOWED = {
         "pool.submit(…).result",
     ): "a computation of ours",
     (
-        "transport/zmq/connection.py",
-        "Connection.*",
-        "context.acquire",
-    ): "counts users, does not wait",
-    (
         "transport/client_pool.py",
         "ClientPool.close",
         "self._thread.join",

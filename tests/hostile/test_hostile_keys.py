@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import tempfile
 import threading
@@ -72,7 +73,7 @@ def test_keys_of_another_cluster_are_named_at_once(directory: Path, tmp_path: Pa
         Server(directory) as server,
         channel(other, server) as raw_peer,
         # Long before the time is over, or nothing would be said of keys.
-        refused(errors.PermissionDeniedError, "their keys do not match"),
+        refused(errors.PermissionDeniedError, "certificate"),
     ):
         raw_peer.request(PING, timeout=60)
 
@@ -102,84 +103,83 @@ def test_keys_that_only_the_peer_has_are_named_at_once(
         ) as raw_peer,
     ):
         service.start()
-        with refused(errors.PermissionDeniedError, "it was started without keys"):
+        with refused(errors.PermissionDeniedError, "it was started without"):
             raw_peer.request(PING, timeout=60)
 
 
-def test_bar50_peers_with_a_new_key_are_accepted_by_servers_that_run(directory: Path) -> None:
-    with Server(directory) as server, channel(directory, server) as old:
-        assert is_answered(old)
-        before = key_files.load(directory, "coordinator")
-        key_files.renew(directory, "coordinator")
-        after = key_files.load(directory, "coordinator")
-        assert before.public != after.public
-        assert after.accepted("coordinator") == (after.public, before.public)
-        with channel(directory, server) as new:
-            assert is_answered(new) and is_answered(old)
-        key_files.retire(directory)
-        old.close()  # it opens a new connection when it is used again
-        with pytest.raises(errors.PermissionDeniedError, match="is not one of them"):
-            is_answered(old)
-        with channel(directory, server) as new:
-            assert is_answered(new)
-
-
-def test_bar50_peers_follow_a_server_to_its_new_key(directory: Path) -> None:
+def test_bar50_certificates_are_renewed_while_tasks_run(directory: Path, tmp_path: Path) -> None:
+    former = Path(shutil.copytree(directory, tmp_path / "former"))
     with Server(directory) as server, channel(directory, server) as running:
         assert is_answered(running)
-        key_files.renew(directory, "ps")
-        # The server has the old key still; who starts now knows both.
-        with channel(directory, server) as new:
-            assert is_answered(new)
-        address = server.service.address
-        server.service.close()
-        with Server(directory, address) as again:
-            assert is_answered(running)
-            key_files.retire(directory)
-            with channel(directory, again) as newest:
-                assert is_answered(newest)
+        key_files.renew(directory)
+        with channel(directory, server) as new, channel(former, server) as old:
+            # The server presents its new certificate: the former authority is not enough any more.
+            assert is_answered(new) and is_answered(running)
+            with pytest.raises(errors.PermissionDeniedError, match="certificate"):
+                is_answered(old)
+        (former / "coordinator" / "ca.crt").write_bytes((directory / "ps" / "ca.crt").read_bytes())
+        with channel(former, server) as old:
+            assert is_answered(old)
+        key_files.retire(directory)
+        old = channel(former, server)
+        with old, pytest.raises(errors.PermissionDeniedError, match="certificate"):
+            is_answered(old)
+        running.close()  # it opens a new connection, with the new files, when it is used again
+        assert is_answered(running)
 
 
 def test_bar50_files_that_are_unsafe_or_torn_change_nothing(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Server(directory) as server:
-        public = directory / "coordinator.public"
-        content = public.read_bytes()
+        own = directory / "coordinator"
         keys = key_files.load(directory, "coordinator")
         where = addresses.resolve(server.service.address, "tcp", keys)
-        for damage in (b"", content[:20], content * 9, None):
-            if damage is None:
-                public.unlink()
-            else:
-                public.write_bytes(damage)
-            with Channel(where, Task("coordinator", 0), keys, peer=PS) as one:
-                assert is_answered(one)
-        public.write_bytes(content)
-        public.chmod(0o644)
+        for name in ("tls.crt", "tls.key", "ca.crt"):
+            file = own / name
+            content = file.read_bytes()
+            for damage in (b"", content[:20], None):
+                if damage is None:
+                    file.unlink()
+                else:
+                    file.write_bytes(damage)
+                with Channel(where, Task("coordinator", 0), keys, peer=PS) as one:
+                    assert is_answered(one)
+            file.write_bytes(content)
+            file.chmod(0o600)
+        (own / "tls.key").chmod(0o644)
         with Channel(where, Task("coordinator", 0), keys, peer=PS) as one:
             assert is_answered(one)
-    assert "Keeping the old keys" in caplog.text
-    assert keys.secret.decode() not in caplog.text
+    assert "Keeping the old certificates" in caplog.text
+    assert (own / "tls.key").read_text().split()[3] not in caplog.text
 
 
 def test_bar50_keys_are_renewed_and_retired_by_command(directory: Path) -> None:
     runner = CliRunner()
-    old = (directory / "worker.secret").read_text().strip()
-    result = runner.invoke(app, ["keys", "renew", str(directory), "worker"])
-    assert result.exit_code == 0 and "worker.public" in result.output
-    assert len((directory / "worker.public").read_text().split()) == 2
-    assert (directory / "worker.secret").stat().st_mode & 0o777 == 0o600
+    before = {path: path.read_text() for path in directory.glob("*/*")}
+    result = runner.invoke(app, ["keys", "renew", str(directory), "--days", "30"])
+    assert result.exit_code == 0 and "ca.crt" in result.output
+    assert not [path for path, text in before.items() if path.read_text() == text]
+    assert (directory / "worker" / "ca.crt").read_text().count("BEGIN CERTIFICATE") == 2
+    assert (directory / "worker" / "tls.key").stat().st_mode & 0o777 == 0o600
     assert runner.invoke(app, ["keys", "retire", str(directory)]).exit_code == 0
-    new = (directory / "worker.secret").read_text().strip()
-    assert len((directory / "worker.public").read_text().split()) == 1
-    assert new != old and new not in result.output
-    assert runner.invoke(app, ["keys", "renew", str(directory), "unknown"]).exit_code == 1
-    assert sorted(p.name for p in directory.iterdir()) == sorted(
-        f"{role}.{kind}"
-        for role in ("coordinator", "worker", "ps")
-        for kind in ("public", "secret")
-    )
+    assert (directory / "worker" / "ca.crt").read_text().count("BEGIN CERTIFICATE") == 1
+    assert (directory / "worker" / "tls.key").read_text().split()[3] not in result.output
+    shown = runner.invoke(app, ["keys", "show", str(directory)])
+    assert shown.output.count("valid until") == 3 and "/worker/*" in shown.output
+    assert {path for path in directory.glob("*/*")} == set(before)
+    shutil.rmtree(directory / "authority")
+    assert runner.invoke(app, ["keys", "renew", str(directory)]).exit_code == 1
+
+
+def test_bar50_certificates_for_more_tasks_are_added_by_command(directory: Path) -> None:
+    runner = CliRunner()
+    result = runner.invoke(app, ["keys", "add", str(directory), "worker", "7"])
+    assert result.exit_code == 0, result.output
+    found = key_files.load(directory, "worker", 7)
+    assert found.identity.index == 7
+    assert found.identity.job == key_files.load(directory, "ps").identity.job
+    assert runner.invoke(app, ["keys", "add", str(directory), "worker", "7"]).exit_code == 1
 
 
 def test_bar50_a_coordinator_whose_key_was_retired_leaves_in_order(
@@ -193,12 +193,16 @@ def test_bar50_a_coordinator_whose_key_was_retired_leaves_in_order(
     with strategy.scope():
         for _ in servers:
             rx.Variable(1.0)
-    key_files.renew(directory, "coordinator")
+    # The servers accept another authority only; the coordinator has the files of the former one.
+    kept = {path: path.read_bytes() for path in (directory / "coordinator").iterdir()}
+    key_files.renew(directory)
     key_files.retire(directory)
+    for path, content in kept.items():
+        path.write_bytes(content)
     channels = strategy.extended.cluster.channels
     for one in channels:
         one.close()  # it opens a new connection when it is used again
-    with pytest.raises(errors.PermissionDeniedError, match="is not one of them"):
+    with pytest.raises(errors.PermissionDeniedError, match="certificate"):
         is_answered(channels[0])
     strategy.close()
     for server in servers:
@@ -217,7 +221,7 @@ def test_bar50_no_closure_is_dropped_while_keys_are_renewed() -> None:
         scheduled = 0
 
         def renew() -> None:
-            key_files.renew(cluster.keys_directory, "worker")  # type: ignore[arg-type]
+            key_files.renew(cluster.keys_directory)  # type: ignore[arg-type]
             for index in range(2):
                 cluster.restart("worker", index)
             key_files.retire(cluster.keys_directory)  # type: ignore[arg-type]

@@ -130,27 +130,32 @@ def test_sent_requests_keep_their_blocks_until_they_are_replied() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda name: "",
-        lambda name: "1:2:3",
-        lambda name: name.replace(name.split(":")[0], str(os.getppid()), 1),
-        lambda name: name[:-16] + "0" * 16,
-        lambda name: "../" + name,
+        lambda fds, other: [],
+        lambda fds, other: fds[:1],
+        lambda fds, other: [*fds, fds[0]],
+        lambda fds, other: [fds[0], other],
+        lambda fds, other: [other, fds[1]],
+        lambda fds, other: [fds[0], 0],
     ],
 )
-def test_bar42_only_regions_of_the_named_peer_are_opened(spoil: Any) -> None:
+def test_bar42_only_two_sealed_regions_of_the_right_size_are_mapped(spoil: Any) -> None:
     mine = shared_memory.SharedMemoryClient()
+    # The right size, but the peer could shorten it while it is used.
+    other = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(other, limits.SHARED_MEMORY_BYTES)
     try:
-        name = mine.offer()
-        assert shared_memory.attach(name) is not None
-        assert shared_memory.attach(spoil(name)) is None
+        fds = mine.offer()
+        assert shared_memory.attach(fds) is not None
+        assert shared_memory.attach(spoil(fds, other)) is None
     finally:
         mine.close()
+        os.close(other)
 
 
 def test_bar45_a_region_cannot_be_made_smaller() -> None:
     mine = shared_memory.SharedMemoryClient()
     try:
-        fd = int(mine.offer().split(":")[1])
+        fd = mine.offer()[0]
         with pytest.raises(PermissionError):
             os.ftruncate(fd, 4096)
     finally:

@@ -7,6 +7,8 @@ import json
 import os
 import select
 import socket
+import ssl
+import struct
 import subprocess
 import sys
 import threading
@@ -20,21 +22,32 @@ import pytest
 import warm_starts
 from transport_partners import RawPeer
 
+from replicax.protocol import limits
 from replicax.protocol.tasks import Role, Task
 from replicax.transport import addresses
 from replicax.transport import keys as key_files
 from replicax.transport.channel import Channel
-from replicax.transport.zmq.authenticator import guard_client
 
 PROGRAMS = Path(__file__).parent / "programs"
 
-# The first bytes of ZMTP 3: signature, version, mechanism, as-server, filler.
-_SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x00"
-NULL = _SIGNATURE + b"NULL".ljust(20, b"\0") + bytes(32)
-CURVE = _SIGNATURE + b"CURVE".ljust(20, b"\0") + bytes(32)
-_READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
-# What a session without keys says before its first message.
-READY = b"\x04" + bytes([len(_READY)]) + _READY
+
+def _client_hello() -> bytes:
+    """Returns the first bytes of a TLS 1.3 handshake."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing).do_handshake()
+    return outgoing.read()
+
+
+CLIENT_HELLO = _client_hello()
+
+
+def claim(total: int, header: int = 20, priority: int = 0) -> bytes:
+    """Returns the start of a message that claims to have so many bytes."""
+    length = min(max(total, 1), limits.PIECE)
+    return struct.pack("<IBBHIQ4x", length, priority, length == total, 0x7278, header, total)
 
 
 class WatchedTask:
@@ -123,12 +136,10 @@ class WatchedTask:
 
     @contextlib.contextmanager
     def raw_peer(self, keys: key_files.Keys | None = None) -> Iterator[RawPeer]:
-        """A ZeroMQ socket that is not connected yet; with keys, one that knows the task's."""
+        """A raw connection that is not open yet; over TCP with the certificate of a worker."""
         keys = keys or self.key("worker")
-        is_tcp = self.keys is not None
-        with RawPeer(f"tcp://{self.address}" if is_tcp else self.address) as raw_peer:
-            if is_tcp and keys is not None:
-                guard_client(raw_peer.socket, keys, keys.public_keys[self.task.role])
+        url = self.address if self.keys is None else f"tcp://{self.address}"
+        with RawPeer(url, keys) as raw_peer:
             yield raw_peer
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import socket
 import subprocess
 import sys
+import time
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -13,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
 from replicax.protocol import codec, messages
 from replicax.protocol.tasks import Role, Task, library_version, python_version
+from replicax.testing.splitter import Splitter, joined
 from replicax.transport import addresses
 from replicax.transport import keys as key_files
 from replicax.transport.channel import Channel
@@ -76,37 +78,83 @@ class Place:
 
 
 class RawPeer:
-    """A raw ZeroMQ socket, for bytes that no task would send."""
+    """A raw connection, for messages and bytes that no task would send.
 
-    def __init__(self, url: str) -> None:
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        self.socket.sndtimeo = 5_000
+    Args:
+      url: Where to connect to, `ipc://…` or `tcp://…`.
+      keys: The certificates to connect with over TCP.
+    """
+
+    def __init__(self, url: str, keys: key_files.Keys | None = None) -> None:
         self.url = url
+        self.keys = keys
+        self.socket: Any = None
+        self._splitter = Splitter()
+        self._arrived: list[list[bytes]] = []
 
     def __enter__(self) -> RawPeer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.socket.close()
-        self._context.term()
+        if self.socket is not None:
+            self.socket.close()
 
     def connect(self) -> None:
-        self.socket.connect(self.url)
+        if self.url.startswith("ipc://"):
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.settimeout(10.0)
+            self.socket.connect(self.url.removeprefix("ipc://"))
+            return
+        host, _, port = self.url.removeprefix("tcp://").rpartition(":")
+        raw = socket.create_connection((host, int(port)), timeout=10.0)
+        if self.keys is None:
+            self.socket = raw
+            return
+        try:
+            self.socket = self.keys.client_context().wrap_socket(raw)
+        except OSError:
+            raw.close()
+            raise
 
     def send(self, body: messages.Body, buffers: Any = (), request: int = 1) -> None:
-        self.socket.send_multipart(codec.encode("job", 1, 99, request, body, buffers))
+        self.send_parts(codec.encode("job", 1, 99, request, body, buffers))
+
+    def send_parts(self, parts: Any) -> None:
+        """Sends a message of given parts: a header, and pieces of a body."""
+        self.socket.sendall(joined(parts))
 
     def hello(self, role: Role = "coordinator", **changes: Any) -> None:
         hello = messages.Hello(messages.VERSION, library_version(), python_version(), role, 0, 99)
         self.send(msgspec.structs.replace(hello, **changes))
 
     def receive(self, timeout: float = 30.0) -> Any:
-        """Returns the next body; None at the timeout."""
-        if not self.socket.poll(int(timeout * 1e3)):
+        """Returns the next body; None at the timeout, or if the connection was closed."""
+        self.socket.settimeout(timeout)
+        try:
+            while not self._arrived:
+                data = self.socket.recv(1 << 16)
+                if not data:
+                    return None
+                self._arrived += self._splitter.feed(data)
+        except (TimeoutError, ConnectionError):
             return None
-        return codec.decode(self.socket.recv_multipart())[0].body
+        return codec.decode(self._arrived.pop(0))[0].body
+
+    def is_closed_within(self, timeout: float) -> bool:
+        """Returns whether the other side closes the connection in time."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            self.socket.settimeout(max(deadline - time.monotonic(), 0.01))
+            try:
+                data = self.socket.recv(1 << 16)
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+            if not data:
+                return True
+            self._arrived += self._splitter.feed(data)
+        return False
 
 
 def random_value(hint: Any, rng: random.Random, depth: int = 0) -> Any:

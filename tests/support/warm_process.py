@@ -29,7 +29,7 @@ _MODULES = (
     *("replicax.group.group", "replicax.launch.function_files", "replicax.testing"),
     *("replicax.input.nodes.indexed", "replicax.input.nodes.streams"),
     *("replicax.worker.error_reports", "replicax.worker.functions"),
-    *("cloudpickle", "grain", "numpy", "optax", "psutil", "pytest", "zmq"),
+    *("cloudpickle", "grain", "numpy", "optax", "psutil", "pytest"),
     *("jaxlib.mlir.dialects.builtin", "jaxlib.mlir.dialects.mhlo"),
 )
 MOST_BYTES = 1 << 17

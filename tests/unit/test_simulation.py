@@ -142,7 +142,7 @@ def test_bar_54_saboteurs_are_found_within_1000_seeds(name: str) -> None:
         "heartbeats": "the user still waits",
         "watermark": "times instead of",
         "fsync": "a server was lost without a reason",
-        "key check": "authenticates an unknown key as coordinator",
+        "key check": "accepts a certificate of another job",
     }
     assert rule[name] in error.rule
     # The safeguard is back.

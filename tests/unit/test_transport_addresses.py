@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -15,8 +17,8 @@ from transport_partners import PS, Place, echo
 
 from replicax import errors
 from replicax.protocol import messages
-from replicax.protocol.tasks import ROLES, Task
-from replicax.transport import addresses
+from replicax.protocol.tasks import Task
+from replicax.transport import addresses, authority
 from replicax.transport import keys as key_files
 from replicax.transport.service import Service
 
@@ -123,14 +125,14 @@ def test_bar41_tcp_needs_keys(address: str, protocol: str | None) -> None:
         addresses.resolve(address, protocol)
     location = addresses.Location("tcp", "tcp://127.0.0.1:0", "127.0.0.1:0")
     before = _listening()
-    with pytest.raises(errors.PermissionDeniedError, match="keys"):
+    with pytest.raises(errors.PermissionDeniedError, match="certificate"):
         Service(location, PS, echo)
     assert _listening() == before
 
 
 def test_keys_of_another_role_cannot_listen(tmp_path: Path) -> None:
     keys = key_files.load(key_files.make(tmp_path / "k"), "worker")
-    with pytest.raises(errors.PermissionDeniedError, match="those of a worker"):
+    with pytest.raises(errors.PermissionDeniedError, match=r"replicax://.*/worker/"):
         Service(addresses.resolve("127.0.0.1:0", None, keys), PS, echo, keys)
 
 
@@ -193,56 +195,93 @@ def test_addresses_of_other_hosts_cannot_be_bound(tmp_path: Path) -> None:
 # Keys.
 
 
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
 def test_bar48_keys_are_files_of_their_user_alone(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        directory = key_files.make(tmp_path / "deep" / "keys")
+        directory = key_files.make(tmp_path / "deep" / "keys", counts={"worker": 2})
     finally:
         os.umask(old)
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    files = sorted(directory.iterdir())
-    assert [f.name for f in files] == sorted(
-        f"{r}.{k}" for r in ROLES for k in ("public", "secret")
-    )
-    assert {stat.S_IMODE(f.stat().st_mode) for f in files} == {0o600}
-    assert len({f.read_bytes() for f in files}) == 6
+    found = [path for path in directory.rglob("*") if path.is_dir()]
+    assert sorted(path.name for path in found) == [
+        "authority",
+        "coordinator",
+        "ps",
+        "worker-0",
+        "worker-1",
+    ]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in [directory, *found]} == {0o700}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in _files(directory)} == {0o600}
+    assert len({path.read_bytes() for path in directory.glob("*/tls.key")}) == 5
+
+
+def test_certificates_name_their_job_role_and_index(tmp_path: Path) -> None:
+    directory = key_files.make(tmp_path / "keys", "lab", {"worker": 2}, days=3)
+    assert str(key_files.load(directory, "worker", 1).identity) == "replicax://lab/worker/1"
+    assert str(key_files.load(directory, "ps", 1).identity) == "replicax://lab/ps/*"
+    with pytest.raises(errors.NotFoundError):
+        key_files.load(directory, "worker", 2)
+    with pytest.raises(errors.InvalidArgumentError, match="worker/0"):
+        key_files.load(directory / "worker-0", "worker", 1)
+    _, end = authority.read(directory / "ps" / "tls.crt")
+    left = end - datetime.datetime.now(datetime.UTC)
+    assert datetime.timedelta(days=2.9) < left < datetime.timedelta(days=3.1)
+
+
+@pytest.mark.parametrize("job", ["a/b", "x" * 64, "job name", "ä"])
+def test_jobs_have_plain_names(tmp_path: Path, job: str) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="JOB/ROLE/INDEX"):
+        key_files.make(tmp_path / "keys", job)
 
 
 def test_keys_are_not_overwritten(tmp_path: Path) -> None:
     directory = key_files.make(tmp_path / "keys")
-    before = {f.name: f.read_bytes() for f in directory.iterdir()}
-    with pytest.raises(errors.InvalidArgumentError, match=r"ps\.secret"):
+    before = {path: path.read_bytes() for path in _files(directory)}
+    with pytest.raises(errors.InvalidArgumentError, match="authority"):
         key_files.make(directory)
-    assert {f.name: f.read_bytes() for f in directory.iterdir()} == before
+    assert {path: path.read_bytes() for path in _files(directory)} == before
 
 
-def test_a_host_needs_only_the_secrets_of_its_roles(tmp_path: Path) -> None:
+def test_a_host_needs_only_the_certificates_of_its_tasks(tmp_path: Path) -> None:
     directory = key_files.make(tmp_path / "keys")
-    (directory / "coordinator.secret").unlink()
-    assert set(key_files.load(directory, "worker").public_keys) == set(ROLES)
-    with pytest.raises(errors.NotFoundError, match=r"coordinator\.secret"):
+    shutil.rmtree(directory / "coordinator")
+    shutil.rmtree(directory / "authority")
+    assert key_files.load(directory, "worker", 3).role == "worker"
+    with pytest.raises(errors.NotFoundError, match="keys make DIR"):
         key_files.load(directory, "coordinator")
+    # As a Kubernetes secret is mounted: three files, without a directory per role.
+    assert key_files.load(directory / "worker", "worker", 3).role == "worker"
 
 
-@pytest.mark.parametrize("name", ["worker.secret", "ps.public", "."])
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o755])
-def test_bar48_keys_that_others_can_read_are_refused(tmp_path: Path, name: str, mode: int) -> None:
+def test_bar48_keys_that_others_can_read_are_refused(tmp_path: Path, mode: int) -> None:
     directory = key_files.make(tmp_path / "keys")
-    (directory / name).chmod(mode | (0o100 if name == "." else 0))
+    (directory / "worker" / "tls.key").chmod(mode)
     with pytest.raises(errors.PermissionDeniedError, match="their user alone"):
         key_files.load(directory, "worker")
 
 
-def test_damaged_keys_are_refused(tmp_path: Path) -> None:
+def test_damaged_and_expired_certificates_are_refused(tmp_path: Path) -> None:
     directory = key_files.make(tmp_path / "keys")
-    (directory / "ps.public").write_bytes((directory / "worker.public").read_bytes())
-    with pytest.raises(errors.InvalidArgumentError, match=r"ps\.public"):
+    other = (directory / "worker" / "tls.crt").read_bytes()
+    mine = directory / "ps" / "tls.crt"
+    mine.write_bytes(other)
+    with pytest.raises(errors.InvalidArgumentError, match=r"certificate of replicax://.*/worker"):
         key_files.load(directory, "ps")
-    (directory / "ps.secret").write_bytes(b"\0" * 40)
-    with pytest.raises(errors.InvalidArgumentError, match="40 characters"):
+    mine.write_bytes(b"\0" * 40)
+    with pytest.raises(errors.InvalidArgumentError, match=r"tls\.crt"):
         key_files.load(directory, "ps")
+    (directory / "worker" / "tls.key").write_bytes(b"torn")
+    with pytest.raises(errors.InvalidArgumentError, match="cannot be used"):
+        key_files.load(directory, "worker")
     with pytest.raises(errors.InvalidArgumentError, match="'chief'"):
         key_files.load(directory, "chief")  # type: ignore[arg-type]
+    expired = key_files.make(tmp_path / "expired", days=-1)
+    with pytest.raises(errors.PermissionDeniedError, match=r"certificate .* has expired on"):
+        key_files.load(expired, "ps")
 
 
 def test_keys_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,10 +295,24 @@ def test_keys_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.Monk
         key_files.from_environment("ps")
 
 
+def test_three_files_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REPLICAX_KEYS", raising=False)
+    own = key_files.make(tmp_path / "k") / "ps"
+    for name, file in (("CA", "ca.crt"), ("CERT", "tls.crt")):
+        monkeypatch.setenv(f"REPLICAX_TLS_{name}", str(own / file))
+    with pytest.raises(errors.InvalidArgumentError, match="belong together"):
+        key_files.from_environment("ps")
+    monkeypatch.setenv("REPLICAX_TLS_KEY", str(own / "tls.key"))
+    found = key_files.from_environment("ps", 4)
+    assert found is not None and found.role == "ps"
+
+
 def test_bar48_secrets_are_never_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     place = Place("tcp", tmp_path)
     assert place.keys is not None
-    secrets = [(place.keys / f"{r}.secret").read_text().strip() for r in ROLES]
+    secrets = [path.read_text().split()[3] for path in place.keys.glob("*/tls.key")]
     shown: list[Any] = [place.key("ps"), place.key("worker")]
     caplog.set_level(logging.DEBUG)
     with place.serve() as service, place.channel(Task("worker", 0)) as channel:
@@ -267,5 +320,5 @@ def test_bar48_secrets_are_never_shown(tmp_path: Path, caplog: pytest.LogCapture
             channel.request(messages.Ping(0), timeout=60)
         shown += [service, channel, caught.value, vars(service), vars(channel)]
     text = caplog.text + "".join(f"{s!r}{s!s}" for s in shown)
-    assert all(secret not in text for secret in secrets)
-    assert "Keys(role='ps'" in repr(shown[0])
+    assert len(secrets) == 4 and all(secret not in text for secret in secrets)
+    assert "role='ps'" in repr(shown[0])

@@ -21,6 +21,8 @@ from replicax.process import roles, shutdown, system_limits
 from replicax.process.server import Server
 from replicax.protocol.tasks import Task
 from replicax.ps.process.snapshots import DEFAULT_EVERY_S, LAST_SAVE_S
+from replicax.transport import keys as key_files
+from replicax.transport.keys import Keys
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +40,17 @@ _Cluster = Annotated[
 _Job = Annotated[str | None, typer.Option(help="The job of this task: ps or worker.")]
 _Index = Annotated[int | None, typer.Option(help="The index of this task.")]
 _KeyDirectory = Annotated[
-    Path | None, typer.Option("--keys", metavar="DIR", help="The keys of the cluster, for TCP.")
+    Path | None,
+    typer.Option("--keys", metavar="DIR", help="The certificates of the cluster, for TCP."),
 ]
+_TlsCa = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The certificates of the authority, instead of --keys."),
+]
+_TlsCert = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The certificate of this task.")
+]
+_TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="Its private key.")]
 _Protocol = Annotated[str | None, typer.Option(help="ipc, tcp, or grpc for either.")]
 _CpuDevices = Annotated[int, typer.Option(help="The number of devices of the CPU.")]
 _Snapshots = Annotated[
@@ -58,6 +69,9 @@ def serve(
     job: _Job = None,
     index: _Index = None,
     keys: _KeyDirectory = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
     protocol: _Protocol = None,
     cpu_devices: _CpuDevices = 1,
     snapshots: _Snapshots = None,
@@ -86,7 +100,7 @@ def serve(
             name.index,
             protocol=protocol or layer,
             start=False,
-            keys=keys,
+            keys=_certificates(name, keys, tls_ca, tls_cert, tls_key),
             snapshots=snapshots,
             snapshot_every=snapshot_every,
             on_ending=lambda _: shutdown.end_soon(shutdown.START_AGAIN, seconds=_GIVEN_UP_SECONDS),
@@ -100,6 +114,20 @@ def serve(
     if server.ending is not None:
         _log.warning("%s ends: %s", name, server.ending)
         raise typer.Exit(shutdown.START_AGAIN)
+
+
+def _certificates(name: Task, directory: Path | None, *files: Path | None) -> Path | Keys | None:
+    """Returns the certificates of the options; None without any."""
+    ca, certificate, key = files
+    if ca is None and certificate is None and key is None:
+        return directory
+    if ca is None or certificate is None or key is None or directory is not None:
+        raise errors.InvalidArgumentError(
+            "`--tls-ca`, `--tls-cert` and `--tls-key` belong together, and replace `--keys`",
+            "other options were given",
+            "Pass all three, or only `--keys`.",
+        )
+    return key_files.load_files(ca, certificate, key, name.role, name.index)
 
 
 def _which_task(

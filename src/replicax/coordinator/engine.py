@@ -37,7 +37,7 @@ from replicax.protocol.tasks import Task
 if TYPE_CHECKING:
     from replicax.transport import client_pool
 else:
-    # ZeroMQ is imported with it.
+    # With it come sockets and TLS, which most programs do not need.
     client_pool = lazy.module("replicax.transport.client_pool")
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,6 @@ from replicax.transport import addresses
 from replicax.transport import keys as key_files
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
-from replicax.transport.zmq import probe
 
 # The seconds for a connection to a peer, and how many are tried at a time.
 _CONNECT_S = 2.0
@@ -164,15 +163,15 @@ def check_port() -> Iterator[Finding]:
 
 
 def _bind(task: Task, location: Location) -> Finding:
-    host, _, port = addresses.numeric(location).removeprefix("tcp://").rpartition(":")
-    target = host.strip("[]"), int(port)
+    target = addresses.numeric(location)
+    port = target[1]
     family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
     with socket.socket(family) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(target)
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and probe.listens_with_keys(location.address):
+            if error.errno == errno.EADDRINUSE and _is_own_task(target):
                 text = f"{task} at {location}: in use by a task of replicax, which runs already"
                 return Finding("port", Level.NOTE, text)
             is_used = error.errno == errno.EADDRINUSE
@@ -185,6 +184,21 @@ def _bind(task: Task, location: Location) -> Finding:
             text = f"{task} cannot listen at {location}: {error.strerror}"
             return Finding("port", Level.PROBLEM, text, advice)
     return Finding("port", Level.OK, f"{task} at {location}: free")
+
+
+def _is_own_task(target: tuple[str, int]) -> bool:
+    """Returns whether what listens there has a certificate of a task."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(target, timeout=_CONNECT_S) as plain,
+        context.wrap_socket(plain) as connection,
+    ):
+        # The name of the task is among the alternative names, as text.
+        return b"replicax://" in (connection.getpeercert(binary_form=True) or b"")
+    return False
 
 
 def check_peers() -> Iterator[Finding]:

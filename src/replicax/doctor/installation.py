@@ -49,7 +49,7 @@ def check_versions() -> Iterator[Finding]:
         if extra is not None:
             continue
         version = _version(name)
-        if name in ("jax", "numpy", "pyzmq"):
+        if name in ("jax", "numpy", "cryptography"):
             shown.append(f"{name} {version or 'not installed'}")
         if version is None or not is_within(version, bounds):
             wrong.append((name, version or "not installed", bounds))

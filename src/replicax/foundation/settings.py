@@ -48,8 +48,12 @@ class Setting(str):
 
 # Of replicax itself.
 
-# The directory with the CURVE keys of the cluster; connections over TCP require them.
+# The directory with the certificates of the cluster; connections over TCP require them. Or three
+# files: the certificates of the authority, the certificate of this task, and its private key.
 REPLICAX_KEYS = Setting("REPLICAX_KEYS")
+REPLICAX_TLS_CA = Setting("REPLICAX_TLS_CA")
+REPLICAX_TLS_CERT = Setting("REPLICAX_TLS_CERT")
+REPLICAX_TLS_KEY = Setting("REPLICAX_TLS_KEY")
 # The directory in which the tasks of a job on this host can be observed; a launcher sets it.
 REPLICAX_JOB_DIR = Setting("REPLICAX_JOB_DIR")
 # "off" if tasks must not be observable.

@@ -99,7 +99,10 @@ def join(
             return _joined
         start.require_not_started()
         if not isinstance(keys, Keys):
-            keys = key_files.load(keys, "worker") if keys else key_files.from_environment("worker")
+            given = keys
+            keys = key_files.from_environment("worker", index)
+            if given:
+                keys = key_files.load(given, "worker", index)
         timing = timing or GroupTiming.from_environment()
         _joined = Group(members, index, timing, timeout_seconds or timing.arrive_s, keys)
         peers.set_of_process(_joined)

@@ -20,6 +20,7 @@ import msgspec
 
 from replicax.foundation import errors, settings
 from replicax.launch import agent_protocol as protocol
+from replicax.launch import certificates
 from replicax.launch.host import Event, Exited, LocalHost, Started
 from replicax.protocol.tasks import Task, library_version, python_version
 
@@ -54,7 +55,8 @@ class _Agent:
 
     def _handle(self, message: protocol.ToAgent) -> None:
         if isinstance(message, protocol.Hello):
-            self._keys = _write_keys(self._directory / "keys", message.keys)
+            if message.keys:
+                self._keys = certificates.write(self._directory / "keys", message.keys)
             self._host = host = LocalHost(self._on_event, self._on_output, message.address)
             self._reply(protocol.Ready(version(), host.cores, host.gpus, sys.executable))
         elif self._host is None or isinstance(message, protocol.Beat):
@@ -101,17 +103,6 @@ class _Agent:
         if self._host is not None:
             self._host.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _write_keys(directory: Path, files: dict[str, bytes]) -> Path | None:
-    if not files:
-        return None
-    directory.mkdir(mode=0o700)
-    for name, data in files.items():
-        fd = os.open(directory / Path(name).name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-    return directory
 
 
 def main() -> None:

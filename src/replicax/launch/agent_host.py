@@ -19,6 +19,7 @@ import msgspec
 
 from replicax.foundation import errors, settings
 from replicax.launch import agent_protocol as protocol
+from replicax.launch import certificates
 from replicax.launch.agent import version
 from replicax.launch.host import Event, Exited, HostLost, Start, Started
 from replicax.launch.job import JobSpec
@@ -304,4 +305,4 @@ def _key_files_of(directory: Path | None) -> Iterator[dict[str, bytes]]:
     """Yields the files of the keys: those of a directory, or new ones."""
     with tempfile.TemporaryDirectory(prefix="rx-keys-") as temporary:
         source = keys.make(Path(temporary) / "keys") if directory is None else directory
-        yield {path.name: path.read_bytes() for path in sorted(source.iterdir()) if path.is_file()}
+        yield certificates.read(source)

@@ -16,6 +16,7 @@ from replicax.launch import kubernetes_manifests
 from replicax.launch.job import JobSpec
 from replicax.launch.kubernetes_manifests import KubernetesOptions
 from replicax.protocol.tasks import Role
+from replicax.transport.keys import CA, CERTIFICATE, KEY
 
 yaml = lazy.module("yaml", "replicax[kubernetes]")
 
@@ -204,7 +205,7 @@ def _as_yaml(found: Sequence[kubernetes_manifests.Manifest]) -> str:
 
 def _create_secret(name: str, role: Role, directory: Path) -> list[str]:
     """Returns the words after `kubectl` that create the Secret of a role, from files."""
-    files = [f"--from-file={directory / file}" for file in kubernetes_manifests.secret_files(role)]
+    files = [f"--from-file={directory / role / name}" for name in (CA, CERTIFICATE, KEY)]
     return ["create", "secret", "generic", name, *files]
 
 

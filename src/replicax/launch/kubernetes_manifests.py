@@ -23,7 +23,7 @@ from typing import Any
 from replicax.foundation import errors
 from replicax.group import exit_codes
 from replicax.launch.job import JobSpec
-from replicax.protocol.tasks import ROLES, Role, Task
+from replicax.protocol.tasks import Role, Task
 
 PORT = 2222
 # Where the parts of a pod are mounted.
@@ -99,15 +99,6 @@ def roles_of(job: JobSpec) -> list[Role]:
 def secret_name(name: str, role: Role) -> str:
     """Returns the name of the Secret with the keys of a role."""
     return f"{name}-keys-{role}"
-
-
-def secret_files(role: Role) -> list[str]:
-    """Returns the files of a directory of keys that the tasks of a role need.
-
-    >>> secret_files("ps")
-    ['ps.secret', 'coordinator.public', 'worker.public', 'ps.public']
-    """
-    return [f"{role}.secret", *(f"{each}.public" for each in ROLES)]
 
 
 def manifests(job: JobSpec, options: KubernetesOptions, source: str | None) -> list[Manifest]:

@@ -14,8 +14,8 @@ class ReservedPorts:
 
     A port that is only looked up may be taken by another process before a task listens on it. These
     are bound here, without listening, and stay bound. The kernel lets a task bind such a port if
-    both ends set SO_REUSEADDR, as ZeroMQ and gRPC do. It does not select it for a process that asks
-    for any port.
+    both ends set SO_REUSEADDR, as the tasks of replicax and gRPC do. It does not select it for a
+    process that asks for any port.
 
     Args:
       wanted: The number of ports; or the ports themselves, 0 for any.

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from replicax.cluster import address as addresses
 from replicax.foundation import errors, lazy, settings
-from replicax.launch.kubernetes_manifests import secret_files
+from replicax.launch import certificates
 from replicax.launch.task_process import with_parent
 from replicax.protocol.tasks import Role, Task
 
@@ -61,7 +61,8 @@ class JobState:
 
     def keys_of(self, role: Role) -> dict[str, bytes]:
         """Returns the files that a task of some role needs."""
-        return {name: self._keys[name] for name in secret_files(role)}
+        own = f"{role}/"
+        return {name: data for name, data in self._keys.items() if name.startswith(own)}
 
     def set_address(self, task: Task, address: str) -> None:
         """Keeps the address of a task, for its restarts."""
@@ -95,12 +96,7 @@ class JobState:
 
 def private_keys(files: Mapping[str, bytes]) -> Path:
     """Writes keys to a new directory that only this user can read, and returns it."""
-    directory = Path(tempfile.mkdtemp(prefix="rx-keys-"))
-    for name, content in files.items():
-        fd = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(content)
-    return directory
+    return certificates.write(Path(tempfile.mkdtemp(prefix="rx-keys-")), files)
 
 
 class ServingTask:

@@ -17,7 +17,7 @@ from replicax.cluster.spec import ClusterSpec
 from replicax.cluster_resolver import SimpleClusterResolver
 from replicax.foundation import errors, lazy, settings
 from replicax.foundation.types import Tree
-from replicax.launch import ray_actors
+from replicax.launch import certificates, ray_actors
 from replicax.launch.ray_actors import fetch
 from replicax.protocol.tasks import Task
 from replicax.transport import expected_exits, keys
@@ -136,7 +136,7 @@ class RayCluster:
             atexit.register(shutil.rmtree, self._directory, ignore_errors=True)
             made = keys.make(self._directory / "keys")
             self._state = ray.remote(num_cpus=0)(ray_actors.JobState).remote()
-            files = {path.name: path.read_bytes() for path in made.iterdir()}
+            files = certificates.read(made)
             # In a call: see Note [Keys on Ray].
             fetch(self._state.set_keys.remote(files), _LISTEN_S)
             if self._counts["ps"]:

@@ -102,7 +102,7 @@ def make_task(
     if name.job in _WAITING:
         return WaitingTask()
     if name.job == "ps":
-        found = _load(keys, "ps")
+        found = _load(keys, "ps", name.index)
         return ParameterServerTask(
             name.index,
             addresses.resolve(where, protocol, found),
@@ -112,7 +112,7 @@ def make_task(
             snapshot_every=snapshot_every,
         )
     if name.job == "worker":
-        found = _load(keys, "worker")
+        found = _load(keys, "worker", name.index)
         location = addresses.resolve(where, protocol, found)
         make_session = _session_maker(name.index, found)
         return WorkerTask(name.index, location, make_session, keys=found, on_ending=on_ending)
@@ -151,7 +151,7 @@ def _session_maker(index: int, keys: Keys | None) -> MakeSession:
     return make
 
 
-def _load(keys: str | os.PathLike[str] | Keys | None, role: Role) -> Keys | None:
+def _load(keys: str | os.PathLike[str] | Keys | None, role: Role, index: int) -> Keys | None:
     if keys is None:
-        return key_files.from_environment(role)
-    return keys if isinstance(keys, Keys) else key_files.load(keys, role)
+        return key_files.from_environment(role, index)
+    return keys if isinstance(keys, Keys) else key_files.load(keys, role, index)

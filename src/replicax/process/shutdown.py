@@ -144,8 +144,7 @@ def _watch(reading: int, end: Callable[[], None], seconds: float) -> None:
     try:
         _read_signals(reading, end, seconds)
     except (OSError, ValueError) as error:
-        # A closure has closed all descriptors. The sockets are gone too, and ZeroMQ would abort the
-        # process.
+        # A closure has closed all descriptors: the sockets are gone, too.
         text = "a closure has closed the descriptors of this process (%s): exiting"
         _log.error(text, error)
         os._exit(START_AGAIN)

@@ -83,7 +83,7 @@ def check(
 
     Args:
       hello: The handshake of the peer.
-      role: The role of its key; without keys, the role that it claims.
+      role: The role in its certificate; without one, the role that it claims.
       task: The task that it connects to.
       library: The version of this library.
       accepted: The requests that the task accepts, by role; those of its role by default.
@@ -113,10 +113,10 @@ def check(
     if hello.role != role or role not in accepted:
         raise errors.PermissionDeniedError(
             f"{task} accepts connections of {' and '.join(sorted(accepted))}",
-            f"a {hello.role} with the key of a {role} connected"
+            f"a {hello.role} with the certificate of a {role} connected"
             if hello.role != role
             else f"a {role} connected",
-            "Check the role of that task and its keys.",
+            "Check the role of that task and its certificate.",
         )
 
 

@@ -1,16 +1,14 @@
-"""Encodes messages as the parts of a ZeroMQ multipart message, and decodes them.
+"""Encodes messages as a header and a body, and decodes them.
 
-The first part is the envelope. Buffers may be in shared memory (`transport/shared_memory.py`); of
-the others, all below 32 KiB are joined in one part, each at a multiple of 64 bytes; each larger
-buffer has parts of its own, of 1 MiB but for the last. `Envelope.sizes` defines the layout.
-Counts and sizes are validated against the received parts before any buffer is used.
+The header is the envelope. The body holds the buffers, each at a multiple of 64 bytes, except those
+in shared memory (`transport/shared_memory.py`). `Envelope.sizes` defines the layout: counts and
+sizes are validated against the received body before any buffer is used.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -22,12 +20,13 @@ from replicax.protocol import limits, messages
 # Anything with the buffer protocol and contiguous memory, and NumPy arrays of any dtype. Typeshed
 # has no type for the buffer protocol in Python 3.11.
 Buffer: TypeAlias = Any
-# One part of an encoded message.
+# One part of an encoded message: the header, or a piece of the body.
 Part: TypeAlias = bytes | bytearray | memoryview
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(messages.Envelope)
 _EMPTY = memoryview(b"")
+_MASK = limits.ALIGNMENT - 1
 
 
 class SharedMemoryWriter(Protocol):
@@ -102,7 +101,7 @@ def encode(
     shared: SharedMemoryWriter | None = None,
     is_kept: bool = False,
 ) -> list[Part]:
-    """Encodes a message as parts.
+    """Encodes a message: its header, then the pieces of its body.
 
     Args:
       job: See `Envelope`.
@@ -118,8 +117,8 @@ def encode(
       ResourceExhaustedError: The header or the buffers are larger than the limit.
 
     Example:
-      >>> parts = encode("job", 1, 7, 3, messages.Done(), [b"abc"])
-      >>> envelope, buffers = decode(parts)
+      >>> header, body = encode("job", 1, 7, 3, messages.Done(), [b"abc"])
+      >>> envelope, buffers = decode([header, body])
       >>> envelope.request, envelope.body, bytes(buffers[0])
       (3, Done(), b'abc')
     """
@@ -141,17 +140,33 @@ def encode(
     envelope = messages.Envelope(job, epoch, incarnation, request, sizes, body, offsets)  # type: ignore[arg-type]
     header = _encoder.encode(envelope)
     _check_lengths(len(header), sum(sizes), body)
-    parts: list[Part] = [header]
-    joined = _join(memory)
-    if joined is not None:
-        parts.append(joined)
+    return [header, *_body(memory)]
+
+
+def _body(memory: list[memoryview | bytes]) -> list[Part]:
+    """Returns the pieces of a body: large buffers without a copy, small ones joined."""
+    if len(memory) == 1:
+        return [memory[0]] if len(memory[0]) else []
+    pieces: list[Part] = []
+    small = bytearray()
+    end = 0
     for m in memory:
-        if len(m) > limits.PART:
-            view = memoryview(m)
-            parts.extend(view[i : i + limits.PART] for i in range(0, len(m), limits.PART))
-        elif len(m) >= limits.JOINED:
-            parts.append(m)
-    return parts
+        size = len(m)
+        if not size:
+            continue
+        if padding := -end & _MASK:
+            small += bytes(padding)
+        if size < limits.JOINED:
+            small += m
+        else:
+            if small:
+                pieces.append(small)
+                small = bytearray()
+            pieces.append(m)
+        end += padding + size
+    if small:
+        pieces.append(small)
+    return pieces
 
 
 def num_bytes(parts: Sequence[Part]) -> int:
@@ -193,30 +208,14 @@ def _check_lengths(header: int, total: int, body: messages.Body) -> None:
             )
 
 
-def _join(memory: list[memoryview | bytes]) -> bytearray | memoryview | bytes | None:
-    """Joins all small buffers into one part; None if they are empty."""
-    small = [m for m in memory if 0 < len(m) < limits.JOINED]
-    if not small:
-        return None
-    if len(small) == 1:
-        return small[0]
-    mask = limits.ALIGNMENT - 1
-    end = 0
-    for m in small:
-        end = (end + mask & ~mask) + len(m)
-    joined = bytearray(end)
-    end = 0
-    for m in small:
-        start = end + mask & ~mask
-        end = start + len(m)
-        joined[start:end] = m
-    return joined
-
-
 def decode(
     parts: Sequence[Any], shared: SharedMemoryReader | None = None
 ) -> tuple[messages.Envelope, list[memoryview]]:
-    """Decodes a message; the buffers are views of the parts, or of shared memory.
+    """Decodes a message; the buffers are views of its body, or of shared memory.
+
+    Args:
+      parts: The header, and the body in one piece if there is one.
+      shared: The shared memory that the sender writes.
 
     Raises:
       ProtocolError: The parts are not a valid message.
@@ -227,83 +226,45 @@ def decode(
         envelope = _decoder.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _broken(str(error)) from error
+    body = memoryview(parts[1]) if len(parts) > 1 else _EMPTY
     if not envelope.sizes:
-        if len(parts) != 1:
-            raise _broken("there are parts that the header does not list")
+        if len(body):
+            raise _broken("there is a body that the header does not list")
         return envelope, []
     if not envelope.offsets:
-        return envelope, _split(envelope.sizes, parts)
-    return envelope, _split_with_shared_memory(envelope, parts, shared)
+        return envelope, _split(envelope.sizes, body)
+    return envelope, _split_with_shared_memory(envelope, body, shared)
 
 
 def _split_with_shared_memory(
-    envelope: messages.Envelope, parts: Sequence[Any], shared: SharedMemoryReader | None
+    envelope: messages.Envelope, body: memoryview, shared: SharedMemoryReader | None
 ) -> list[memoryview]:
     sizes, offsets = envelope.sizes, envelope.offsets
     if shared is None or len(offsets) != len(sizes) or sum(map(abs, sizes)) > limits.MESSAGE:
         raise _broken("its buffers are outside of the shared memory")
     rest = [size for size, offset in zip(sizes, offsets, strict=True) if offset < 0]
-    if not rest and len(parts) != 1:
-        raise _broken("there are parts that the header does not list")
-    others = iter(_split(rest, parts) if rest else [])
+    others = iter(_split(rest, body))
     blocks = [(offset, size) for size, offset in zip(sizes, offsets, strict=True) if offset >= 0]
     found = iter(shared.views(*zip(*blocks, strict=True)) if blocks else [])
     return [next(others) if offset < 0 else next(found) for offset in offsets]
 
 
-def _split(sizes: list[int], parts: Sequence[Any]) -> list[memoryview]:
-    """Returns the buffers in the parts, which must match the header."""
-    joined, large = _check_parts(sizes, parts)
-    mask = limits.ALIGNMENT - 1
+def _split(sizes: list[int], body: memoryview) -> list[memoryview]:
+    """Returns the buffers in a body, which must match the header."""
     buffers: list[memoryview] = []
     end = 0
     for size in sizes:
-        if size >= limits.JOINED:
-            buffers.append(_whole(large, size))
-        elif size:
-            start = end + mask & ~mask
+        if size < 0:
+            raise _broken(f"a buffer would have {size} bytes")
+        if size:
+            start = end + _MASK & ~_MASK
             end = start + size
-            buffers.append(joined[start:end])
+            buffers.append(body[start:end])
         else:
             buffers.append(_EMPTY)
+    if end != len(body):
+        raise _broken(f"its body has {len(body)} bytes, and {end} according to the header")
     return buffers
-
-
-def _whole(large: Iterator[memoryview], size: int) -> memoryview:
-    """Returns the next large buffer: a view of its part, or a copy of several parts."""
-    if size <= limits.PART:
-        view = next(large)
-        if len(view) != size:
-            raise _broken("the size of a buffer differs from that in the header")
-        return view
-    parts = list(itertools.islice(large, -(-size // limits.PART)))
-    last = size - (len(parts) - 1) * limits.PART
-    if [len(part) for part in parts] != [limits.PART] * (len(parts) - 1) + [last]:
-        raise _broken("the parts of a buffer differ from its size in the header")
-    whole = np.empty(size, np.uint8)
-    for i, part in enumerate(parts):
-        whole[i * limits.PART :][: len(part)] = part
-    return whole.data
-
-
-def _check_parts(sizes: list[int], parts: Sequence[Any]) -> tuple[memoryview, Iterator[memoryview]]:
-    """Returns the part of the small buffers, and those of the large ones."""
-    mask = limits.ALIGNMENT - 1
-    end = num_large = 0
-    for size in sizes:
-        if size >= limits.JOINED:
-            num_large += -(-size // limits.PART)
-        elif size:
-            end = (end + mask & ~mask) + size
-    if min(sizes) < 0 or sum(sizes) > limits.MESSAGE:
-        raise _broken(f"its buffers would have between {min(sizes)} and {sum(sizes)} bytes")
-    num_joined = 1 if end else 0
-    if len(parts) != 1 + num_joined + num_large:
-        raise _broken("the number of parts differs from that in the header")
-    joined = memoryview(parts[1]) if end else _EMPTY
-    if len(joined) != end:
-        raise _broken("the size of the small buffers differs from that in the header")
-    return joined, map(memoryview, parts[1 + num_joined :])
 
 
 def decode_hello(parts: Sequence[Any]) -> tuple[int, messages.Hello] | None:

@@ -11,23 +11,23 @@ HEADER = MIB
 MESSAGE = 2 * GIB
 HELLO = 4 * KIB
 
-# Buffers below this size are joined in one part of a message, each at a multiple of `ALIGNMENT`.
+# Buffers below this size are copied into one piece of a body, each at a multiple of `ALIGNMENT`.
 JOINED = 32 * KIB
 ALIGNMENT = 64
 
-# Larger buffers are split into parts of this size, so that encryption, transfer and decryption
-# overlap.
-PART = MIB
+# Messages are sent in pieces of this size: an urgent one, such as a heartbeat, waits for one piece
+# of a large one.
+PIECE = 256 * KIB
 
-# Parts of at least this size are sent without a copy. Below, a copy costs less than the thread in
-# which pyzmq waits until the memory can be reused.
-ZERO_COPY = 512 * KIB
-
-# Queued messages in one direction of one connection, and requests of a channel in flight.
+# The bytes that may be queued in one direction of one connection before the sender has to wait,
+# the messages of a client pool for one task that is not connected yet, and the requests of a
+# channel in flight.
+QUEUE_BYTES = 64 * MIB
 QUEUE = 1_000
 IN_FLIGHT = 500
 
-# The sessions that a service keeps. A peer whose session was dropped repeats the handshake.
+# The sessions that a service keeps: when there are more, the least recently used is closed, and its
+# peer connects again.
 SESSIONS = 4_096
 
 # The connections without a handshake; when there are more, the oldest are closed.
@@ -35,9 +35,7 @@ PENDING_CONNECTIONS = 256
 # The connections that the kernel queues until they are accepted; the client of a dropped one
 # retries only after a second.
 BACKLOG = 1_024
-# The bytes that a peer may send before its handshake, and the seconds that a rejected peer has to
-# read the error.
-PENDING_BYTES = 64 * KIB
+# The seconds that a rejected peer has to read the error.
 REJECTION = 0.3
 
 # Seconds. A task counts as lost `RESET` after its connection closed; a connection without a
@@ -47,12 +45,16 @@ HANDSHAKE = 5.0
 LINGER = 0.5
 IDLE = 0.1
 
-# The file descriptors that a process reserves, as a fraction of its limit and at most: when only
-# these are left, it stops listening for at least `PAUSE` seconds. Over `ipc` ZeroMQ aborts the
-# process when it runs out, so bursts of connections need more room.
-RESERVED = {"tcp": 1 / 8, "ipc": 1 / 2}
+# The file descriptors that a process reserves, as a fraction of its limit and at most: while only
+# these are left, it accepts no connections, for at least `PAUSE` seconds.
+RESERVED = 1 / 8
 RESERVED_MOST = 4_096
 PAUSE = 0.2
+
+# Seconds. The kernel closes a TCP connection whose host has vanished: an idle one after
+# `KEEPALIVE`, with three probes, one with data in flight after `USER_TIMEOUT`.
+KEEPALIVE = 1
+USER_TIMEOUT = 20.0
 
 # The default deadline of a request, in seconds. A request is retried after the fraction `RETRY` of
 # its deadline, but not before `MIN_RETRY` seconds; the interval doubles up to the fraction

@@ -13,7 +13,7 @@ import msgspec
 from replicax.protocol.tasks import Role
 
 # Increased whenever a message changes; both sides must have the same version.
-VERSION = 5
+VERSION = 6
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -41,7 +41,7 @@ class Hello(Body, frozen=True):
     """The handshake: the first message on a connection, with the versions of the sender.
 
     Attributes:
-      shared_memory: The name of the memory that the sender shares; empty without.
+      shares_memory: Whether the descriptors of the memory that the sender shares come with it.
       first: The number of the next request, if requests are numbered consecutively; else 0.
     """
 
@@ -51,7 +51,7 @@ class Hello(Body, frozen=True):
     role: Role
     task: int
     incarnation: int
-    shared_memory: str = ""
+    shares_memory: bool = False
     first: int = 0
 
 

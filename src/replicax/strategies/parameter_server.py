@@ -464,8 +464,8 @@ def _disconnect(cluster: Cluster, client: ParameterClient, keeps: bool = False) 
 
 def _keys(directory: str | os.PathLike[str] | None) -> Keys | None:
     if directory is not None:
-        return key_files.load(directory, "coordinator")
-    return key_files.from_environment("coordinator")
+        return key_files.load(directory, "coordinator", 0)
+    return key_files.from_environment("coordinator", 0)
 
 
 def _worker_layout(replicas: int | None) -> ReplicaLayout:

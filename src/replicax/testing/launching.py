@@ -19,6 +19,7 @@ from replicax.foundation import errors, settings
 from replicax.launch.group_supervisor import GroupSupervisor
 from replicax.launch.sync_group import SyncGroup
 from replicax.observe import job_directory, process_facts
+from replicax.protocol.tasks import Role
 from replicax.testing.child import Child
 from replicax.testing.namespaces import Namespaces
 from replicax.testing.proxy import Proxy
@@ -119,7 +120,11 @@ class ProcessGroup:
         """Starts everything, and waits until all processes listen."""
         plan = self._plan
         if plan.protocol == "tcp":
-            self.keys_directory = keys.make(self.directory / "keys")
+            # A group numbers its chief and its workers together: they share a certificate.
+            counts: dict[Role, int] = {} if plan.is_sync else {"ps": plan.counts["ps"]}
+            if not plan.is_sync:
+                counts["worker"] = plan.counts["worker"]
+            self.keys_directory = keys.make(self.directory / "keys", counts=counts)
         if plan.namespaces:
             self.namespaces = Namespaces(sum(plan.counts.values()))
         if plan.snapshots:

@@ -12,15 +12,15 @@ import msgspec
 from replicax.foundation import errors
 from replicax.protocol import codec, messages
 from replicax.testing.faults import Dice, Direction
-from replicax.testing.zmtp import Splitter, Unit, joined
+from replicax.testing.splitter import Splitter, joined
 
 _PIECE = 1 << 18
 # Reading pauses while this much waits to be written.
 _MOST_WAITING = 8 << 20
 # The longest delay of a message that is reordered after the next one.
 _LONGEST_WAIT_S = 0.05
-# Handshakes with keys are shorter than this; bits are flipped after them.
-_HANDSHAKE = 1024
+# TLS handshakes are shorter than this; bits are flipped after them.
+_HANDSHAKE = 4096
 _MOST_NAMES = 4096
 # Discards unsent data on close: the peer gets a reset.
 _RESET = struct.pack("ii", 1, 0)
@@ -153,30 +153,27 @@ class Link:
             stream.put(dice.flip(data) if begun else data, now)
             return
         direction: Direction = "request" if stream is self.requests else "reply"
-        for unit in stream.splitter.feed(data):
-            if unit.frames is None:
-                stream.put(unit.raw, now)
-            else:
-                self._pass(stream, direction, unit, dice, now)
+        for message in stream.splitter.feed(data):
+            self._pass(stream, direction, message, dice, now)
             if self.is_broken:
                 return
 
     def _pass(
-        self, stream: Stream, direction: Direction, unit: Unit, dice: Dice, now: float
+        self, stream: Stream, direction: Direction, message: list[bytes], dice: Dice, now: float
     ) -> None:
-        assert unit.frames is not None
-        number, name = self._look(direction, unit.frames)
+        number, name = self._look(direction, message)
         if name == "Hello":
-            stream.put(joined([_without_shared_memory(unit.frames[0], self)]), now)
+            stream.put(joined([_without_shared_memory(message[0], self)]), now)
             return
+        raw = joined(message)
         if name in ("Welcome", ""):
-            stream.put(unit.raw, now)
+            stream.put(raw, now)
             return
         if direction == "reply" and self._breaks_on in (0, number):
             dice.landed["break_before_reply"] += 1
             self.is_broken = True
             return
-        self._let(stream, dice.throw(direction, name), number, unit.raw, dice, now)
+        self._let(stream, dice.throw(direction, name), number, raw, dice, now)
 
     def _let(
         self, stream: Stream, fault: str, number: int, raw: bytes, dice: Dice, now: float
@@ -195,10 +192,10 @@ class Link:
             stream.put(raw, now)
         stream.release(now, is_due=True)
 
-    def _look(self, direction: Direction, frames: list[bytes]) -> tuple[int, str]:
+    def _look(self, direction: Direction, message: list[bytes]) -> tuple[int, str]:
         """Returns the number of a message, and the name of the request that it is or answers."""
         try:
-            envelope = codec.decode(frames)[0]
+            envelope = codec.decode(message)[0]
         except errors.ProtocolError:
             return 0, ""
         number, name = envelope.request, type(envelope.body).__name__
@@ -229,5 +226,5 @@ def _without_shared_memory(frame: bytes, link: Link) -> bytes:
         return frame
     number, hello = found
     link.caller = (hello.role, hello.task)
-    plain: messages.Body = msgspec.structs.replace(hello, shared_memory="")
+    plain: messages.Body = msgspec.structs.replace(hello, shares_memory=False)
     return bytes(codec.encode("", 0, hello.incarnation, number, plain)[0])

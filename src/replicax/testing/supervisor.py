@@ -15,7 +15,7 @@ from replicax.testing.child import Child
 
 _log = logging.getLogger(__name__)
 
-# Exit codes of processes that stopped themselves. ZeroMQ and XLA abort on fatal errors.
+# Exit codes of processes that stopped themselves. XLA aborts on fatal errors.
 _OWN_ENDINGS = (START_AGAIN, -signal.SIGABRT)
 _LOOK_S = 0.05
 _JOIN_SECONDS = 5.0

@@ -1,7 +1,7 @@
 """Resolves the addresses of a cluster to socket URLs.
 
 Tasks on one host use sockets in a directory that only their user can enter. All other connections
-use TCP, encrypted, between tasks that have keys.
+use TCP with TLS 1.3, between tasks that have certificates.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Location:
 
     Attributes:
       scheme: The kind of socket.
-      url: The URL for ZeroMQ; `resolve` accepts it as an address, too.
+      url: The URL; `resolve` accepts it as an address, too.
       address: The address in the cluster.
     """
 
@@ -54,7 +54,7 @@ def resolve(address: str, protocol: str | None = None, keys: Keys | None = None)
     Args:
       address: `host:port`, `[v6 host]:port`, `ipc://path`, `inproc://name` or `tcp://host:port`.
       protocol: "tcp" to use TCP also on one host; None, "grpc" and "ipc" choose by the address.
-      keys: CURVE keys that authenticate this task; required for TCP.
+      keys: The certificates of this task; required for TCP.
 
     Raises:
       InvalidArgumentError: The address is malformed, or a wildcard.
@@ -136,7 +136,7 @@ def _malformed(address: str) -> errors.InvalidArgumentError:
 
 def _needs_keys(address: str) -> errors.PermissionDeniedError:
     return errors.PermissionDeniedError(
-        "Tasks that others on the network can reach must have keys",
+        "Tasks that others on the network can reach must have certificates",
         f"there are none for {address!r}",
         "Make them with `replicax keys make DIR`, copy DIR to each host, and set "
         "REPLICAX_KEYS=DIR.",
@@ -204,9 +204,18 @@ def in_use(address: str, pid: str = "") -> errors.AddressInUseError:
     )
 
 
-def numeric(location: Location) -> str:
-    """Returns the URL of a TCP location with a numeric host, which `bind` requires."""
-    host, port = _host_and_port(location.url.removeprefix("tcp://"), location.address)
+def host_and_port(location: Location) -> tuple[str, int]:
+    """Returns the host and the port of a TCP location.
+
+    >>> host_and_port(Location("tcp", "tcp://[::1]:80", "[::1]:80"))
+    ('::1', 80)
+    """
+    return _host_and_port(location.url.removeprefix("tcp://"), location.address)
+
+
+def numeric(location: Location) -> tuple[str, int]:
+    """Returns the numeric host, which `bind` requires, and the port of a TCP location."""
+    host, port = host_and_port(location)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
@@ -217,4 +226,4 @@ def numeric(location: Location) -> str:
         ) from error
     if _is_wildcard(str(found)):
         raise _malformed(location.address)
-    return f"tcp://[{found}]:{port}" if ":" in str(found) else f"tcp://{found}:{port}"
+    return str(found), port

@@ -6,22 +6,16 @@ import collections
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from replicax.foundation import errors, lazy
+from replicax.foundation import errors
 from replicax.protocol import codec, error_replies, limits, messages
 from replicax.protocol.tasks import Task, new_incarnation
-from replicax.transport import failures
+from replicax.transport import base, failures
 from replicax.transport.addresses import Location
+from replicax.transport.connection import Connection
 from replicax.transport.keys import Keys
-from replicax.transport.zmq.connection import Connection
-
-if TYPE_CHECKING:
-    import zmq
-else:
-    zmq = lazy.module("zmq")
+from replicax.transport.streams import network as streams
 
 Reply = tuple[int, messages.Body, list[memoryview]]
 
@@ -44,9 +38,10 @@ class Channel:
     Args:
       location: The address of the peer.
       me: This task.
-      keys: CURVE keys that authenticate this task; required for TCP.
+      keys: The certificates of this task; required for TCP.
       incarnation: The incarnation of this task; random by default.
       peer: The task to connect to.
+      network: Opens the connection.
 
     Attributes:
       job: The job of the requests; may be set.
@@ -76,7 +71,9 @@ class Channel:
         incarnation: int | None = None,
         *,
         peer: Task,
+        network: base.Network = streams.NETWORK,
     ) -> None:
+        self._network = network
         self.location = location
         self.me = me
         self.peer = peer
@@ -121,7 +118,7 @@ class Channel:
           UnavailableError: The peer, another task, is unreachable or was restarted.
           DistributeError: The error in the reply: one of the classes of `replicax.errors`.
         """
-        deadline = time.monotonic() + timeout
+        deadline = self._network.now() + timeout
         self._require_own_process()
         if not self._lock.acquire(timeout=max(timeout, 0.0)):
             raise failures.deadline_exceeded(self.peer, body, timeout)
@@ -170,7 +167,7 @@ class Channel:
         Raises:
           UnavailableError: As for `request`; all requests in flight are cancelled.
         """
-        deadline = time.monotonic() + timeout
+        deadline = self._network.now() + timeout
         if not self._lock.acquire(timeout=max(timeout, 0.0)):
             return None
         try:
@@ -208,7 +205,7 @@ class Channel:
             self._peer_incarnation = self._new_incarnation = None
 
     def _require_own_process(self) -> None:
-        # The I/O threads of ZeroMQ do not exist in a forked child.
+        # The child has closed the connection, which belongs to its parent.
         if os.getpid() != self._process:
             raise failures.forked(self.peer, self._process)
 
@@ -247,21 +244,40 @@ class Channel:
             self.job, self.epoch, self.incarnation, number, body, buffers, writer, is_kept=True
         )
         if not self._in_flight:
-            self._restart_timer(time.monotonic())
+            self._restart_timer(self._network.now())
         self._in_flight[number] = message
         self._next += 1
         if connection.is_ready:
             connection.send(message)
+            if connection.wire is not None and connection.wire.backlog > limits.QUEUE_BYTES:
+                self._drain(connection)
         return number
+
+    def _drain(self, connection: Connection) -> None:
+        """Waits until the peer has taken most of the queued bytes; replies are kept."""
+        deadline = self._network.now() + limits.DEADLINE
+        while (wire := connection.wire) is not None and wire.backlog > limits.QUEUE_BYTES:
+            now = self._network.now()
+            if now >= deadline:
+                connection.mark_broken()
+                return
+            self._network.wait(wire, None, deadline - now)
+            connection.handle()
 
     def _open(self) -> Connection:
         connection = Connection(
-            self.location, self.me, self.peer, self._keys, self.incarnation, shares_memory=True
+            self.location,
+            self.me,
+            self.peer,
+            self._keys,
+            self.incarnation,
+            shares_memory=True,
+            network=self._network,
         )
         connection.first = self._next
         self._connection = connection
         try:
-            connection.open(time.monotonic())
+            connection.open(self._network.now())
         except BaseException:
             self._disconnect()
             raise
@@ -283,30 +299,30 @@ class Channel:
         if connection is None:
             raise failures.unavailable(self.peer, self.location, "the channel is closed")
         connection.my_incarnation = self.incarnation
+        network = self._network
+        is_woken = has_polled = False
         while True:
-            now = time.monotonic()
-            wait = min(deadline - now, connection.next_check(now), self._retry_s(timeout) - now)
-            if self.check_failure is not None:
-                wait = min(wait, _CHECK_S)
-            polled = connection.pollables
-            if wakeup is not None:
-                polled = [*polled, (wakeup, 1)]
-            # Rounded up: a wait of less than a millisecond would not wait.
-            ready = zmq.zmq_poll(polled, int(wait * 1e3) + 1 if wait > 0 else 0)
             for received in iter(connection.receive, None):
                 envelope, buffers = received
                 if type(envelope.body) is messages.Welcome:
                     self._welcomed(connection)
                 elif self._is_next(connection, envelope.request):
                     return envelope.request, envelope.body, buffers
-            now = time.monotonic()
-            if now >= self._retry_s(timeout):
+            now = network.now()
+            retry_s = self._retry_s(timeout)
+            if now >= retry_s:
                 self._retry(connection, now)
             connection.observe(now)
             self._check(connection, now)
-            is_woken = any(source == wakeup for source, _ in ready)
-            if is_woken or (now >= deadline and not ready):
+            if is_woken or (now >= deadline and has_polled):
                 return None
+            has_polled = True
+            wait = min(deadline - now, connection.next_check(now), retry_s - now)
+            if self.check_failure is not None:
+                wait = min(wait, _CHECK_S)
+            assert connection.wire is not None
+            is_woken = network.wait(connection.wire, wakeup, wait)
+            connection.handle()
 
     def _is_next(self, connection: Connection, number: int) -> bool:
         """Records a reply; returns whether it is that to the oldest request."""
@@ -322,7 +338,7 @@ class Channel:
         connection.first = number + 1
         if connection.shared_memory is not None:
             connection.shared_memory.writer.release(number)
-        self._restart_timer(time.monotonic())
+        self._restart_timer(self._network.now())
         return True
 
     # Retries of lost requests and replies.
@@ -349,7 +365,8 @@ class Channel:
         self._sent_s = now
         self._num_retries += 1
         if connection.is_ready and self._num_retries < 3:
-            self._send_all(connection)
+            if connection.wire is not None and not connection.wire.backlog:
+                self._send_all(connection)
         elif connection.down_since is None:
             # The connection looks open and transfers nothing.
             connection.mark_broken()

@@ -6,23 +6,18 @@ import collections
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from replicax.foundation import errors, lazy
+from replicax.foundation import errors
 from replicax.protocol import codec, error_replies, limits, messages
 from replicax.protocol.tasks import Task, new_incarnation
-from replicax.transport import failures
+from replicax.transport import base, failures
 from replicax.transport.addresses import Location
+from replicax.transport.connection import Connection
 from replicax.transport.keys import Keys
+from replicax.transport.streams import network as streams
 from replicax.transport.wakeup import Wakeup
-from replicax.transport.zmq.connection import Connection
-
-if TYPE_CHECKING:
-    import zmq
-else:
-    zmq = lazy.module("zmq")
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +29,8 @@ OnIdle = Callable[[float], None]
 # Seconds between two runs of periodic work, and until a reconnect to a task that rejected one.
 _IDLE = 0.04
 _RETRY = 1.0
-# The number of messages of one task that are handled before those of the others.
-_TURN = 64
+# The bytes that may wait for one task beyond its largest message.
+_MOST_BACKLOG = limits.MESSAGE + limits.QUEUE_BYTES
 # The first number of the requests of `request`; those of `send` are smaller.
 _FIRST_NUMBER = 1 << 48
 
@@ -85,7 +80,7 @@ class ClientPool:
 
     Args:
       me: This task.
-      keys: CURVE keys that authenticate this task; required for TCP.
+      keys: The certificates of this task; required for TCP.
       on_message: Called with (task, envelope, buffers) for each received message.
       on_connected: Called with (task, welcome) after a handshake. It is called again, with the
         same incarnation and without `on_lost` before, if the connection broke for less than half
@@ -94,6 +89,7 @@ class ClientPool:
         was restarted as another process, or rejects the connection.
       on_idle: Called with the monotonic time at least every 0.05 s.
       incarnation: The incarnation of this task; random by default.
+      network: Opens the connections.
 
     Attributes:
       job: The job of the messages; may be set.
@@ -123,8 +119,10 @@ class ClientPool:
         on_idle: OnIdle | None = None,
         *,
         incarnation: int | None = None,
+        network: base.Network = streams.NETWORK,
     ) -> None:
         self.me = me
+        self._network = network
         self.job = ""
         self.epoch = 0
         self.incarnation = incarnation or new_incarnation()
@@ -138,8 +136,9 @@ class ClientPool:
         self._commands = collections.deque()
         self._wakeup = Wakeup()
         self._peers: dict[Task, _Peer] = {}
-        # The polled sockets and their peers; rebuilt after a socket was replaced.
-        self._polled: list[tuple[Any, int]] = []
+        self._poller = network.poller()
+        self._poller.set(self._wakeup.fd, base.READ)
+        # The peers by the descriptors that are polled.
         self._owners: dict[int, _Peer] = {}
         self._idle_at = 0.0
         self._linger = limits.LINGER
@@ -170,7 +169,7 @@ class ClientPool:
         must not change until they are sent. Request numbers, chosen by the caller, are below 2**48.
         """
         message = codec.encode(self.job, self.epoch, self.incarnation, request, body, buffers)
-        self._command(self._send, task, message)
+        self._command(self._send, task, message, type(body) is messages.Ping)
 
     def request(
         self,
@@ -239,15 +238,15 @@ class ClientPool:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                now = time.monotonic()
+                now = self._network.now()
                 wait = max(self._idle_at + _IDLE - now, 0.0)
-                ready = zmq.zmq_poll([*self._polled, (self._wakeup.fd, 1)], int(wait * 1e3) + 1)
+                ready = self._poller.wait(wait)
                 self._wakeup.clear()
                 self._run_commands()
-                for socket, _ in ready:
-                    if (peer := self._owners.get(id(socket))) is not None:
-                        self._serve(peer, socket)
-                now = time.monotonic()
+                for fd in ready:
+                    if (peer := self._owners.get(fd)) is not None:
+                        self._serve(peer)
+                now = self._network.now()
                 if now - self._idle_at >= _IDLE:
                     self._idle_at = now
                     for peer in list(self._peers.values()):
@@ -260,6 +259,7 @@ class ClientPool:
             for task in list(self._peers):
                 self._disconnect(task)
             self._fail_commands()
+            self._poller.close()
             self._wakeup.close()
 
     def _run_commands(self) -> None:
@@ -289,43 +289,58 @@ class ClientPool:
             # An error of one peer must not affect the others.
             _log.exception("%s: %s failed in the client pool", self.me, callback)
 
-    def _update_polled(self) -> None:
-        """Collects the sockets of all connections."""
-        self._polled = [p for peer in self._peers.values() for p in peer.connection.pollables]
-        self._owners = {
-            id(socket): peer
-            for peer in self._peers.values()
-            for socket, _ in peer.connection.pollables
-        }
+    def _poll(self, peer: _Peer) -> None:
+        """Polls the wire of a connection, which may be a new one."""
+        wire = peer.connection.wire
+        if wire is None or wire.failure is not None or wire.on_change is not None:
+            return
+
+        def on_change() -> None:
+            fd = wire.fileno()
+            if wire.failure is None:
+                self._poller.set(fd, wire.events)
+            else:
+                self._poller.remove(fd)
+                if self._owners.get(fd) is peer:
+                    del self._owners[fd]
+
+        self._owners[wire.fileno()] = peer
+        wire.on_change = on_change
+        on_change()
 
     # The pool's thread: commands of other threads.
 
     def _connect(self, task: Task, location: Location) -> None:
         self._disconnect(task)
-        connection = Connection(location, self.me, task, self._keys, self.incarnation)
+        connection = Connection(
+            location, self.me, task, self._keys, self.incarnation, network=self._network
+        )
         peer = _Peer(task, connection)
         self._peers[task] = peer
         try:
-            connection.open(time.monotonic())
-        except (errors.DistributeError, zmq.ZMQError) as error:
+            connection.open(self._network.now())
+        except (errors.DistributeError, OSError) as error:
             self._peers.pop(task)
             connection.close()
             self._call(self._on_lost, task, str(error))
-        self._update_polled()
+        self._poll(peer)
 
     def _disconnect(self, task: Task) -> None:
         peer = self._peers.pop(task, None)
         if peer is not None:
             self._fail_pending(peer, self._closed(task))
             peer.connection.close(self._linger)
-            self._update_polled()
 
-    def _send(self, task: Task, message: list[codec.Part]) -> None:
+    def _send(self, task: Task, message: list[codec.Part], is_urgent: bool) -> None:
         peer = self._peers.get(task)
         if peer is None or peer.loss is not None:
             _log.debug("%s dropped a message to %s, which is lost", self.me, task)
         elif peer.connection.is_ready:
-            peer.connection.send(message)
+            peer.connection.send(message, is_urgent)
+            wire = peer.connection.wire
+            if wire is not None and wire.backlog > _MOST_BACKLOG:
+                # A task that does not read: it gets what it needs after the next handshake.
+                peer.connection.mark_broken()
         else:
             peer.queued.append(message)
 
@@ -349,15 +364,10 @@ class ClientPool:
 
     # The pool's thread: events.
 
-    def _serve(self, peer: _Peer, socket: Any) -> None:
+    def _serve(self, peer: _Peer) -> None:
         connection = peer.connection
-        if socket is not connection.socket:
-            self._observe(peer, time.monotonic())
-            return
-        for _ in range(_TURN):
-            received = connection.receive()
-            if received is None:
-                break
+        connection.handle()
+        for received in iter(connection.receive, None):
             envelope, buffers = received
             if type(envelope.body) is messages.Welcome:
                 if connection.error is None:
@@ -367,8 +377,8 @@ class ClientPool:
                 pending.event.set()
             else:
                 self._call(self._on_message, peer.task, envelope, buffers)
-        if not connection.is_ready:
-            self._observe(peer, time.monotonic())
+        if not connection.is_ready or connection.wire is None or not connection.wire.is_open:
+            self._observe(peer, self._network.now())
 
     def _welcomed(self, peer: _Peer, welcome: messages.Welcome) -> None:
         if peer.incarnation is not None and peer.incarnation != welcome.incarnation:
@@ -383,7 +393,6 @@ class ClientPool:
 
     def _observe(self, peer: _Peer, now: float) -> None:
         connection = peer.connection
-        before = connection.socket
         connection.observe(now)
         if connection.error is not None and peer.retry_at is None:
             peer.retry_at = now + _RETRY
@@ -394,8 +403,7 @@ class ClientPool:
             connection.open(now)
         elif peer.incarnation is not None and connection.is_lost(now):
             self._lose(peer, connection.reason)
-        if connection.socket is not before:
-            self._update_polled()
+        self._poll(peer)
 
     def _lose(self, peer: _Peer, reason: str, error: errors.DistributeError | None = None) -> None:
         peer.incarnation = None

@@ -1,83 +1,155 @@
-"""CURVE keys that authenticate the roles of tasks over TCP.
+"""Certificates that authenticate tasks over TCP.
 
-There is one key pair per role. A task holds the secret key of its own role and the public keys of
-all roles: both sides of a connection are authenticated, and its traffic is encrypted. A file of
-public keys has one line per key: while keys are renewed, the older ones are accepted, too.
+Each job has an authority of its own, and each task, or role, a certificate with the job, the role
+and the index in its name: `replicax://JOB/ROLE/INDEX`. Both sides of a connection present one, so
+both know who the other is. Certificates of an organisation need the same name, as a URI among the
+alternative names; the files are those of a Kubernetes TLS secret. All files are read again when
+they change: certificates are renewed while a job runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
 import logging
 import os
 import re
+import ssl
 import stat
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from replicax.foundation import errors, lazy, settings
 from replicax.protocol.tasks import ROLES, Role
 
 if TYPE_CHECKING:
-    import zmq
+    from replicax.transport import authority
 else:
-    zmq = lazy.module("zmq")
+    authority = lazy.module("replicax.transport.authority")
 
 _log = logging.getLogger(__name__)
 
-# The number of keys of one role that are accepted at the same time.
-_MOST_ACCEPTED = 8
-
-_KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+CA, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
+_NAME = re.compile(r"replicax://([A-Za-z0-9._-]{1,63})/(coordinator|worker|ps)/(\d{1,6}|\*)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys of one task.
+class Identity:
+    """What a certificate proves about a task.
 
     Attributes:
-      role: The role of the secret key.
-      public: The public key of the role.
-      secret: The secret key of the role; never shown.
-      public_keys: The newest public key of each role.
-      older: The older public keys that are still accepted.
-      directory: The directory of the files; None without.
+      job: The job.
+      role: The role in it.
+      index: The index of the task; None stands for every task of the role.
+
+    Example:
+      >>> identity = Identity.parse("replicax://lab/worker/3")
+      >>> str(identity), identity.is_of("worker", 3), identity.is_of("worker", 4)
+      ('replicax://lab/worker/3', True, False)
+      >>> Identity.parse("replicax://lab/worker/*").is_of("worker", 4)
+      True
     """
 
+    job: str
     role: Role
-    public: bytes
-    secret: bytes = dataclasses.field(repr=False)
-    public_keys: dict[Role, bytes] = dataclasses.field(repr=False)
-    older: dict[Role, tuple[bytes, ...]] = dataclasses.field(default_factory=dict, repr=False)
-    directory: Path | None = None
+    index: int | None
 
-    def accepted(self, role: Role) -> tuple[bytes, ...]:
-        """Returns the accepted public keys of a role, the newest first."""
-        return (self.public_keys[role], *self.older.get(role, ()))
+    @classmethod
+    def parse(cls, name: str) -> Identity:
+        """Parses the name in a certificate."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise errors.InvalidArgumentError(
+                "The name of a task in a certificate is 'replicax://JOB/ROLE/INDEX'",
+                f"{name!r} was given",
+                "A job has letters, digits, '.', '_' and '-'; the index may be '*'.",
+            )
+        job, role, index = found.groups()
+        return cls(job, cast("Role", role), None if index == "*" else int(index))
 
-    def latest(self) -> Keys:
-        """Returns these keys with the public keys in the files now.
+    def is_of(self, role: str, index: int) -> bool:
+        """Returns whether it is the certificate of a task."""
+        return self.role == role and self.index in (None, index)
 
-        Files that cannot be read, or are not safe, change nothing.
+    def __str__(self) -> str:
+        return f"replicax://{self.job}/{self.role}/{'*' if self.index is None else self.index}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Keys:
+    """The certificate of one task, its private key, and the authorities that it trusts.
+
+    Attributes:
+      identity: What the certificate proves.
+      ca: The file with the certificates of the authorities.
+      certificate: The file of the certificate.
+      key: The file of the private key; its contents stay in OpenSSL.
+    """
+
+    identity: Identity
+    ca: Path
+    certificate: Path
+    key: Path
+    _loaded: dict[bool, tuple[object, ssl.SSLContext]] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
+    _lock: Any = dataclasses.field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def role(self) -> Role:
+        """The role that the certificate proves."""
+        return self.identity.role
+
+    def client_context(self) -> ssl.SSLContext:
+        """Returns what connections are opened with, from the files as they are now."""
+        return self._context(is_server=False)
+
+    def server_context(self) -> ssl.SSLContext:
+        """Returns what connections are accepted with, from the files as they are now."""
+        return self._context(is_server=True)
+
+    def _context(self, is_server: bool) -> ssl.SSLContext:
+        stamp = _stamp((self.ca, self.certificate, self.key))
+        with self._lock:
+            found = self._loaded.get(is_server)
+            if found is not None and found[0] == stamp:
+                return found[1]
+            try:
+                _check_key(self.key)
+                context = _new_context(self, is_server)
+            except (errors.DistributeError, OSError) as error:
+                if found is None:
+                    raise
+                # In the middle of a renewal, or a mistake: connections go on with the old ones.
+                _log.warning("Keeping the old certificates: %s", error)
+                context = found[1]
+            self._loaded[is_server] = stamp, context
+            return context
+
+    def identify(self, connection: ssl.SSLSocket) -> Identity:
+        """Returns what the verified certificate of a peer proves.
+
+        Raises:
+          PermissionDeniedError: It names no task, or one of another job.
         """
-        if self.directory is None:
-            return self
-        try:
-            found = _read_public(self.directory)
-        except (errors.DistributeError, OSError) as error:
-            _log.warning("Keeping the old keys: %s", error)
-            return self
-        return _with_public(self, found)
-
-    def stamp(self) -> tuple[object, ...]:
-        """Returns a value that changes when the files of public keys do."""
-        if self.directory is None:
-            return ()
-        return tuple(_stamp(self.directory / f"{role}.public") for role in ROLES)
+        found = cast("dict[str, Any]", connection.getpeercert() or {}).get("subjectAltName", ())
+        names = [value for kind, value in found if kind == "URI"]
+        for name in names:
+            with contextlib.suppress(errors.InvalidArgumentError):
+                identity = Identity.parse(name)
+                if identity.job == self.identity.job:
+                    return identity
+        raise errors.PermissionDeniedError(
+            f"The certificate of a peer must be of the job {self.identity.job!r}",
+            f"it is the certificate of {', '.join(names)[:200] or 'no task'}",
+            "Use certificates of the same `replicax keys make` for all tasks of a job.",
+        )
 
     def __reduce__(self) -> NoReturn:
-        # A closure that captured them would send the coordinator's secret key to the workers.
+        # They would name files that only this host has.
         raise errors.ArgumentTypeError(
             "Keys cannot be pickled or copied",
             f"those of a {self.role} were",
@@ -85,139 +157,192 @@ class Keys:
         )
 
 
-def make(directory: str | os.PathLike[str]) -> Path:
-    """Creates new keys for a cluster: a secret and a public file per role.
+def _new_context(keys: Keys, is_server: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # The name of the task is checked instead; hosts change.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    if is_server:
+        context.num_tickets = 0
+    try:
+        context.load_verify_locations(keys.ca)
+        context.load_cert_chain(keys.certificate, keys.key)
+    except (ssl.SSLError, OSError) as error:
+        raise errors.InvalidArgumentError(
+            "A task needs a certificate, its private key, and the certificate of its authority",
+            f"{str(keys.certificate.parent)!r} cannot be used: {error.strerror or error}",
+            "Make them with `replicax keys make DIR`, or compare the files.",
+        ) from error
+    return context
 
-    Each host needs the public files and the secrets of the roles that run there.
+
+def make(
+    directory: str | os.PathLike[str],
+    job: str = "",
+    counts: dict[Role, int] | None = None,
+    days: float = 365.0,
+) -> Path:
+    """Creates an authority for a job, and a certificate for each role or task.
+
+    Each host needs the directories of the tasks that run there, never `authority`.
 
     Args:
-      directory: The directory; it is created, or must be private to this user and without keys.
+      directory: The directory; it is created, or must be private to this user and empty.
+      job: The name of the job in the certificates; random by default.
+      counts: The number of tasks of each role, for one certificate per task; a role without a
+        number gets one certificate for all its tasks.
+      days: The validity of the certificates.
 
     Returns:
       The directory.
     """
     path = Path(directory)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(path)
-    names = [f"{role}.{kind}" for role in ROLES for kind in ("public", "secret")]
-    if found := [n for n in names if (path / n).exists()]:
+    check_private(path)
+    if found := sorted(entry.name for entry in path.iterdir()):
         raise errors.InvalidArgumentError(
-            "New keys need a directory without keys",
-            f"{str(path)!r} has {', '.join(found)}",
+            "New keys need an empty directory",
+            f"{str(path)!r} has {', '.join(found[:5])}",
             "Choose another directory, or remove the old keys.",
         )
-    for role in ROLES:
-        public, secret = zmq.curve_keypair()
-        _write(path / f"{role}.public", [public])
-        _write(path / f"{role}.secret", [secret])
+    authority.create(path, job, counts or {}, days)
     return path
 
 
-def renew(directory: str | os.PathLike[str], role: Role) -> None:
-    """Creates a new key for a role; the older ones are accepted until `retire`.
+def renew(directory: str | os.PathLike[str], days: float = 365.0) -> None:
+    """Creates a new authority and new certificates; older ones are trusted until `retire`.
 
-    Running tasks reload the files of public keys. Copy those to all hosts first, then the secret to
-    the hosts of the role, and restart its tasks one after the other.
+    Running tasks use the new files for new connections. Copy each `ca.crt` first, then the
+    certificates and keys: a task whose certificate an old `ca.crt` does not know is rejected.
     """
     path = Path(directory)
-    accepted = load(path, role).accepted(role)
-    public, secret = zmq.curve_keypair()
-    # In this order: a secret without its public key could not be used.
-    _replace(path / f"{role}.public", [public, *accepted])
-    _replace(path / f"{role}.secret", [secret])
+    check_private(path)
+    authority.renew(path, days)
+
+
+def add(directory: str | os.PathLike[str], role: Role, index: int, days: float = 365.0) -> Path:
+    """Creates the certificate of one more task of a job; returns its directory."""
+    path = Path(directory)
+    check_private(path)
+    return authority.add(path, role, index, days)
 
 
 def retire(directory: str | os.PathLike[str]) -> None:
-    """Removes all keys but the newest of each role; connections with others are rejected."""
+    """Trusts the newest authority only: certificates of older ones are rejected from then on."""
     path = Path(directory)
-    for role, accepted in _read_public(path).items():
-        _replace(path / f"{role}.public", accepted[:1])
+    check_private(path)
+    authority.retire(path)
 
 
-def _replace(path: Path, keys: Sequence[bytes]) -> None:
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    _write(new, keys)
-    os.replace(new, path)
+def load(directory: str | os.PathLike[str], role: Role, index: int | None = None) -> Keys:
+    """Reads the certificate of a task from a directory of `make`, or of a Kubernetes secret.
 
-
-def _write(path: Path, keys: Sequence[bytes]) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(b"".join(key + b"\n" for key in keys))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def load(directory: str | os.PathLike[str], role: Role) -> Keys:
-    """Reads the keys for a task of some role.
+    Args:
+      directory: Has `ROLE-INDEX` or `ROLE`, or the three files themselves.
+      role: The role of the task.
+      index: Its index.
 
     Raises:
       NotFoundError: A file is missing.
-      PermissionDeniedError: Others could read or change the directory or a file.
-      InvalidArgumentError: A file contains no key.
+      PermissionDeniedError: Others could read the key, or the certificate has expired.
+      InvalidArgumentError: A file is invalid, or the certificate is that of another task.
     """
-    path = Path(directory)
     if role not in ROLES:
         raise errors.InvalidArgumentError(
             f"Keys are for the roles {', '.join(ROLES)}",
             f"{role!r} was given",
             "Use one of them.",
         )
-    _check_private(path)
-    found = _read_public(path)
-    (secret,) = _read(path / f"{role}.secret", most=1)
-    public = zmq.curve_public(secret)
-    if public not in found[role]:
-        raise errors.InvalidArgumentError(
-            "The public and the secret key of a role must be a pair",
-            f"{role}.public in {str(path)!r} is not that of {role}.secret",
-            "Copy both from the same `replicax keys make`.",
+    path = Path(directory)
+    own = path / role if index is None else path / f"{role}-{index}"
+    if not own.is_dir():
+        own = path / role
+    if not own.is_dir() and not (path / CERTIFICATE).exists():
+        # Tasks of one role can be told apart, and the caller is any of them.
+        numbered = sorted(path.glob(f"{role}-*")) if index is None else []
+        own = numbered[0] if numbered else own
+    if not own.is_dir():
+        own = path
+    return load_files(own / CA, own / CERTIFICATE, own / KEY, role, index)
+
+
+def load_files(
+    ca: str | os.PathLike[str],
+    certificate: str | os.PathLike[str],
+    key: str | os.PathLike[str],
+    role: Role,
+    index: int | None = None,
+) -> Keys:
+    """Reads the certificate of a task from three files; the errors are those of `load`."""
+    files = [Path(ca), Path(certificate), Path(key)]
+    for path in files:
+        if not path.exists():
+            raise errors.NotFoundError(
+                "A task needs a certificate, its private key, and the certificate of its authority",
+                f"{str(path)!r} does not exist",
+                f"Make them with `replicax keys make DIR` and set {settings.REPLICAX_KEYS}=DIR.",
+            )
+    _check_key(files[2])
+    now = datetime.datetime.now(datetime.UTC)
+    identity, end = authority.read(files[1])
+    if end <= now:
+        raise errors.PermissionDeniedError(
+            f"The certificate {str(files[1])!r} must be valid",
+            f"it has expired on {end:%Y-%m-%d %H:%M} UTC",
+            "Run `replicax keys renew DIR`, and copy the new files to all hosts.",
         )
-    return _with_public(Keys(role, public, secret, {}, directory=path), found)
+    if identity.role != role or (index is not None and not identity.is_of(role, index)):
+        raise errors.InvalidArgumentError(
+            f"The certificate must be that of a {role}"
+            + ("" if index is None else f", task {index}"),
+            f"{str(files[1])!r} is the certificate of {identity}",
+            "Use the files of this task.",
+        )
+    keys = Keys(identity, files[0], files[1], files[2])
+    keys.client_context()
+    return keys
 
 
-def _with_public(keys: Keys, found: Mapping[Role, Sequence[bytes]]) -> Keys:
-    return dataclasses.replace(
-        keys,
-        public_keys={role: accepted[0] for role, accepted in found.items()},
-        older={role: tuple(accepted[1:]) for role, accepted in found.items()},
+def from_environment(role: Role, index: int | None = None) -> Keys | None:
+    """Reads the certificates that REPLICAX_KEYS or REPLICAX_TLS_* name; None if none is set."""
+    ca, certificate, key = (
+        settings.REPLICAX_TLS_CA.read(),
+        settings.REPLICAX_TLS_CERT.read(),
+        settings.REPLICAX_TLS_KEY.read(),
     )
-
-
-def _read_public(directory: Path) -> dict[Role, list[bytes]]:
-    _check_private(directory)
-    return {role: _read(directory / f"{role}.public", most=_MOST_ACCEPTED) for role in ROLES}
-
-
-def _stamp(path: Path) -> object:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
-
-
-def from_environment(role: Role) -> Keys | None:
-    """Reads the keys from the directory that REPLICAX_KEYS names; None if it is not set."""
+    if ca or certificate or key:
+        if not (ca and certificate and key):
+            raise errors.InvalidArgumentError(
+                f"{settings.REPLICAX_TLS_CA}, {settings.REPLICAX_TLS_CERT} and "
+                f"{settings.REPLICAX_TLS_KEY} belong together",
+                "one of them is not set",
+                "Set all three, or none.",
+            )
+        return load_files(ca, certificate, key, role, index)
     directory = settings.REPLICAX_KEYS.read()
-    return load(directory, role) if directory else None
+    return load(directory, role, index) if directory else None
 
 
-def _read(path: Path, most: int) -> list[bytes]:
-    _check_private(path)
-    lines = path.read_bytes().split()
-    if not 1 <= len(lines) <= most or not all(map(_KEY.fullmatch, lines)):
-        raise errors.InvalidArgumentError(
-            f"A file of keys has a line of 40 characters, or up to {most}"
-            if most > 1
-            else "A file with a secret has one line of 40 characters",
-            f"{str(path)!r} contains something else",
-            "Make new ones with `replicax keys make DIR`.",
-        )
-    return lines
+def _stamp(paths: Iterable[Path]) -> object:
+    """Returns a value that changes when one of the files does."""
+    found: list[object] = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode))
+        except OSError:
+            found.append(None)
+    return tuple(found)
 
 
-def _check_private(path: Path) -> None:
+def _check_key(path: Path) -> None:
+    """Raises if another user can read a private key; root may share it with a group."""
+    check_private(path, may_share=True)
+
+
+def check_private(path: Path, may_share: bool = False) -> None:
+    """Raises if another user can read a file or enter a directory."""
     try:
         found = os.stat(path)
     except FileNotFoundError as error:
@@ -227,7 +352,10 @@ def _check_private(path: Path) -> None:
             f"Make them with `replicax keys make DIR` and set {settings.REPLICAX_KEYS}=DIR.",
         ) from error
     mode = stat.S_IMODE(found.st_mode)
-    if mode & 0o077 or found.st_uid not in (os.getuid(), 0):
+    # Kubernetes shows a secret of root to the group of a pod.
+    may_share = may_share and found.st_uid == 0 and os.getuid() != 0
+    is_shared = mode & (0o037 if may_share else 0o077)
+    if is_shared or found.st_uid not in (os.getuid(), 0):
         raise errors.PermissionDeniedError(
             "Keys must be readable by their user alone",
             f"{str(path)!r} has mode {mode:o} and belongs to user {found.st_uid}",

@@ -8,31 +8,32 @@ handler.
 from __future__ import annotations
 
 import collections
-import functools
+import itertools
 import logging
+import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from replicax.foundation import errors, lazy, spans, thread_stacks
+from replicax.foundation import errors, spans, thread_stacks
 from replicax.protocol import admission, codec, error_replies, limits, messages
 from replicax.protocol.tasks import Role, Task, library_version, new_incarnation
-from replicax.transport import shared_memory
+from replicax.transport import base, shared_memory
 from replicax.transport.addresses import Location
+from replicax.transport.connection_guard import LimitedLog, PendingConnections
 from replicax.transport.keys import Keys
+from replicax.transport.streams import network as streams
+from replicax.transport.streams.frames import LARGEST
 from replicax.transport.wakeup import Wakeup
-from replicax.transport.zmq import listener, zmq_io
-
-if TYPE_CHECKING:
-    import zmq
-else:
-    zmq = lazy.module("zmq")
 
 _log = logging.getLogger(__name__)
 
+_numbers = itertools.count(1)
+
+
+# The bytes of replies that may wait for one peer beyond the largest.
+_MOST_BACKLOG = limits.MESSAGE + limits.QUEUE_BYTES
 
 Reply = tuple[messages.Body, Sequence[codec.Buffer]]
 
@@ -41,42 +42,52 @@ class Session:
     """One connection of a peer that has completed the handshake.
 
     Attributes:
-      identity: The ZeroMQ identity of the connection.
-      role: The role of the peer; authenticated with keys, claimed without.
+      identity: A name that no other session of this process has.
+      role: The role of the peer; proven with certificates, claimed without.
       task: The index of the peer.
       incarnation: The incarnation of the peer.
       job: The job of its last message.
       epoch: The epoch of its last message.
       next_request: The number of its next request; 0 if it does not number them consecutively.
-      connection: The descriptor of the connection and its inode; None inside a process.
       reader: The shared memory that the peer writes.
       writer: The shared memory that the peer reads.
+      wire: The connection.
+      lock: Taken to send: replies come from any thread.
     """
 
     __slots__ = (
-        "connection",
         "epoch",
         "identity",
         "incarnation",
         "job",
+        "lock",
         "next_request",
         "reader",
         "role",
         "task",
+        "wire",
         "writer",
     )
 
-    def __init__(self, identity: bytes, role: Role, task: int, incarnation: int) -> None:
+    def __init__(
+        self,
+        identity: bytes,
+        role: Role,
+        task: int,
+        incarnation: int,
+        wire: base.Wire | None = None,
+    ) -> None:
         self.identity = identity
+        self.wire = wire
         self.role: Role = role
         self.task = task
         self.incarnation = incarnation
         self.job = ""
         self.epoch = 0
         self.next_request = 0
-        self.connection: tuple[int, int] | None = None
         self.reader: shared_memory.SharedMemoryReader | None = None
         self.writer: shared_memory.SharedMemoryWriter | None = None
+        self.lock = threading.Lock()
 
     def has_gap_before(self, number: int) -> bool:
         """Returns whether a request before this one is missing; otherwise records this one.
@@ -110,7 +121,7 @@ class Service:
       handler: Called in the service thread with (session, envelope, buffers). Returns the reply,
         or None if the reply is sent later, or never. The buffers are views of the received
         message and may be kept. An error that it raises is sent as an `ErrorReply`.
-      keys: CURVE keys that authenticate this task and its peers; required for TCP.
+      keys: The certificates of this task; required for TCP.
       incarnation: The incarnation of the task; random by default.
       on_idle: Called in the service thread at least every 0.1 s with the monotonic time.
       on_failed: Called in the service thread, with the reason, when it cannot listen any more, for
@@ -119,6 +130,7 @@ class Service:
         default.
       on_rejected: Called in the service thread with the handshake of an authenticated peer that
         was not accepted, and the error that it gets.
+      network: Accepts the connections.
 
     A request may arrive twice, if the connection broke before the reply arrived; handlers must be
     idempotent.
@@ -150,31 +162,37 @@ class Service:
         on_failed: Callable[[str], None] | None = None,
         accepted: Mapping[Role, frozenset[type[messages.Body]]] | None = None,
         on_rejected: Callable[[messages.Hello, errors.DistributeError], None] | None = None,
+        network: base.Network = streams.NETWORK,
     ) -> None:
+        if location.scheme == "tcp":
+            _check_keys(task, keys)
         self.task = task
         self.incarnation = incarnation or new_incarnation()
+        self._network = network
         self._handler = handler
         self._on_idle = on_idle
         self._on_failed = on_failed
-        self._can_avoid_copy = location.scheme != "inproc"
         # Headers and buffers of all sessions, also those through shared memory.
         self.num_bytes_received = self.num_bytes_sent = 0
-        self._can_share = location.scheme == "ipc"
-        self._listener = listener.Listener(location, task, keys)
+        self._listener = network.listen(location, keys)
         self.url = self._listener.url
         self.address = self._listener.address
         self._accepted = admission.requests_to(task) if accepted is None else accepted
         self._on_rejected = on_rejected
-        # The least recently used first.
-        self._sessions: collections.OrderedDict[bytes, Session] = collections.OrderedDict()
-        # What other threads send, in order.
-        self._outbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._wires: dict[int, base.Wire] = {}
+        # By descriptor; the least recently used first.
+        self._sessions: collections.OrderedDict[int, Session] = collections.OrderedDict()
+        self._pending = PendingConnections()
+        self._poller = network.poller()
         self._wakeup = Wakeup()
+        self._poller.set(self._wakeup.fd, base.READ)
+        self._poller.set(self._listener.fileno(), base.READ)
+        # When to accept connections again; None while it does.
+        self._resume_at: float | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._is_closing = False
-        self._num_dropped = 0
-        self._logged_at = -1.0
+        self._log = LimitedLog(task)
         self._idle_at = 0.0
 
     # Called by any thread.
@@ -199,10 +217,7 @@ class Service:
         The buffers must not change until they are sent.
         """
         message = codec.encode(session.job, session.epoch, self.incarnation, request, body, buffers)
-        if self._thread is threading.current_thread():
-            self._send(session, message)
-            return
-        self._enqueue(functools.partial(self._send, session, message))
+        self._send(session, message)
 
     def reply(
         self,
@@ -213,25 +228,28 @@ class Service:
     ) -> None:
         """Sends the reply to a request that the handler has left open, from any thread.
 
-        Replies are sent in the order of the calls, before those to requests that arrive later. A
-        peer that has repeated the handshake gets none: it has repeated the request, too.
+        Replies are sent in the order of the calls. A peer that has connected again gets none: it
+        has repeated the request, too.
         """
-        self._enqueue(functools.partial(self._reply_late, session, envelope, body, buffers))
-
-    def _enqueue(self, send: Callable[[], None]) -> None:
-        if not self._is_closing:
-            self._outbox.append(send)
-            self._wakeup.set()
+        header = envelope.job, envelope.epoch, self.incarnation, envelope.request
+        with session.lock:
+            try:
+                message = codec.encode(*header, body, buffers, session.writer)
+            except errors.DistributeError as error:
+                message = codec.encode(*header, error_replies.from_error(error))
+            self.num_bytes_sent += len(message[0])
+            if buffers:
+                self.num_bytes_sent += sum(map(_num_bytes, buffers))
+            self._send(session, message, type(body) is messages.Pong)
 
     def has_session(self, role: Role, incarnation: int) -> bool:
         """Returns whether a process has an open connection to this service.
 
         The kernel closes those of a process that ends, however it ends. Those of a stopped process
-        stay open. Sessions inside this process count as connected.
+        stay open.
         """
-        guard = self._listener.guard
         return any(
-            session.connection is None or guard is None or guard.is_open(session.connection)
+            session.wire is not None and session.wire.is_connected()
             for session in list(self._sessions.values())
             if session.role == role and session.incarnation == incarnation
         )
@@ -255,8 +273,19 @@ class Service:
 
     def _release(self) -> None:
         self._sessions.clear()  # They hold shared memory.
-        self._wakeup.close()
         self._listener.close()
+        end = self._network.now() + limits.LINGER
+        for wire in list(self._wires.values()):
+            while wire.backlog and wire.is_open and (left := end - self._network.now()) > 0:
+                self._network.wait(wire, None, left)
+                try:
+                    wire.handle()
+                except errors.ProtocolError:
+                    break
+            wire.close()
+        self._wires.clear()
+        self._poller.close()
+        self._wakeup.close()
 
     def __enter__(self) -> Service:
         return self
@@ -267,40 +296,37 @@ class Service:
     # The service thread.
 
     def _run(self) -> None:
-        poll = [(self._listener.socket, 1), (self._wakeup.fd, 1)]
-        authenticator = self._listener.authenticator
-        if authenticator is not None:
-            poll.append((authenticator.socket, 1))
-        guard = self._listener.guard
-        if guard is not None:
-            poll.append((guard.monitor, 1))
-        timeout = int(limits.IDLE * 1e3)
         try:
             while not self._is_closing:
-                ready = zmq.zmq_poll(poll, timeout)
-                if len(ready) > 1 or (ready and ready[0][0] is not self._listener.socket):
-                    if authenticator is not None:
-                        authenticator.reply()
-                    if guard is not None and zmq_io.has_message(guard.monitor):
-                        guard.observe(time.monotonic())
-                    self._wakeup.clear()
-                self._receive()
-                self._send_outbox()
-                now = time.monotonic()
-                if now - self._idle_at >= limits.IDLE / 2:
-                    self._idle_at = now
-                    self._run_periodic(now)
+                self.run_once(limits.IDLE)
         except Exception as error:
             _log.exception("%s stopped listening", self.task)
             if self._on_failed is not None:
                 self._on_failed(f"it stopped listening ({error})")
         finally:
-            self._send_outbox()
             self._release()
 
+    def run_once(self, timeout: float) -> None:
+        """Handles the events of at most some seconds, and runs the periodic work if it is due."""
+        for fd in self._poller.wait(timeout):
+            wire = self._wires.get(fd)
+            if wire is not None:
+                self._serve(fd, wire)
+            elif fd == self._wakeup.fd:
+                self._wakeup.clear()
+            elif fd == self._listener.fileno():
+                self._accept_connections()
+        now = self._network.now()
+        if now - self._idle_at >= limits.IDLE / 2:
+            self._idle_at = now
+            self._run_periodic(now)
+
     def _run_periodic(self, now: float) -> None:
-        if self._listener.guard is not None:
-            self._listener.guard.observe(now)
+        if self._resume_at is not None and now >= self._resume_at:
+            self._resume_at = None
+            self._poller.set(self._listener.fileno(), base.READ)
+        self._close_expired(now, limits.PENDING_CONNECTIONS)
+        self._log.flush(now)
         if self._on_idle is None:
             return
         try:
@@ -309,44 +335,93 @@ class Service:
             # The listener survives errors of its owner.
             _log.exception("%s: the periodic work failed", self.task)
 
-    def _receive(self) -> None:
-        end = time.monotonic() + limits.IDLE / 2
-        socket = self._listener.socket
-        while zmq_io.has_message(socket) and time.monotonic() < end:
-            message: list[zmq.Frame] = []
-            try:
-                message = zmq_io.receive(socket)
-                self._handle(message[0], message[1:])
-            except shared_memory.OutdatedError as error:
-                _log.debug("%s: %s", self.task, error)
-            except errors.ProtocolError as error:
-                self._drop(error)
-                if message:
-                    self._close_connection(message[0])
-            except Exception:
-                # No message may end the listener.
-                _log.exception("%s failed to handle a message", self.task)
+    # Connections.
 
-    def _handle(self, identity: zmq.Frame, message: list[zmq.Frame]) -> None:
-        session = self._sessions.get(identity.bytes)
+    def _accept_connections(self) -> None:
+        """Accepts connections, a bounded number at once."""
+        now = self._network.now()
+        for _ in range(limits.PENDING_CONNECTIONS // 4):
+            try:
+                wire = self._listener.accept()
+            except errors.ResourceExhaustedError as error:
+                self._log.warning("descriptors", str(error), now)
+                self._poller.remove(self._listener.fileno())
+                self._resume_at = now + limits.PAUSE
+                self._close_expired(now, 0)
+                return
+            if wire is None:
+                break
+            self._add(wire, now)
+        self._close_expired(now, limits.PENDING_CONNECTIONS)
+
+    def _add(self, wire: base.Wire, now: float) -> None:
+        fd = wire.fileno()
+        wire.limit(limits.HELLO)
+
+        def on_change() -> None:
+            if wire.failure is None:
+                self._poller.set(fd, wire.events)
+            else:
+                self._poller.remove(fd)
+                # Also from another thread, before the kernel reuses the descriptor.
+                if self._wires.pop(fd, None) is not None:
+                    self._pending.discard(fd)
+                    self._sessions.pop(fd, None)
+
+        wire.on_change = on_change
+        self._wires[fd] = wire
+        self._pending.add(fd, now)
+        on_change()
+
+    def _close_expired(self, now: float, limit: int) -> None:
+        for fd in self._pending.take_expired(now, limit):
+            wire = self._wires.get(fd)
+            if wire is not None:
+                if fd not in self._sessions:
+                    text = "closed a connection: there was no handshake, or too many wait for one"
+                    self._log.warning("silent", text, now)
+                wire.close()
+
+    def _serve(self, fd: int, wire: base.Wire) -> None:
+        """Handles the events of one connection, and the messages that it brings."""
+        had_session = fd in self._sessions
+        try:
+            wire.handle()
+            if wire.failure is not None and not had_session and wire.failure != base.CLOSED:
+                text = f"refused a connection: {wire.failure}"
+                self._log.warning(wire.failure, text, self._network.now())
+            while (message := wire.receive()) is not None:
+                self._handle(fd, wire, message)
+        except shared_memory.OutdatedError as error:
+            _log.debug("%s: %s", self.task, error)
+        except errors.ProtocolError as error:
+            text = f"dropped a malformed message: {error}"
+            kind = "stream" if wire.failure is not None else "message"
+            self._log.warning(kind, text, self._network.now())
+            wire.close("it sent a malformed message")
+        except Exception:
+            # No message may end the listener.
+            _log.exception("%s failed to handle a message", self.task)
+
+    def _handle(self, fd: int, wire: base.Wire, message: list[memoryview]) -> None:
+        session = self._sessions.get(fd)
         if session is None:
-            self._handshake(identity.bytes, message)
+            self._handshake(fd, wire, message)
             return
-        self._sessions.move_to_end(identity.bytes)
+        self._sessions.move_to_end(fd)
         envelope, buffers = codec.decode(message, session.reader)
-        self.num_bytes_received += len(message[0]) + sum(envelope.sizes)
+        self.num_bytes_received += len(message[0]) + (sum(envelope.sizes) if buffers else 0)
         body = envelope.body
         if type(body) is messages.Hello:
-            self._handshake(identity.bytes, message)
-            return
+            raise errors.ProtocolError("A connection has a second handshake.")
         if envelope.incarnation != session.incarnation or session.has_gap_before(envelope.request):
             # Nothing may overtake a lost request: the peer starts again with the oldest.
-            self._reply(session, envelope, error_replies.hello_first())
+            self.reply(session, envelope, error_replies.hello_first())
             return
         session.job, session.epoch = envelope.job, envelope.epoch
         try:
             if type(body) not in self._accepted.get(session.role, ()):
-                self._close_connection(identity, limits.REJECTION)
+                self._pending.close_at(fd, self._network.now() + limits.REJECTION)
                 raise self._forbidden(session, body)
             if type(body) is messages.GetStacks:
                 # Handled here, so that it works while all other threads are blocked.
@@ -361,101 +436,71 @@ class Service:
             _log.exception("%s: %s of %s failed", self.task, type(body).__name__, session)
             reply = error_replies.from_error(error), ()
         if reply is not None:
-            self._send_outbox()
-            self._reply(session, envelope, *reply)
+            self.reply(session, envelope, *reply)
 
     def _forbidden(self, session: Session, body: messages.Body) -> errors.PermissionDeniedError:
         return errors.PermissionDeniedError(
             f"{self.task} accepts from a {session.role} only the requests of that role",
             f"{session} sent {type(body).__name__}",
-            "Check the role of that task and its keys.",
+            "Check the role of that task and its certificate.",
         )
 
-    def _reply(
-        self,
-        session: Session,
-        envelope: messages.Envelope,
-        body: messages.Body,
-        buffers: Sequence[codec.Buffer] = (),
-    ) -> None:
-        header = envelope.job, envelope.epoch, self.incarnation, envelope.request
-        try:
-            message = codec.encode(*header, body, buffers, session.writer)
-        except errors.DistributeError as error:
-            message = codec.encode(*header, error_replies.from_error(error))
-        self.num_bytes_sent += len(message[0]) + sum(memoryview(b).nbytes for b in buffers)
-        self._send(session, message)
-
-    def _send_outbox(self) -> None:
-        while self._outbox:
-            self._outbox.popleft()()
-
-    def _reply_late(
-        self,
-        session: Session,
-        envelope: messages.Envelope,
-        body: messages.Body,
-        buffers: Sequence[codec.Buffer],
-    ) -> None:
-        if self._sessions.get(session.identity) is session:
-            self._reply(session, envelope, body, buffers)
-
-    def _send(self, session: Session, message: list[codec.Part]) -> None:
-        try:
-            zmq_io.send(self._listener.socket, [session.identity, *message], self._can_avoid_copy)
-        except zmq.Again:
-            # A thousand messages are queued. The peer will have to repeat the handshake.
+    def _send(self, session: Session, message: list[codec.Part], is_urgent: bool = False) -> None:
+        wire = session.wire
+        if wire is None:
+            return
+        wire.send(message, is_urgent)
+        if wire.backlog > _MOST_BACKLOG:
             _log.warning("%s: %s does not read its replies", self.task, session)
-            self._sessions.pop(session.identity, None)
-        except zmq.ZMQError as error:
-            # The connection is closed, which the peer has noticed, too.
-            _log.debug("%s: %s has disconnected: %s", self.task, session, error)
-            self._sessions.pop(session.identity, None)
+            wire.close("it does not read its replies")
 
     # Handshakes.
 
-    def _handshake(self, identity: bytes, message: list[zmq.Frame]) -> None:
+    def _handshake(self, fd: int, wire: base.Wire, message: list[memoryview]) -> None:
         found = codec.decode_hello(message)
-        # Another message may come from a peer of an earlier incarnation of this task.
-        reply: messages.Body = error_replies.hello_first()
-        role: Role = "worker"
-        if found is not None:
-            hello = found[1]
-            role = self._authenticated_role(message[0]) or hello.role
-            reply = self._admit(hello, role)
-            if type(reply) is not messages.Welcome:
-                self._close_connection(message[0], limits.REJECTION)
-        session = Session(identity, role, 0, 0)
-        if found is not None and type(reply) is messages.Welcome:
-            hello = found[1]
-            session = Session(identity, role, hello.task, hello.incarnation)
+        descriptors = wire.take_descriptors()
+        try:
+            # Another message may come from a peer of an earlier incarnation of this task.
+            hello = None if found is None else found[1]
+            reply = error_replies.hello_first() if hello is None else self._admit(hello, wire)
+            if hello is None or type(reply) is not messages.Welcome:
+                wire.send(codec.encode("", 0, self.incarnation, 0, reply))
+                self._pending.close_at(fd, self._network.now() + limits.REJECTION)
+                return
+            identity = b"%d" % next(_numbers)
+            session = Session(identity, hello.role, hello.task, hello.incarnation, wire)
             session.next_request = hello.first
-            memory = shared_memory.attach(hello.shared_memory) if self._can_share else None
+            memory = shared_memory.attach(descriptors) if hello.shares_memory else None
             if memory is not None:
                 session.reader, session.writer = memory
                 reply = msgspec.structs.replace(reply, has_shared_memory=True)
-            if self._listener.guard is not None:
-                session.connection = self._listener.guard.accept(message[0])
-            self._sessions[identity] = session
-            self._sessions.move_to_end(identity)
-            while len(self._sessions) > limits.SESSIONS:
-                self._sessions.popitem(last=False)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._pending.discard(fd)
+        wire.limit(LARGEST)
+        self._sessions[fd] = session
+        while len(self._sessions) > limits.SESSIONS:
+            oldest = next(iter(self._sessions.values()))
+            if oldest.wire is not None:
+                oldest.wire.close()
         self._send(session, codec.encode("", 0, self.incarnation, 0, reply))
 
-    def _authenticated_role(self, frame: zmq.Frame) -> Role | None:
-        """Returns the role of the key of a connection; None without keys."""
-        if self._listener.authenticator is None:
-            return None
-        try:
-            return frame.get("User-Id")  # type: ignore[return-value]
-        except zmq.ZMQError as error:
-            raise errors.ProtocolError("A connection has no key.") from error
-
-    def _admit(self, hello: messages.Hello, role: Role) -> messages.Body:
+    def _admit(self, hello: messages.Hello, wire: base.Wire) -> messages.Body:
         """Returns the reply to a handshake."""
+        identity = wire.identity
         try:
+            role = hello.role if identity is None else identity.role
             admission.check(hello, role, self.task, library_version(), self._accepted)
+            if identity is not None and not identity.is_of(hello.role, hello.task):
+                raise errors.PermissionDeniedError(
+                    f"/job:{hello.role}/task:{hello.task} must have its own certificate",
+                    f"it has the certificate of {identity}",
+                    "Start it with the certificate of its index.",
+                )
         except errors.DistributeError as error:
+            text = f"refused /job:{hello.role}/task:{hello.task}: {error.found}"
+            self._log.warning("rejected", text, self._network.now())
             if self._on_rejected is not None:
                 self._on_rejected(hello, error)
             return error_replies.from_error(error)
@@ -463,17 +508,15 @@ class Service:
             library_version(), self.task.role, self.task.index, self.incarnation
         )
 
-    def _close_connection(self, part: zmq.Frame, delay: float = 0.0) -> None:
-        """Closes the connection from which a part of a message arrived."""
-        if self._listener.guard is not None:
-            self._listener.guard.close_at(part, time.monotonic() + delay)
 
-    def _drop(self, error: errors.ProtocolError) -> None:
-        """Counts a malformed message; logs at most once a second."""
-        self._num_dropped += 1
-        now = time.monotonic()
-        if now - self._logged_at >= 1.0:
-            self._logged_at = now
-            count = self._num_dropped
-            _log.warning("%s dropped %d malformed messages: %s", self.task, count, error)
-            self._num_dropped = 0
+def _check_keys(task: Task, keys: Keys | None) -> None:
+    if keys is None or not keys.identity.is_of(task.role, task.index):
+        raise errors.PermissionDeniedError(
+            f"{task} must have the certificate of a {task.role} to listen on TCP",
+            "it has none" if keys is None else f"it has the certificate of {keys.identity}",
+            "Make certificates with `replicax keys make DIR` and set REPLICAX_KEYS=DIR.",
+        )
+
+
+def _num_bytes(buffer: codec.Buffer) -> int:
+    return memoryview(buffer).nbytes

@@ -1,12 +1,11 @@
 """Shared memory between two tasks on one machine, for large buffers.
 
-The client creates two regions, one that it writes and one that the server writes, and names them
-in its handshake. A sender copies the large buffers of a message into a free block of its region and
-puts their offsets into the envelope; the receiver uses them in place, and frees the block when
-nothing refers to it any more. Buffers that do not fit go through the socket.
+The client creates two regions, one that it writes and one that the server writes, and passes their
+descriptors with its handshake. A sender copies the large buffers of a message into a free block of
+its region and puts their offsets into the envelope; the receiver uses them in place, and frees the
+block when nothing refers to it any more. Buffers that do not fit go through the socket.
 
-A region is a sealed anonymous file, which the server opens through /proc: the kernel checks that
-both processes belong to one user.
+A region is a sealed anonymous file: no side can change its size while the other one uses it.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import re
-import secrets
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +30,6 @@ _HEAD = limits.ALIGNMENT
 _NUMBER = slice(8, 16)
 _SHIFT = 32
 _NUMBERS = 1 << 30
-_NAME = re.compile(r"(\d+):(\d+):(\d+):([0-9a-f]{16})")
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
 
 
@@ -166,7 +162,6 @@ class SharedMemoryClient:
     """
 
     def __init__(self) -> None:
-        self._nonce = secrets.token_hex(8)
         self._files = [self._create("up")]
         self._up = _Region(self._files[0])
         self.writer = SharedMemoryWriter(self._up)
@@ -175,13 +170,13 @@ class SharedMemoryClient:
 
     def _create(self, name: str) -> int:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        fd = os.memfd_create(f"replicax-{name}-{self._nonce}", flags)
+        fd = os.memfd_create(f"replicax-{name}", flags)
         os.ftruncate(fd, limits.SHARED_MEMORY_BYTES)
         fcntl.fcntl(fd, getattr(fcntl, "F_ADD_SEALS", 1033), _SEALS)
         return fd
 
-    def offer(self) -> str:
-        """Returns the name of the regions for a handshake.
+    def offer(self) -> list[int]:
+        """Returns the descriptors of the regions for a handshake.
 
         The server starts again after each handshake, with a new region to write: buffers in the old
         one may still be in use here.
@@ -192,7 +187,7 @@ class SharedMemoryClient:
         down = self._create("down")
         self._files[1:] = [down]
         self.reader = SharedMemoryReader(_Region(down))
-        return f"{os.getpid()}:{self._files[0]}:{down}:{self._nonce}"
+        return self._files
 
     def close(self) -> None:
         """Closes the files; memory in use stays mapped."""
@@ -202,41 +197,25 @@ class SharedMemoryClient:
         self.is_open = False
 
 
-def attach(name: str) -> tuple[SharedMemoryReader, SharedMemoryWriter] | None:
-    """Opens the regions of a client: the one that it writes, and the one that it reads.
+def attach(
+    descriptors: Sequence[int],
+) -> tuple[SharedMemoryReader, SharedMemoryWriter] | None:
+    """Maps the regions of a client: the one that it writes, and the one that it reads.
 
     Returns:
-      None if the name is not valid or the regions cannot be opened, for example because the client
-      runs in another container.
+      None if the descriptors are not two sealed regions of the right size.
     """
-    found = _NAME.fullmatch(name)
-    if found is None:
-        return None
-    pid, up, down, nonce = found.groups()
-    regions = [
-        _opened(pid, fd, f"/memfd:replicax-{n}-{nonce}") for n, fd in (("up", up), ("down", down))
-    ]
-    if regions[0] is None or regions[1] is None:
+    regions = [_opened(fd) for fd in descriptors]
+    if len(regions) != 2 or regions[0] is None or regions[1] is None:
         return None
     return SharedMemoryReader(regions[0]), SharedMemoryWriter(regions[1])
 
 
-def _opened(pid: str, fd: str, name: str) -> _Region | None:
-    path = f"/proc/{pid}/fd/{fd}"
+def _opened(fd: int) -> _Region | None:
     try:
-        if not os.readlink(path).startswith(name):
+        seals = fcntl.fcntl(fd, getattr(fcntl, "F_GET_SEALS", 1034))
+        if os.fstat(fd).st_size != limits.SHARED_MEMORY_BYTES or seals & _SEALS != _SEALS:
             return None
-        own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+        return _Region(fd)
+    except (OSError, ValueError):
         return None
-    try:
-        status = os.fstat(own)
-        seals = fcntl.fcntl(own, getattr(fcntl, "F_GET_SEALS", 1034))
-        is_right = status.st_uid == os.getuid() and status.st_size == limits.SHARED_MEMORY_BYTES
-        if not is_right or seals & _SEALS != _SEALS:
-            return None
-        return _Region(own)
-    except OSError:
-        return None
-    finally:
-        os.close(own)

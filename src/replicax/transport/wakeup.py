@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import weakref
 
@@ -42,6 +43,12 @@ class Wakeup:
             if self._is_set and not self._is_closed:
                 os.eventfd_read(self.fd)
             self._is_set = False
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until it is set; returns whether it is."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(int(seconds * 1e3)))
 
     @property
     def is_closed(self) -> bool:

@@ -23,7 +23,7 @@ from replicax.group import group as group_module
 from replicax.group import members, start
 from replicax.group.group import Group, join
 from replicax.group.timing import GroupTiming
-from replicax.transport.zmq import connection
+from replicax.transport import connection
 
 INDEX, CLUSTER, SCENE = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 IS_ODD_ONE = int(sys.argv[4]) == INDEX if len(sys.argv) > 4 else False

@@ -97,7 +97,7 @@ class Cluster:
       epoch: The epoch of this coordinator in the job.
       me: The task of the coordinator.
       incarnation: The incarnation of this process in the job.
-      keys: CURVE keys that authenticate this task over TCP.
+      keys: The certificates of this task, for TCP.
       servers: The locations of the parameter servers.
       workers: The locations of the workers.
       settings: The settings that tasks receive when they are attached.

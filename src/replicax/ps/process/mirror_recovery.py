@@ -43,7 +43,7 @@ class MirrorRecovery:
       task: The server.
       store: Its store: empty, or restored from an older snapshot.
       log: Records the position from which the mirror continues.
-      keys: CURVE keys that authenticate this task.
+      keys: The certificates of this task.
       incarnation: The incarnation of this process.
       respond: Handles a deferred request.
       set_reached: Called with the job when the mirror follows this process.

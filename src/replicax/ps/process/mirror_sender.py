@@ -17,9 +17,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
-from replicax.foundation import errors, lazy
+from replicax.foundation import errors
 from replicax.protocol import error_replies, messages
 from replicax.protocol.tasks import Task
 from replicax.ps.process import snapshot_files
@@ -30,11 +30,6 @@ from replicax.transport import addresses
 from replicax.transport.channel import Channel
 from replicax.transport.keys import Keys
 from replicax.transport.wakeup import Wakeup
-
-if TYPE_CHECKING:
-    import zmq
-else:
-    zmq = lazy.module("zmq")
 
 PIECE_BYTES = 8 << 20
 # Messages in flight, and the entries of one of them.
@@ -58,7 +53,7 @@ class MirrorSender:
     Args:
       task: The server.
       store: Its store.
-      keys: CURVE keys that authenticate this task.
+      keys: The certificates of this task.
       incarnation: The incarnation of this process.
       log: The entries that the mirror has not confirmed.
     """
@@ -171,7 +166,7 @@ class MirrorSender:
 
     def _wait(self, seconds: float) -> bool:
         """Waits for a wakeup; returns whether there was one."""
-        return bool(zmq.zmq_poll([(self._wakeup.fd, 1)], int(seconds * 1e3)))
+        return self._wakeup.wait(seconds)
 
     @contextlib.contextmanager
     def _channel(self, target: Target) -> Iterator[Channel]:

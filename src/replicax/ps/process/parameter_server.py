@@ -50,7 +50,7 @@ class ParameterServerTask:
     Args:
       index: Its index in the job.
       location: The address to listen on; bound at once.
-      keys: CURVE keys that authenticate this task.
+      keys: The certificates of this task.
       snapshots: The directory for snapshots, from which the task also restores; None for none.
       snapshot_every: The seconds between two snapshots.
     """
