@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import os
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
