@@ -19,7 +19,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "examples" / "train.py"
 REPLICAX = [sys.executable, "-m", "replicax"]
-NUM_STEPS = 150
+NUM_STEPS, SAVE_EVERY = 150, 25
 # What the suite sets for its own process.
 _NOT_INHERITED = ("NPROC", "TF_CONFIG", "PYTHONPATH", "PYTHONWARNINGS", "XLA_FLAGS")
 ENV = {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}
@@ -29,7 +29,14 @@ _TIMEOUT_S = 280.0
 
 def arguments(directory: Path) -> list[str]:
     """The command line of the program."""
-    return ["--steps", str(NUM_STEPS), "--save-every", "25", "--directory", str(directory)]
+    return [
+        "--steps",
+        str(NUM_STEPS),
+        "--save-every",
+        str(SAVE_EVERY),
+        "--directory",
+        str(directory),
+    ]
 
 
 @functools.cache
@@ -50,6 +57,16 @@ def result_in(output: str) -> tuple[float, float]:
     found = re.findall(r"([\d.]+)% of unseen.*weights ([\d.]+)", output)
     assert len(found) == 1, output[-5000:]
     return float(found[0][0]), float(found[0][1])
+
+
+def require_one_restart(output: str) -> None:
+    """Asserts that the program has started twice: at step 0, and at one of its checkpoints.
+
+    A busy machine may be some steps further when the worker is killed.
+    """
+    first, second = map(int, re.findall(r"starts at step (\d+)", output))
+    assert first == 0, output
+    assert second in range(SAVE_EVERY, NUM_STEPS, SAVE_EVERY), output
 
 
 def run(
