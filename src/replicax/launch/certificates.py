@@ -1,4 +1,4 @@
-"""The files of certificates that a launcher hands to tasks: those of a role, never the authority's."""
+"""The certificates that a launcher hands to tasks: those of a role, never the authority's."""
 
 from __future__ import annotations
 
