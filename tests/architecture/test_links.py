@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from urllib.parse import unquote
@@ -71,3 +72,15 @@ def test_a_broken_link_and_a_broken_anchor_are_found(tmp_path: Path) -> None:
 def test_pictures_have_a_text_for_readers_who_do_not_see_them() -> None:
     texts = {page: re.findall(r"!\[([^\]]*)\]\(", page.read_text()) for page in pages()}
     assert not [page for page, found in texts.items() if "" in found]
+
+
+def test_the_page_for_tf_distribute_users_has_each_of_its_names() -> None:
+    page = (ROOT / "docs" / "guides" / "from-tf-distribute.md").read_text()
+    table = page.partition("## Each name of tf.distribute")[2].partition("\n## ")[0]
+    known = json.loads((ROOT / "tests" / "support" / "semantics_names.json").read_text())
+    kinds = ("class", "function", "enum")
+    names = {name for name, kind, _ in known["appendix"] if kind in kinds}
+    names = {n for n in names if n.startswith("tf.distribute.")}
+    assert len(names) > 50
+    missing = [n for n in names if f"{n.rpartition('.')[2]}`" not in table]
+    assert missing == []
