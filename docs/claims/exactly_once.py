@@ -178,7 +178,7 @@ def draw(
     below.step(
         [end - start for end in ends], range(1, len(ends) + 1), where="post", color="#4c78a8"
     )
-    below.set_ylabel("closures finished")
+    below.set_ylabel("finished")
     below.set_xlabel("seconds")
     below.set_xlim(left=0)
     below.set_ylim(bottom=0)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pages
@@ -42,3 +46,28 @@ def test_pages_that_other_tests_run_are_named_there() -> None:
     for page, test in CHECKED_BY.items():
         assert Path(page).name in (ROOT / test).read_text(), (page, test)
         assert pages.programs(page), page
+
+
+def run_claim(*arguments: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+    command = [sys.executable, f"docs/claims/{arguments[0]}.py", *arguments[1:]]
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, timeout=250, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_claim_about_updates_that_count_once_holds(tmp_path: Path) -> None:
+    picture = tmp_path / "killed.png"
+    output = run_claim("exactly_once", "--seconds", "8", "--picture", str(picture))
+    numbers = re.match(r"(\d+) closures scheduled, (\d+) counted; (\d+) attempts", output)
+    assert numbers is not None, output
+    scheduled, counted, attempts = map(int, numbers.groups())
+    assert scheduled == counted < attempts
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_claim_about_programs_that_overlap_holds() -> None:
+    assert run_claim("overlapping_programs", "replicax") == "8000 steps of 4 threads on 8 devices\n"
