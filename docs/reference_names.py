@@ -2,7 +2,8 @@
 
 A fenced block `{public-names} replicax.data` becomes the documentation of all public names of that
 namespace. Names in the block limit and order it; `rest` in their place stands for the names that
-no other page of the namespace lists, so that a new name is documented wherever it is added.
+no other page of the namespace lists, so that a new name is documented wherever it is added. A block
+`{public-namespaces}` becomes a section for each namespace of `rx` that has no page yet.
 """
 
 from __future__ import annotations
@@ -15,19 +16,39 @@ from pathlib import Path
 from typing import Any
 
 _BLOCK = re.compile(r"^```\{public-names\} ([\w.]+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+_REST = "```{public-namespaces}\n```\n"
 _REFERENCE = Path(__file__).parent / "reference"
 
 
 def expand(text: str) -> str:
     """Returns a page with its blocks of names replaced by directives of autodoc."""
+    text = text.replace(_REST, "\n\n".join(_section(path) for path in _namespaces_without_page()))
     return _BLOCK.sub(lambda found: _directives(found[1], found[2].split()), text)
 
 
 def names_of_pages() -> list[str]:
     """Returns the public path of every name that a page of the reference documents."""
+    blocks = [(found[1], found[2].split()) for found in _blocks()]
+    blocks += [(path, []) for path in _namespaces_without_page()]
+    return [f"{path}.{name}" for path, listed in blocks for name in _names(path, listed)]
+
+
+def _blocks() -> list[re.Match[str]]:
     texts = [page.read_text() for page in sorted(_REFERENCE.glob("*.md"))]
-    blocks = [found for text in texts for found in _BLOCK.finditer(text)]
-    return [f"{b[1]}.{name}" for b in blocks for name in _names(b[1], b[2].split())]
+    return [found for text in texts for found in _BLOCK.finditer(text)]
+
+
+def _namespaces_without_page() -> list[str]:
+    public = importlib.import_module("replicax")
+    names = [n for n in public.__all__ if isinstance(getattr(public, n), types.ModuleType)]
+    with_page = {found[1] for found in _blocks()}
+    return [f"replicax.{n}" for n in sorted(names) if f"replicax.{n}" not in with_page]
+
+
+def _section(path: str) -> str:
+    summary = " ".join((_namespace(path).__doc__ or "").partition("\n\n")[0].split())
+    block = f"```{{public-names}} {path}\n```\n"
+    return f"## {path.replace('replicax', 'rx', 1)}\n\n{summary}\n\n{block}"
 
 
 def _namespace(path: str) -> Any:
@@ -50,8 +71,7 @@ def _names(path: str, listed: list[str]) -> list[str]:
 
 @functools.cache
 def _listed_names(path: str) -> set[str]:
-    texts = [page.read_text() for page in _REFERENCE.glob("*.md")]
-    blocks = [found for text in texts for found in _BLOCK.finditer(text) if found[1] == path]
+    blocks = [found for found in _blocks() if found[1] == path]
     return {name for block in blocks for name in block[2].split()} - {"rest"}
 
 
