@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,13 @@ nb_execution_cache_path = str(Path(__file__).parents[1] / "out" / "notebooks")
 nb_execution_raise_on_error = True
 nb_execution_timeout = 240
 nb_merge_streams = True
+# Notebooks live with the examples; copies of them become pages.
+_NOTEBOOKS = Path(__file__).parent / "notebooks"
+_NOTEBOOKS.mkdir(exist_ok=True)
+for _copy in _NOTEBOOKS.glob("*.ipynb"):
+    _copy.unlink()
+for _notebook in sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb")):
+    shutil.copyfile(_notebook, _NOTEBOOKS / _notebook.name)
 
 # Docstrings: Google sections, and `names` in single backticks.
 default_role = "py:obj"
@@ -91,6 +99,8 @@ _ROOT_PAGES = {
 
 def _link_to_pages(app: Any, docname: str, source: list[str]) -> None:
     """Turns links to documents of the root into links to their pages."""
+    if not any(_NOTEBOOKS.glob("*.ipynb")):  # Sphinx warns about a pattern without a match
+        source[0] = source[0].replace("../notebooks/*\n", "")
     up = "../" * docname.count("/")
     for name, page in _ROOT_PAGES.items():
         pattern = rf"\]\((?:\.\./)+{re.escape(name)}(#[\w-]+)?\)"
