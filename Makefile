@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: demo test test-all test-ssh test-slurm test-ray test-wheel lint bench torture clean
+.PHONY: demo test test-all test-ssh test-slurm test-ray test-wheel lint docs bench torture clean
 
 demo: .venv/.ready  ## train one program under every strategy, then on parameter servers
 	$(BIN)/python -m replicax demo
@@ -43,8 +43,12 @@ lint: .venv/.ready  ## style, types, layers, spelling, words
 # Splits identifiers into words, and finds those that docs/words.txt replaces.
 	$(BIN)/codespell --regex '[A-Za-z][a-z]+' -D docs/words.txt
 
-bench: .venv/.ready  ## speed, side by side with the peers
-	$(BIN)/python -m benchmarks.run
+docs: .venv/.docs-ready  ## the documentation site, in out/docs/index.html; a warning is an error
+	$(BIN)/python -m sphinx -b html -W --keep-going -q -j 2 docs out/docs
+
+bench: .venv/.ready  ## speed, side by side with the peers; then the plots of docs/benchmarks.md
+	$(BIN)/python -m benchmarks.run; found=$$?; \
+	$(BIN)/python -m benchmarks.pictures --record && exit $$found
 
 # How long the soak lasts.
 MINUTES ?= 30
@@ -59,4 +63,9 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+# Sphinx and what it needs come on top, for those who build the site.
+.venv/.docs-ready: .venv/.ready docs/requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.lock
 	touch $@

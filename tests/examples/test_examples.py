@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pages
 import peer_packages
 import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-README = ROOT / "README.md"
-# A measurement with a picture, not an example to start from.
+# A measurement with a picture, and a program for every cluster: not examples to start from.
 LONG = {"staleness", "train"}
 
 
@@ -37,57 +37,29 @@ def run(name: str, *arguments: str) -> str:
 
 
 def test_first_program_of_the_readme_prints_what_stands_next_to_it() -> None:
-    code, expected = re.findall(r"```(?:python)?\n(.*?)```", README.read_text(), re.S)[1:3]
+    first = pages.programs("README.md")[0]
     env = {k: v for k, v in os.environ.items() if k != "NPROC"}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [sys.executable, "-W", "error", "-c", first.source],
         env=env,
         check=False,
         timeout=250,
         capture_output=True,
         text=True,
     )
-    assert (done.stdout, done.stderr) == (expected, "")
-
-
-def programs_of(page: str) -> list[str]:
-    """Returns the programs of a page that use Keras; the blocks of a guide are one program."""
-    text = (ROOT / page).read_text().partition("## Many machines")[0]
-    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    return ["\n".join(blocks)] if "guide" in page else [b for b in blocks if "keras" in b]
+    assert (done.stdout.splitlines(), done.stderr) == (list(first.output), "")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/guides/keras.md", "docs/guides/tf-keras.md"])
+@pytest.mark.parametrize("page", ["docs/guides/keras.md", "docs/guides/tf-keras.md"])
 def test_programs_about_keras_run(page: str, tmp_path: Path) -> None:
-    found = programs_of(page)
-    assert len(found) == (2 if page == "README.md" else 1)
-    for program in found:
-        path = tmp_path / "program.py"
-        path.write_text(program)
-        done = subprocess.run(
-            [sys.executable, str(path)],
-            env={k: v for k, v in os.environ.items() if k not in ("NPROC", "KERAS_BACKEND")},
-            check=False,
-            timeout=250,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+    (program,) = pages.programs(page)
+    pages.run(program, tmp_path)
 
 
 def test_the_guide_about_profiling_runs(tmp_path: Path) -> None:
-    (program,) = programs_of("docs/guides/profiling.md")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        check=False,
-        timeout=250,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(".pftrace\n")
+    (program,) = pages.programs("docs/guides/profiling.md")
+    assert pages.run(program, tmp_path).endswith(".pftrace\n")
 
 
 def numbers(pattern: str, output: str) -> list[float]:

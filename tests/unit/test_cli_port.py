@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -216,3 +217,13 @@ def test_the_guide_shows_what_the_command_prints(
     code, out, _ = run("train.py")
     assert code == 1
     assert out == shown
+
+
+def test_the_guide_shows_what_tapes_become(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "porting.md"
+    before, after = (b.split("```")[0] for b in guide.read_text().split("```python\n")[2:4])
+    (tmp_path / "train.py").write_text(f"import tensorflow as tf\n\n{before}")
+    monkeypatch.chdir(tmp_path)
+    run("--write", "--tape", "train.py")
+    written = ast.dump(ast.parse((tmp_path / "train.py").read_text()))
+    assert ast.dump(ast.parse(after)).removeprefix("Module(body=[") in written

@@ -109,7 +109,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The scheme that `master` puts before `://`; None for none."""
+        """The scheme of the address that `master` returns, such as "grpc"; None for none."""
         return self._default_rpc_layer() if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter

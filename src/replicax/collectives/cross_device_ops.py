@@ -410,6 +410,10 @@ class ReductionToOneDevice(_PackedReduction):
     Args:
       reduce_to_device: Where to add; the first destination if None.
       accumulation_fn: Takes the list of components and returns their sum.
+
+    >>> import replicax as rx
+    >>> ops = rx.ReductionToOneDevice("CPU:0")
+    >>> strategy = rx.MirroredStrategy(["CPU:0"], cross_device_ops=ops)
     """
 
     def __init__(
@@ -514,6 +518,9 @@ class NcclAllReduce(_AllReduce):
 
     Args:
       num_packs: Gradients of one type travel in this many packs; 0 for one each.
+
+    >>> import replicax as rx
+    >>> strategy = rx.MirroredStrategy(["CPU:0"], cross_device_ops=rx.NcclAllReduce())
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -525,6 +532,10 @@ class HierarchicalCopyAllReduce(_AllReduce):
 
     Args:
       num_packs: Gradients of one type travel in this many packs; 0 for one each.
+
+    >>> import replicax as rx
+    >>> ops = rx.HierarchicalCopyAllReduce(num_packs=2)
+    >>> strategy = rx.MirroredStrategy(["CPU:0"], cross_device_ops=ops)
     """
 
     def __init__(self, num_packs: int = 1) -> None:

@@ -20,7 +20,16 @@ _Nest = TypeVar("_Nest")
 
 
 class ReplicaContext:
-    """The API of the code that `Strategy.run` calls once per replica."""
+    """The API of the code that `Strategy.run` calls once per replica.
+
+    >>> import replicax as rx
+    >>> strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)
+    >>> def replica_fn():
+    ...     context = rx.get_replica_context()
+    ...     return context.all_reduce("SUM", context.replica_id_in_sync_group + 1)
+    >>> int(strategy.reduce("MEAN", strategy.run(replica_fn), axis=None))
+    3
+    """
 
     def __init__(
         self, strategy: Strategy, replica_id_in_sync_group: int | np.integer | jax.Array | None

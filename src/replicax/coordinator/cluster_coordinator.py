@@ -57,7 +57,7 @@ class ClusterCoordinator:
       InvalidArgumentError: The strategy has no cluster of parameter servers.
       PSUnavailableError: A parameter server cannot be reached.
 
-    A program schedules its steps, and waits for all of them:
+    A program schedules its steps, and waits for all of them::
 
         coordinator = rx.coordinator.ClusterCoordinator(strategy)
         dataset = coordinator.create_per_worker_dataset(make_dataset)

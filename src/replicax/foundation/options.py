@@ -31,7 +31,12 @@ class ReduceOp(enum.Enum):
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are synchronized."""
+    """When the copies of a variable are synchronized.
+
+    >>> import replicax as rx
+    >>> rx.Variable(0.0, synchronization=rx.VariableSynchronization.ON_READ).synchronization.name
+    'ON_READ'
+    """
 
     AUTO = "AUTO"
     NONE = "NONE"
@@ -40,7 +45,12 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """The aggregation of values that replicas write (or hold, for ON_READ)."""
+    """The aggregation of values that replicas write (or hold, for ON_READ).
+
+    >>> import replicax as rx
+    >>> rx.Variable(0.0, aggregation=rx.VariableAggregation.SUM).aggregation.name
+    'SUM'
+    """
 
     NONE = "NONE"
     SUM = "SUM"
@@ -49,7 +59,13 @@ class VariableAggregation(enum.Enum):
 
 
 class RunOptions(NamedTuple):
-    """Hints for `Strategy.run`; accepted for portability, without effect outside TPUs."""
+    """Hints for `Strategy.run`; accepted for portability, without effect outside TPUs.
+
+    >>> import replicax as rx
+    >>> strategy = rx.OneDeviceStrategy("CPU:0")
+    >>> strategy.run(lambda: 1, options=rx.RunOptions())
+    1
+    """
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False

@@ -255,6 +255,14 @@ class DistributedIterator(DataIterator):
 
     `get_state` and `set_state` save and restore its position, also in a checkpoint; elements
     that were read ahead are not part of it.
+
+    >>> import replicax as rx
+    >>> strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)
+    >>> dataset = rx.data.Dataset.range(4).batch(2)
+    >>> iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    >>> [int(part[0]) for part in strategy.experimental_local_results(next(iterator))]
+    [0, 1]
+    >>> iterator.close()
     """
 
     def __init__(self, dataset: DistributedDataset, is_initialized: bool = True) -> None:

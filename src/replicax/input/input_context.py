@@ -10,7 +10,14 @@ from replicax.foundation import errors
 
 
 class InputReplicationMode(enum.Enum):
-    """How often a `dataset_fn` is called: once per worker, or once per replica."""
+    """How often a `dataset_fn` is called: once per worker, or once per replica.
+
+    >>> import replicax as rx
+    >>> options = rx.InputOptions(
+    ...     experimental_replication_mode=rx.InputReplicationMode.PER_REPLICA,
+    ...     experimental_place_dataset_on_device=False,
+    ... )
+    """
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"

@@ -202,7 +202,14 @@ frames.set_default(_default.extended._frame(_context))
 
 
 def get_strategy() -> Strategy:
-    """Returns the current strategy; the default one outside of every scope."""
+    """Returns the current strategy; the default one outside of every scope.
+
+    >>> import replicax as rx
+    >>> strategy = rx.OneDeviceStrategy("CPU:0")
+    >>> with strategy.scope():
+    ...     rx.get_strategy() is strategy
+    True
+    """
     strategy = frames.current().strategy
     assert isinstance(strategy, Strategy)
     return strategy
@@ -218,7 +225,13 @@ def has_strategy() -> bool:
 
 
 def get_replica_context() -> ReplicaContext | Any:
-    """Returns the `ReplicaContext` of replica code, and None in cross-replica code."""
+    """Returns the `ReplicaContext` of replica code, and None in cross-replica code.
+
+    >>> import replicax as rx
+    >>> with rx.OneDeviceStrategy("CPU:0").scope():
+    ...     rx.get_replica_context() is None
+    True
+    """
     return frames.current().replica_context
 
 
@@ -232,7 +245,14 @@ def in_cross_replica_context() -> bool:
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Makes a strategy current everywhere, without a `with` block; None undoes it."""
+    """Makes a strategy current everywhere, without a `with` block; None undoes it.
+
+    >>> import replicax as rx
+    >>> rx.experimental_set_strategy(rx.OneDeviceStrategy("CPU:0"))
+    >>> rx.has_strategy()
+    True
+    >>> rx.experimental_set_strategy(None)
+    """
     if frames.stack():
         raise errors.ContextError(
             "`experimental_set_strategy` must be called outside of every scope",

@@ -28,7 +28,7 @@ from replicax.testing.proxy import Proxy
 class LocalCluster:
     """Starts the tasks of a cluster as processes on this machine.
 
-    With parameter servers, the tasks serve a coordinator, which is this process:
+    With parameter servers, the tasks serve a coordinator, which is this process::
 
         with rx.testing.LocalCluster(workers=3, ps=2) as cluster:
             strategy = rx.ParameterServerStrategy(cluster.resolver)
@@ -36,7 +36,7 @@ class LocalCluster:
             cluster.kill("worker", 1)
             cluster.restart("worker", 1)
 
-    Without, every task runs the same program, in lock step with the others:
+    Without, every task runs the same program, in lock step with the others::
 
         with rx.testing.LocalCluster(workers=2, ps=0) as cluster:
             losses = cluster.run(train, args=(directory,))  # One process per worker.

@@ -107,6 +107,11 @@ class ReplicaLayout:
       local_devices: The device of each replica of this process.
       first_local: The number of the first replica of this process.
       peers: The processes that run the replicas; None if this one runs all of them.
+
+    >>> import jax
+    >>> import replicax as rx
+    >>> rx.ReplicaLayout(jax.devices()[:1], num_virtual=4).num_replicas
+    4
     """
 
     def __init__(

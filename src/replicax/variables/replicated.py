@@ -100,7 +100,16 @@ class ReplicatedVariable(DistributedValues, LocalVariable):
 
 @final
 class MirroredVariable(ReplicatedVariable):
-    """A variable with equal copies; every write reaches all of them."""
+    """A variable with equal copies; every write reaches all of them.
+
+    >>> import replicax as rx
+    >>> strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)
+    >>> with strategy.scope():
+    ...     v = rx.Variable(1.0, aggregation=rx.VariableAggregation.SUM)
+    >>> _ = strategy.run(lambda: v.assign_add(1.0))  # 1 on each of 2 replicas
+    >>> float(v), len(v.values)
+    (3.0, 2)
+    """
 
     __slots__ = ()
 
@@ -188,7 +197,20 @@ class AggregatingVariable(LocalVariable):
 
 @final
 class SyncOnReadVariable(ReplicatedVariable):
-    """A variable with independent copies, which are combined when read from outside."""
+    """A variable with independent copies, which are combined when read from outside.
+
+    >>> import replicax as rx
+    >>> strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)
+    >>> with strategy.scope():
+    ...     v = rx.Variable(
+    ...         0.0,
+    ...         synchronization=rx.VariableSynchronization.ON_READ,
+    ...         aggregation=rx.VariableAggregation.SUM,
+    ...     )
+    >>> _ = strategy.run(lambda: v.assign_add(1.0))
+    >>> float(v), [float(copy) for copy in v.values]
+    (2.0, [1.0, 1.0])
+    """
 
     __slots__ = ()
     is_per_replica = True
