@@ -110,7 +110,9 @@ class Training:
 
     def first_epoch(self) -> int:
         """Returns the number of epochs that the restored checkpoint has behind it."""
-        return int(self.optimizer.iterations) // self.config.steps_per_epoch
+        done = int(self.optimizer.iterations) // self.config.steps_per_epoch
+        print(f"{done} of {self.config.epochs} epochs are done", flush=True)
+        return done
 
 
 def report(epoch: int, loss: float, answers: np.ndarray, labels: np.ndarray) -> float:
