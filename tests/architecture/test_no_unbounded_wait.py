@@ -55,6 +55,11 @@ ALLOWED = {
     ("cli/serve.py", "serve", "server.join"): "serves until a signal; `shutdown` bounds the rest",
     ("contexts/rendezvous.py", "_Waiting.__init__", "self.may_go.acquire"): "a new lock is free",
     ("contexts/rendezvous.py", "_Waiting.__init__", "self.parked.acquire"): "a new lock is free",
+    (
+        "foundation/gate.py",
+        "_State.__enter__",
+        "_lock.acquire",
+    ): "as `with` takes it; held while a program is dispatched",
     ("input/agreement.py", "_serve", "exchange.requests.get"): "`_stop` puts False",
     (
         "input/pipelines.py",
