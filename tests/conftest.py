@@ -90,11 +90,12 @@ _MOST_SECONDS = 20.0
 # Sockets that XLA opens when a worker first runs a collective of a kind, and keeps.
 _COLLECTIVE_FDS = 32
 
-# Variables that importing Keras sets; a test may be the first to import it.
+# Variables that importing Keras and Ray sets; a test may be the first to import them.
 _SET_BY_IMPORTS = (
     "KERAS_BACKEND",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
+    "RAY_CLIENT_MODE",
     "TF_FORCE_GPU_ALLOW_GROWTH",
 )
 

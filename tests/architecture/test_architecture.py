@@ -36,7 +36,8 @@ def test_modules_are_read_in_one_sitting() -> None:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 docstring = ast.get_docstring(node, clean=False) or ""
-                length = (node.end_lineno or 0) - node.lineno - docstring.count("\n")
+                # Without its parameters: those of a command are its options.
+                length = (node.end_lineno or 0) - node.body[0].lineno - docstring.count("\n")
                 if length > 60:
                     long.append(f"{path}: {node.name} has {length} lines")
     assert not long, "\n".join(long)

@@ -55,6 +55,8 @@ ALLOWED = {
     ("cli/serve.py", "serve", "server.join"): "serves until a signal; `shutdown` bounds the rest",
     ("contexts/rendezvous.py", "_Waiting.__init__", "self.may_go.acquire"): "a new lock is free",
     ("contexts/rendezvous.py", "_Waiting.__init__", "self.parked.acquire"): "a new lock is free",
+    ("demo/digits.py", "train", "accuracy.result"): "a metric",
+    ("demo/recommender.py", "Training._run", "self._coordinator.join"): "its steps have deadlines",
     (
         "foundation/gate.py",
         "_State.__enter__",
@@ -87,6 +89,12 @@ ALLOWED = {
         "ParameterServerTask._handle_slow_requests",
         "self._slow_requests.get",
     ): "`close` puts None",
+    (
+        "starter/project/train.py",
+        "train_on_parameter_servers",
+        "coordinator.join",
+    ): "a user's program waits for its steps",
+    ("starter/project/train.py", "main", "rx.Server(…).join"): "serves until a signal",
     ("tracing/exchange.py", "_Segment.pull", "read_cache.open_scope.get"): "a context variable",
     ("tracing/function.py", "Function._key", "read_cache.open_scope.get"): "a context variable",
     (

@@ -39,6 +39,16 @@ WITHOUT_EXAMPLE = {
     "replicax.experimental.TPUStrategy",
     "replicax.experimental.partitioners.Partitioner",
     "replicax.keras.DatasetCreator",
+    "replicax.models.EquinoxModel",  # made by the functions, which have examples
+    "replicax.models.LinenModel",
+    "replicax.models.NnxModel",
+    "replicax.profiler.MetricsServer",
+    "replicax.profiler.Trace",
+    "replicax.profiler.draw",
+    "replicax.profiler.merge",
+    "replicax.summary.MLflowTracker",  # needs a package
+    "replicax.summary.SummaryWriter",
+    "replicax.summary.WandbTracker",
     "replicax.testing.LaunchedProgram",
     "replicax.testing.LocalCluster",
     "replicax.testing.Proxy",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from parameter_servers import becomes
 
 import replicax as rx
 from replicax.foundation import settings
@@ -60,7 +61,10 @@ def test_tasks_of_a_cluster_are_seen_until_it_is_closed() -> None:
             asked = client.ask(coordinator_socket, "stack", {"task": "/job:ps/task:0"})
             assert "run_forever" in asked.reply["text"]
         strategy.close()
-        assert "/job:coordinator/task:0" not in {row.task for row in sampler.sample().rows}
+        becomes(
+            lambda: "/job:coordinator/task:0" not in {row.task for row in sampler.sample().rows},
+            "the coordinator is seen no more",
+        )
     assert job_directory.running() == [] and not sampler.directory.exists()
 
 

@@ -428,7 +428,8 @@ def test_a_service_does_not_read_from_a_peer_that_does_not_read(
             raw_peer.socket.sendall(ping)
             good.request(messages.Ping(i), timeout=60)
         num_before = len(handled) - 40
-        assert 1 <= num_before < 20
+        # The buffers of the kernel take some replies, on TCP several megabytes.
+        assert 1 <= num_before < 40
         for _ in range(40):
             assert raw_peer.receive() == messages.Done()
     assert len(handled) == 80

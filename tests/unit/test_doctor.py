@@ -117,7 +117,7 @@ def key_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_keys_that_others_can_read_are_a_problem(key_directory: Path) -> None:
     assert _levels(_of(cluster.checks(), "keys")) == ["ok"]
-    (key_directory / "ps.secret").chmod(0o644)
+    (key_directory / "ps" / "tls.key").chmod(0o644)
     (found,) = _of(cluster.checks(), "keys")
     assert found.level is Level.PROBLEM and "chmod" in found.advice
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from replicax.foundation import errors
-from replicax.launch import kubernetes_manifests, kubernetes_pod
+from replicax.launch import certificates, kubernetes_manifests, kubernetes_pod
 from replicax.launch.job import JobSpec, PythonProgram
 from replicax.launch.kubernetes import KubernetesLauncher
 from replicax.protocol.tasks import Task
@@ -161,7 +161,9 @@ case "$words" in
     echo "secret/$(after generic)" >> {secrets}
     for word in "$@"; do
       file=${{word#--from-file=}}
-      [ "$file" = "$word" ] || {{ stat -c %a "$file" >> {modes}; cp "$file" {copies}/; }}
+      [ "$file" = "$word" ] && continue
+      stat -c %a "$file" >> {modes}
+      cp "$file" {copies}/"$(echo "$file" | tr / _)"
     done ;;
 esac
 true
@@ -197,9 +199,9 @@ def test_apply_creates_the_secrets_from_private_files_and_no_manifest_has_a_key(
     assert calls[-1] == f"apply -f {script.with_name('out.yaml')}"
     assert set((kubectl / "modes").read_text().split()) == {"600"}
     # Each role gets its own secret key only.
-    assert [call.count(".secret") for call in created] == [1, 1, 1]
+    assert [call.count("tls.key") for call in created] == [1, 1, 1]
     copied = [path.read_text().strip() for path in (kubectl / "copies").iterdir()]
-    assert len(copied) == 6
+    assert len(copied) == 9
     written = script.with_name("out.yaml").read_text()
     for secret in copied:
         assert secret not in written
@@ -254,13 +256,13 @@ def test_keys_of_a_secret_are_copied_to_a_private_directory(tmp_path: Path) -> N
     made = keys.make(tmp_path / "made")
     mounted, data = tmp_path / "mounted", tmp_path / "mounted" / "..2026"
     data.mkdir(parents=True)
-    for name in kubernetes_manifests.secret_files("worker"):
-        (data / name).write_bytes((made / name).read_bytes())
-        (data / name).chmod(0o440)
-        (mounted / name).symlink_to(data / name)
+    for path in certificates.of_role(made, "worker"):
+        (data / path.name).write_bytes(path.read_bytes())
+        (data / path.name).chmod(0o444)
+        (mounted / path.name).symlink_to(data / path.name)
     mounted.chmod(0o777)
     with pytest.raises(errors.PermissionDeniedError):
         keys.load(mounted, "worker")
     copied = kubernetes_pod.copy_keys(mounted, tmp_path)
     assert stat.S_IMODE(copied.stat().st_mode) == 0o700
-    assert keys.load(copied, "worker").public == keys.load(made, "worker").public
+    assert keys.load(copied, "worker").identity == keys.load(made, "worker").identity

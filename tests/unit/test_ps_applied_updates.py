@@ -345,8 +345,9 @@ def strip(answer: tuple[Any, Any]) -> Any:
 def test_bar17_every_request_may_be_repeated(is_overlapping: bool) -> None:
     caller = Caller()
     told = {type(body) for body, _ in make_everything().values()}
-    # The transport handles the first two; the others only write files, or read what files hold.
-    others = {messages.Hello, messages.GetStacks, messages.SaveParts, messages.LoadParts}
+    # The transport handles the first three; the others only write files, or read what files hold.
+    others = {messages.Hello, messages.GetStacks, messages.RecordSpans}
+    others |= {messages.SaveParts, messages.LoadParts}
     assert told == set(admission.ALLOWED["coordinator", "ps"]) - others
     for body, buffers in make_everything().values():
         if is_overlapping:

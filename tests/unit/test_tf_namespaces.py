@@ -34,6 +34,7 @@ def run_python(program: str) -> str:
 def test_the_import_loads_neither_keras_nor_readers_nor_tensorflow() -> None:
     program = """
 import sys, replicax
+replicax.Variable  # imports the public names
 before = set(sys.modules)
 import replicax.tf as tf
 heavy = {"keras", "grain", "optax", "PIL", "tensorflow", "scipy", "fsspec", "absl", "libcst"}
@@ -49,6 +50,18 @@ hasattr(tf, "estimator")
 print("keras" in sys.modules)
 """
     assert run_python(program).splitlines() == ["[] True", "[]", "False"]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import replicax.tf as tf; print(float(tf.Variable(1.0) + 1.0))",
+        "from replicax.metrics import Mean; mean = Mean(); mean.update_state(2); print(mean.result())",
+        "from replicax.compat.v1 import distribute; print(2.0 * distribute.has_strategy() + 2.0)",
+    ],
+)
+def test_a_part_of_the_library_works_without_a_name_of_the_package(program: str) -> None:
+    assert run_python(program).splitlines() == ["2.0"]
 
 
 def test_modules_of_the_package_do_not_hide_names_of_tensorflow() -> None:

@@ -184,7 +184,7 @@ def run(
         )
         ways = {"--slurm": slurm, "--kubernetes": kubernetes, "--ray": ray or bool(ray_address)}
         chosen = _one_of(ways)
-        launcher: Launcher
+        launcher: Launcher = SshLauncher(ssh_config, python) if job.hosts else LocalLauncher()
         if chosen == "--slurm":
             launcher = SlurmLauncher(sbatch=sbatch or (), output=output, apply=apply, show=_show)
         elif chosen == "--kubernetes":
@@ -200,8 +200,6 @@ def run(
             )
         elif chosen == "--ray":
             launcher = RayLauncher(ray_address, show=_show)
-        else:
-            launcher = SshLauncher(ssh_config, python) if job.hosts else LocalLauncher()
     with errors_in_one_line():
         raise typer.Exit(launcher.launch(job))
 

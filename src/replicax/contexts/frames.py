@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from replicax.foundation import errors
+from replicax.foundation import errors, lazy
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import CommunicationOptions, ReduceOp
 from replicax.foundation.types import Tree
@@ -208,7 +208,7 @@ _stack: contextvars.ContextVar[tuple[Frame, ...]] = contextvars.ContextVar(
 )
 
 
-class _Base:
+class _Base(metaclass=lazy.SetByPublicApi):
     """The frames at the bottom of every thread's stack."""
 
     # Set once by strategies/default.py.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
-import os
 import socket
 import ssl
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ from replicax.cluster_resolver import (
 )
 from replicax.doctor.findings import Check, Finding, Level, problem
 from replicax.foundation import errors, settings
-from replicax.protocol.tasks import ROLES, Role, Task
-from replicax.transport import addresses
+from replicax.protocol.tasks import Role, Task
+from replicax.transport import addresses, authority
 from replicax.transport import keys as key_files
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
@@ -88,29 +87,35 @@ def _other_resolvers() -> Iterator[tuple[str, ClusterResolver | errors.Distribut
 
 
 def check_keys() -> Iterator[Finding]:
-    """Reads the keys of all roles that this host has."""
-    directory = settings.REPLICAX_KEYS.read()
-    if not directory:
+    """Reads the certificates that this host has."""
+    directory, own = settings.REPLICAX_KEYS.read(), settings.REPLICAX_TLS_CERT.read()
+    if not directory and not own:
         text = "REPLICAX_KEYS is not set: tasks use sockets of this host, not TCP"
         yield Finding("keys", Level.OK, text)
         return
-    found: list[Role] = []
-    for role in ROLES:
-        if os.path.exists(os.path.join(directory, f"{role}.secret")):
-            key_files.load(directory, role)
-            found.append(role)
+    paths = [Path(own)] if own else []
+    if directory:
+        paths += sorted(Path(directory).glob(f"*/{key_files.CERTIFICATE}"))
+        paths += Path(directory).glob(key_files.CERTIFICATE)
+    found: list[str] = []
+    for path in paths:
+        identity, _ = authority.read(path)
+        if own and path == Path(own):
+            key_files.from_environment(identity.role, identity.index)
+        else:
+            files = (path.with_name(name) for name in (key_files.CA, path.name, key_files.KEY))
+            key_files.load_files(*files, identity.role, identity.index)
+        found.append(str(identity))
     if not found:
-        text = f"{directory!r} has no secret key of any role"
-        advice = "Make keys with `replicax keys make DIR`, and copy them to each host."
+        text = f"{directory!r} has no certificate of any task"
+        advice = "Make them with `replicax keys make DIR`, and copy them to each host."
         yield Finding("keys", Level.PROBLEM, text, advice)
     else:
-        yield Finding("keys", Level.OK, f"{directory}: {', '.join(found)}")
+        yield Finding("keys", Level.OK, f"{directory or own}: {', '.join(found)}")
 
 
 def _own_keys(task: Task | None) -> Keys | None:
     """Returns the keys with which this task would talk to others."""
-    if not settings.REPLICAX_KEYS.read():
-        return None
     role: Role = "coordinator"
     if task is not None and task.job in ("worker", "ps"):
         role = task.role

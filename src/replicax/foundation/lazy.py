@@ -49,3 +49,15 @@ def module(name: str, requirement: str = "") -> Any:
             optax = lazy.module("optax")
     """
     return LazyModule(name, requirement or name.partition(".")[0])
+
+
+class SetByPublicApi(type):
+    """Makes a class whose missing attributes are set while the public names are imported.
+
+    `import replicax` imports nothing else, and a program may use a part of the library, such as
+    `replicax.tf` or `replicax.metrics`, without a name of the package itself.
+    """
+
+    def __getattr__(cls, name: str) -> Any:
+        importlib.import_module("replicax.public_api")
+        return super().__getattribute__(name)

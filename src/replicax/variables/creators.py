@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from replicax.contexts import frames
-from replicax.foundation import errors, jax_compat, spelling
+from replicax.foundation import errors, jax_compat, lazy, spelling
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
 from replicax.values.array_surface import as_operand
 
@@ -34,7 +34,7 @@ _maker: contextvars.ContextVar[Creator | None] = contextvars.ContextVar(
 )
 
 
-class _Bottom:
+class _Bottom(metaclass=lazy.SetByPublicApi):
     """The creators below the stacks of all threads."""
 
     # Makes a variable when no creator is left; set by variables/plain.py.
