@@ -56,7 +56,7 @@ print("keras" in sys.modules)
     "program",
     [
         "import replicax.tf as tf; print(float(tf.Variable(1.0) + 1.0))",
-        "from replicax.metrics import Mean; mean = Mean(); mean.update_state(2); print(mean.result())",
+        "from replicax import metrics; m = metrics.Mean(); m.update_state(2.0); print(m.result())",
         "from replicax.compat.v1 import distribute; print(2.0 * distribute.has_strategy() + 2.0)",
     ],
 )

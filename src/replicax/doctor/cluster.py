@@ -103,8 +103,8 @@ def check_keys() -> Iterator[Finding]:
         if own and path == Path(own):
             key_files.from_environment(identity.role, identity.index)
         else:
-            files = (path.with_name(name) for name in (key_files.CA, path.name, key_files.KEY))
-            key_files.load_files(*files, identity.role, identity.index)
+            ca, key = path.with_name(key_files.CA), path.with_name(key_files.KEY)
+            key_files.load_files(ca, path, key, identity.role, identity.index)
         found.append(str(identity))
     if not found:
         text = f"{directory!r} has no certificate of any task"
