@@ -28,13 +28,12 @@ def strategy_from_environment(
     Call it first in the program. The same program then runs under `replicax run`, with any number
     of workers and parameter servers, under other launchers that set TF_CONFIG, and by itself:
 
-    | The cluster has | This process is | It returns |
-    |---|---|---|
-    | no task | by itself | `MirroredStrategy`, on all devices of this process |
-    | workers, or a chief, too | one of them | `MultiWorkerMirroredStrategy` |
-    | an evaluator, too | the evaluator | `MultiWorkerMirroredStrategy`, on its own devices |
-    | parameter servers | the chief, or no task | `ParameterServerStrategy` |
-    | parameter servers | a worker or a server | never: it serves, and exits when it is stopped |
+    - A process by itself gets a `MirroredStrategy`, on all of its devices.
+    - A worker, chief or evaluator of a cluster without parameter servers gets a
+      `MultiWorkerMirroredStrategy`; that of the evaluator has its own devices only.
+    - With parameter servers, the chief, and a process that is not a task of the cluster, get a
+      `ParameterServerStrategy`. In a worker or a server the call does not return: it serves, and
+      exits when it is stopped.
 
     Args:
       cluster_resolver: The cluster and this task; by default those of TF_CONFIG.

@@ -118,7 +118,7 @@ class JobSpec:
                 )
         if self.min_workers is not None and self.min_workers > self.workers:
             raise errors.InvalidArgumentError(
-                "An elastic job needs at least as many workers at most as at least",
+                "The most workers of an elastic job must be at least the fewest",
                 f"it is {self.min_workers}:{self.workers}",
                 "Write MIN:MAX, such as 2:4.",
             )
