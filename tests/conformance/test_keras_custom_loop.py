@@ -134,7 +134,7 @@ def wanted() -> Callable[..., programs.Outcome]:
     return find
 
 
-@cases(COMPILED, EAGER, VIRTUAL)
+@cases(COMPILED, VIRTUAL)
 @pytest.mark.parametrize(
     "model",
     ["sequential", *(pytest.param(m, marks=pytest.mark.slow) for m in ("lstm", "functional"))],

@@ -29,7 +29,7 @@ SEVERAL = ("one_device", "mirrored_2", "mirrored_4", "virtual_2", "central_2")
 pytestmark = [pytest.mark.strategies(*SEVERAL), pytest.mark.one_strategy]
 
 
-@pytest.fixture(params=["threaded", "compiled"])
+@pytest.fixture(params=[pytest.param("threaded", marks=pytest.mark.slow), "compiled"])
 def is_compiled(request: pytest.FixtureRequest) -> bool:
     return request.param == "compiled"
 

@@ -166,6 +166,7 @@ def test_bar34_all_report_and_make_calls(scene: Scene) -> None:
     assert abs(ended[0] - ended[1]) < PROMISED_S
 
 
+@pytest.mark.slow
 def test_bar34_a_missing_task_is_named_on_all_others(three: Scene) -> None:
     members = three.start("missing", indices=(0, 2))
     assert [member.wait() for member in members] == [3, 3]

@@ -27,7 +27,7 @@ PROGRAMS = (
     *("optimizers", "optimizers_sparse", "optimizers_skipping", "optimizers_optax"),
 )
 # What the default run takes of these.
-CORE = ("run", "reduce", "gather", "contexts", "mirrored_variables")
+CORE = ("run", "reduce", "contexts")
 BUNDLES = {
     "core": CORE,
     "state": STATE,

@@ -85,6 +85,7 @@ def namespaces() -> set[str]:
     return {line.split()[0] for line in done.stdout.splitlines()}
 
 
+@pytest.mark.slow
 def test_two_hosts_train_by_address_and_a_cut_link_is_a_typed_error_in_time(
     tmp_path: Path,
 ) -> None:

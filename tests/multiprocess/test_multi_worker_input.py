@@ -240,7 +240,12 @@ class Found:
         return sorted(row for step in self.steps(name) for part in step for row in part)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["2x1", "2x2"], name="found")
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.slow)],
+    ids=["2x1", "2x2"],
+    name="found",
+)
 def _found(request: Any, directory: Path) -> Iterator[Found]:
     replicas = request.param
     with LocalCluster(workers=2, ps=0, devices_per_worker=replicas, timing="fast") as cluster:
