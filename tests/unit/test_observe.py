@@ -217,6 +217,25 @@ def test_kill_ends_the_process_that_listens_and_leftovers_are_swept() -> None:
     assert not directory.exists()
 
 
+def test_a_directory_that_others_sweep_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "job"
+    create = job_directory.private_directories.require_private
+    removed: list[Path] = []
+
+    def swept(path: Path) -> None:
+        if path == directory and not removed:
+            removed.append(path)
+            path.rmdir()
+        create(path)
+
+    monkeypatch.setattr(job_directory.private_directories, "require_private", swept)
+    with job_directory.locked(directory) as descriptor:
+        assert os.listdir(descriptor) == []
+    assert removed == [directory] and directory.exists()
+
+
 def test_sweep_leaves_running_tasks_and_files_of_users(worker: endpoint.Endpoint) -> None:
     other = job_directory.root() / "c"
     other.mkdir(mode=0o700)

@@ -107,23 +107,29 @@ def locked(directory: Path, timeout: float = _LOCK_S) -> Iterator[int]:
     """
     deadline = time.monotonic() + timeout
     while True:
-        create(directory)
-        try:
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        try:
-            if _try_lock(descriptor) and _is_at(descriptor, directory):
-                yield descriptor
-                return
-        finally:
-            os.close(descriptor)
+        descriptor = _opened(directory)
+        if descriptor is not None:
+            try:
+                if _try_lock(descriptor) and _is_at(descriptor, directory):
+                    yield descriptor
+                    return
+            finally:
+                os.close(descriptor)
         if time.monotonic() > deadline:
             raise errors.DeadlineExceededError(
                 f"The job directory {str(directory)!r} was locked by another process for "
                 f"{timeout:g} s. Check for a process that is stopped in it."
             )
         time.sleep(_LOCK_POLL_S)
+
+
+def _opened(directory: Path) -> int | None:
+    """Creates and opens a directory; None if another task has removed it again, as left over."""
+    try:
+        create(directory)
+        return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, errors.NotFoundError):
+        return None
 
 
 def _try_lock(descriptor: int) -> bool:
