@@ -24,7 +24,10 @@ _PLACES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(
-    params=[pytest.param(n, marks=pytest.mark.slow) if n == "mirrored_4" else n for n in _PLACES]
+    params=[
+        pytest.param(n, marks=pytest.mark.slow) if n in ("mirrored_4", "virtual_2") else n
+        for n in _PLACES
+    ]
 )
 def placed(request: pytest.FixtureRequest) -> Any:
     return _PLACES[request.param]()

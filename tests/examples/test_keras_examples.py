@@ -450,7 +450,7 @@ EXAMPLES: tuple[Callable[[Any], programs.Outcome], ...] = (
     sequence_to_sequence,
     distillation,
 )
-FAST = (gan, wide_and_deep)
+FAST = (wide_and_deep,)
 
 
 def run(example: Callable[[Any], programs.Outcome], name: str | None) -> programs.Outcome:

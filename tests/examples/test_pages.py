@@ -22,12 +22,9 @@ CHECKED_BY = {
     "docs/guides/tf-keras.md": "tests/examples/test_examples.py",
     "docs/guides/tf-programs.md": "tests/examples/test_tf_guide.py",
 }
-# Runs by default; the others take minutes together.
-FIRST = "docs/tutorials/mirrored.md"
+# All together take minutes. The first program of the README runs by default, in test_examples.py.
 CASES = [
-    pytest.param(
-        page, number, id=f"{page}-{number}", marks=() if page == FIRST else pytest.mark.slow
-    )
+    pytest.param(page, number, id=f"{page}-{number}", marks=pytest.mark.slow)
     for page in pages.pages()
     if page not in CHECKED_BY
     for number, _ in enumerate(pages.programs(page))

@@ -70,7 +70,7 @@ def test_bar31_sigkill_of_a_worker_in_a_step(workers: Training, kind: str, odd: 
     assert_others_name(members, odd, lost.event("fault")["at"])
 
 
-@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_bar32_sigstop_of_a_worker_in_a_step(workers: Training, odd: int) -> None:
     members = workers.train("stop", odd)
     stopped = members.pop(odd)
