@@ -187,7 +187,7 @@ class Results(Structure):
         Args:
           layout: The replicas that the program runs on.
           shapes: The shapes and types of the outputs.
-          is_on_one_device: Whether outputs are known to be on one device if `layout` is no mesh.
+          is_on_one_device: Whether outputs are known to be on one device without a mesh.
         """
         mesh = layout if layout is not None and layout.is_mesh else None
 
