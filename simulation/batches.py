@@ -25,7 +25,7 @@ class Tally:
       fewest_events: The number of events of the shortest one.
       seconds: Their duration in virtual time.
       outcomes: The number of each outcome.
-      landed: The number of faults of each kind that have hit running work.
+      landed: The number of faults of each kind that have hit running work, and of recoveries.
       broken: The text of each violation, by seed.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from typing_extensions import override
@@ -10,13 +10,9 @@ from typing_extensions import override
 from replicax.coordinator.scheduling.closures import Closure, State
 from replicax.foundation import errors
 from simulation.plan import Plan
-from simulation.world import World
+from simulation.world import BrokenRuleError, World
 
 Values = Mapping[int, np.ndarray]
-
-
-class BrokenRuleError(Exception):
-    """An invariant was violated."""
 
 
 class Checks:
@@ -31,9 +27,10 @@ class Checks:
       may_lose_servers: Whether a fault has happened after which a server may be lost.
 
     Note [Lost updates]
-        A server recovers with the state of its last snapshot. Later updates are lost there, for
-        closures that are finished when the coordinator notices. All others run again, and
-        complete. An acknowledged update of the coordinator itself is not repeated.
+        A server without a mirror recovers with the state of its last snapshot. Later updates are
+        lost there, for closures that are finished when the coordinator notices. All others run
+        again, and complete. An acknowledged update of the coordinator itself is not repeated. A
+        server with a mirror loses nothing that was acknowledged.
     """
 
     def __init__(self, world: World, plan: Plan, return_s: float) -> None:
@@ -42,16 +39,20 @@ class Checks:
         # When a closure last finished.
         self._progress_s = world.now
         self.may_lose_servers = False
-        self._is_broken = False
+        self._is_broken = self._has_dropped_job = False
         # All closures, and those whose outcome is not checked yet.
         self._closures: dict[int, Closure] = {}
         self._open: dict[int, Closure] = {}
         # Updates of the coordinator itself, from the time when they are sent.
         self._writes: set[int] = set()
+        self._acknowledged: set[int] = set()
         # Closures and writes whose updates a server may have lost. See Note [Lost updates].
         self._excused: set[tuple[int, int]] = set()
         self._values: dict[int, Values] = {}
         self._fenced: set[tuple[int, int]] = set()
+        # The closures that have changed something; and how many there were when an attempt read.
+        self._changed: dict[int, None] = {}
+        self._read_at: dict[tuple[int, int], int] = {}
         # By server: the newest epoch that it has acknowledged.
         self._epochs: dict[int, int] = {}
 
@@ -61,6 +62,10 @@ class Checks:
         """Records a scheduled closure."""
         self._closures[element] = self._open[element] = closure
 
+    def reads(self, element: int, incarnation: int) -> None:
+        """Records that an attempt of a closure, on an incarnation of a worker, begins to read."""
+        self._read_at[element, incarnation] = len(self._changed)
+
     def writes(self, element: int) -> None:
         """Records that the coordinator begins an update itself."""
         self._writes.add(element)
@@ -68,6 +73,7 @@ class Checks:
     def wrote(self, element: int, *, is_acknowledged: bool) -> None:
         """Records the end of such an update."""
         if is_acknowledged:
+            self._acknowledged.add(element)
             self._require_complete(element)
 
     def replaced(self) -> None:
@@ -95,14 +101,37 @@ class Checks:
         """Records that a server has lost its parts; its fences and epoch still hold."""
         self._values.pop(server, None)
 
-    def restored(self, server: int, saved: Values, found: Values) -> None:
-        """Checks the values that a server has restored."""
-        for part, value in saved.items():
-            if not np.array_equal(value, found[part]):
-                raise BrokenRuleError(f"part {part} of ps {server} was not restored as saved")
+    def restored(self, server: int, saved: Iterable[Values], found: Values) -> None:
+        """Checks the values that a server has restored.
+
+        Args:
+          server: The server.
+          saved: The values of the last snapshot, and of those that were being written.
+          found: The values that it has.
+        """
         self._values[server] = found
+        is_mirrored = self._world.faults.is_mirrored
+        self._world.landed["mirror_recovery" if is_mirrored else "snapshot_recovery"] += 1
+        if is_mirrored and not self._has_dropped_job:
+            for element, closure in self._closures.items():
+                if closure.state is State.FINISHED:
+                    self._require_complete(element)
+            for element in self._acknowledged:
+                self._require_complete(element)
+            return
+        # If all servers have dropped the job, the mirror may have less than the snapshots, or more.
+        if not is_mirrored and not any(_are_equal(values, found) for values in saved):
+            raise BrokenRuleError(f"ps {server} was not restored as saved")
         ended = [e for e, closure in self._closures.items() if closure.state is State.FINISHED]
         self._excused.update((server, element) for element in (*ended, *self._writes))
+
+    def dropped_job(self) -> None:
+        """Records that a server has dropped the job because its lease has expired."""
+        if not self._world.faults.lease_share:
+            raise BrokenRuleError("a server has dropped a job whose coordinator was not away")
+        self._world.landed["lease_expired"] += 1
+        self._has_dropped_job = True
+        self.may_lose_servers = True
 
     def lost_servers(self) -> None:
         """Records that the job has ended: abandoned closures may still update parts."""
@@ -117,16 +146,18 @@ class Checks:
             for element in np.flatnonzero(value != old).tolist():
                 self._check_epoch(server, epoch, element)
                 self._check_change(server, incarnation, part, element, float(value[element]))
+                self._check_staleness(element, incarnation)
 
-    def check_results(self, unnoticed: Iterable[int] = ()) -> None:
+    def check_results(self, unnoticed: Callable[[], Iterable[int]] = tuple) -> None:
         """Checks the closures that were settled since the last call.
 
         Args:
-          unnoticed: Servers that went away, before the coordinator uses them again.
+          unnoticed: Returns the servers that went away, before the coordinator uses them again.
         """
         for element, closure in [(e, c) for e, c in self._open.items() if c.is_settled]:
             del self._open[element]
-            self._excused.update((server, element) for server in unnoticed)
+            if not self._world.faults.is_mirrored:
+                self._excused.update((server, element) for server in unnoticed())
             if closure.state is State.FINISHED:
                 self._progress_s = self._world.now
                 self._require_complete(element)
@@ -172,6 +203,19 @@ class Checks:
         if closure.state is State.FINISHED or (server, element) not in self._excused:
             raise BrokenRuleError(f"{what} after it was settled: {closure}")
 
+    def _check_staleness(self, element: int, incarnation: int) -> None:
+        """Checks how many others have changed variables since an attempt has read them."""
+        if element in self._changed or element in self._plan.writes:
+            return
+        missed = len(self._changed) - self._read_at.get((element, incarnation), len(self._changed))
+        self._changed[element] = None
+        faults = self._world.faults
+        if faults.staleness_share and missed > faults.staleness:
+            raise BrokenRuleError(
+                f"{self._plan.name_of(element)} has missed {missed} steps of others, and may miss "
+                f"{faults.staleness}"
+            )
+
     def _require_complete(self, element: int) -> None:
         for part, expected in self._plan.touched(element).items():
             server = self._plan.servers[part]
@@ -203,6 +247,10 @@ class Checks:
             raise BrokenRuleError(f"the user got {error!r}")
 
 
+def _are_equal(one: Values, other: Values) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[p], other[p]) for p in one)
+
+
 class Bystander(Checks):
     """Accepts the results of a coordinator that was replaced."""
 
@@ -226,7 +274,7 @@ class Bystander(Checks):
         """Not checked: it is rejected."""
 
     @override
-    def check_results(self, unnoticed: Iterable[int] = ()) -> None:
+    def check_results(self, unnoticed: Callable[[], Iterable[int]] = tuple) -> None:
         """Not checked."""
 
     @override

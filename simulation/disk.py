@@ -8,6 +8,7 @@ import shutil
 import stat
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 # In memory if possible: nothing here is persistent.
@@ -24,6 +25,9 @@ class Disk:
 
     The worst case of a real disk: after a power cut a file that was not synced is empty, and one
     whose directory was not synced is missing, or still has its old name.
+
+    Args:
+      on_sync: Called while a file is being synced, before its content is safe.
 
     Attributes:
       path: The directory.
@@ -44,7 +48,8 @@ class Disk:
     >>> disk.close()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_sync: Callable[[], None] = lambda: None) -> None:
+        self._on_sync = on_sync
         self._directory = tempfile.TemporaryDirectory(prefix="replicax-disk-", dir=_PLACE)
         self.path = Path(self._directory.name)
         # What is safe, by inode: the names in each directory, and the contents of files.
@@ -91,6 +96,7 @@ class Disk:
 
     def note_synced(self, descriptor: int) -> None:
         """Records that a file, or the names in a directory, were synced."""
+        self._on_sync()
         status = os.fstat(descriptor)
         path = Path(f"/proc/self/fd/{descriptor}")
         if stat.S_ISDIR(status.st_mode):

@@ -19,7 +19,9 @@ INCIDENTS = (
     "server_pause",
     "server_crash",
 )
-# These end a job unless servers are saved: most histories go without them.
+# How the servers keep variables, and how far workers run apart.
+MODES = ("saved_share", "mirror_share", "staleness_share", "lease_share")
+# These end a job unless servers keep variables: most histories go without them.
 FATAL = ("server_crash",)
 # After these another coordinator resumes the job, for which all servers must be available.
 REPLACEMENTS = ("coordinator_crash", "coordinator_rival")
@@ -44,6 +46,11 @@ class Faults:
       fatal_share: The share of histories in which servers without snapshots may crash, or stop
         for too long.
       saved_share: The share of histories in which servers keep snapshots.
+      mirror_share: The share of histories in which each server is the mirror of another.
+      staleness_share: The share of histories with bounded staleness.
+      staleness: The bound.
+      lease_share: The share of histories in which the servers drop the job soon after its
+        coordinator was lost.
       error_share: The share of histories in which some closures raise errors.
 
     >>> Faults.none().kinds
@@ -58,18 +65,28 @@ class Faults:
     kinds: tuple[str, ...] = INCIDENTS
     fatal_share: float = 0.15
     saved_share: float = 0.4
+    mirror_share: float = 0.3
+    staleness_share: float = 0.2
+    staleness: int = 0
+    lease_share: float = 0.05
     error_share: float = 0.2
 
     @classmethod
     def none(cls) -> Faults:
         """Returns rates of zero."""
         rates = dict.fromkeys(MESSAGE_FAULTS, 0.0)
-        return cls(**rates, kinds=(), fatal_share=0.0, saved_share=0.0, error_share=0.0)
+        modes = dict.fromkeys(MODES, 0.0)
+        return cls(**rates, **modes, kinds=(), fatal_share=0.0, error_share=0.0)
+
+    def quiet(self) -> Faults:
+        """Returns the same modes of the job without any fault."""
+        return dataclasses.replace(self, **dict.fromkeys(MESSAGE_FAULTS, 0.0), kinds=())
 
     def drawn(self, chance: random.Random) -> Faults:
         """Returns the faults of one history: a few kinds can reveal what a mixture hides."""
         rates = {name: getattr(self, name) * (chance.random() < 0.7) for name in MESSAGE_FAULTS}
-        is_saved = chance.random() < self.saved_share
+        modes = {name: float(chance.random() < getattr(self, name)) for name in MODES}
+        is_saved = bool(modes["saved_share"] or modes["mirror_share"])
         drawn = [kind for kind in self.kinds if chance.random() < 0.5]
         is_fatal = not is_saved and chance.random() < self.fatal_share
         is_fatal &= not set(drawn).intersection(REPLACEMENTS)
@@ -80,7 +97,8 @@ class Faults:
             kinds=kinds,
             interval_s=self.interval_s * chance.choice((0.5, 1.0, 2.0)),
             fatal_share=float(is_fatal),
-            saved_share=float(is_saved),
+            **modes,
+            staleness=chance.randint(0, 4),
             error_share=0.1 * (chance.random() < self.error_share),
         )
 
@@ -92,4 +110,14 @@ class Faults:
     @property
     def can_lose_servers(self) -> bool:
         """Whether servers may be away for longer than a job without snapshots tolerates."""
-        return bool(self.fatal_share or self.saved_share)
+        return bool(self.fatal_share or self.keeps_variables)
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether servers have mirrors."""
+        return bool(self.mirror_share)
+
+    @property
+    def keeps_variables(self) -> bool:
+        """Whether the variables of a server outlive its process."""
+        return bool(self.saved_share or self.mirror_share)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from simulation.checks import BrokenRuleError, Checks
-from simulation.coordinator import SimulatedCoordinator
+from simulation.checks import Checks
 from simulation.network import Network
-from simulation.process import Process
-from simulation.programs import Programs
-from simulation.server import SimulatedServer
-from simulation.worker import SimulatedWorker
+from simulation.process import Machine
+from simulation.programs import Program, Programs
+from simulation.server import ServerMachine
+from simulation.worker import WorkerMachine
 from simulation.world import World
 
 # The maximum number of faults in one history.
@@ -31,8 +30,8 @@ class Incidents:
         network: Network,
         checks: Checks,
         programs: Programs,
-        servers: Sequence[SimulatedServer],
-        workers: Sequence[SimulatedWorker],
+        servers: Sequence[ServerMachine],
+        workers: Sequence[WorkerMachine],
     ) -> None:
         self._world, self._network, self._checks = world, network, checks
         self._programs = programs
@@ -40,7 +39,7 @@ class Incidents:
         self._num_left = _MOST
         self._is_over = False
         # Workers that are never resumed or restarted; one worker always remains.
-        self._gone: set[Process] = set()
+        self._gone: set[Machine] = set()
         self._kinds: dict[str, Callable[[], None]] = {
             "cut": self._cut,
             "partition": self._partition,
@@ -61,11 +60,11 @@ class Incidents:
         """Ends all faults: resumes stopped processes, and ends partitions."""
         self._is_over = True
         self._network.reunite()
-        coordinators = [p.coordinator for p in (*self._programs.replaced, self._programs.current)]
-        for process in (*coordinators, *self._servers, *self._workers):
-            if process.is_paused:
-                self._world.note(f"{process} is resumed")
-                process.resume()
+        programs = [*self._programs.replaced, self._programs.current]
+        for machine in (*programs, *self._servers, *self._workers):
+            if machine.is_paused:
+                self._world.note(f"{machine} is resumed")
+                machine.resume()
 
     def _plan_next(self) -> None:
         chance = self._world.random
@@ -85,8 +84,8 @@ class Incidents:
             self._plan_next()
 
     @property
-    def _coordinator(self) -> SimulatedCoordinator:
-        return self._programs.current.coordinator
+    def _coordinator(self) -> Program:
+        return self._programs.current
 
     def _note(self, kind: str, text: str) -> None:
         self._world.landed[kind] += 1
@@ -95,31 +94,32 @@ class Incidents:
     # Connections.
 
     def _cut(self) -> None:
-        busy = [w for w in self._network.wires.values() if w.is_busy]
-        wires = busy or list(self._network.wires.values())
-        if wires:
-            wire = self._world.random.choice(wires)
-            self._note("cut", f"the connection {wire} is cut")
-            self._network.cut(wire)
+        links = list(self._network.links)
+        links = [link for link in links if link.is_busy] or links
+        if links:
+            link = self._world.random.choice(links)
+            self._note("cut", f"the connection {link} is cut")
+            link.cut()
 
     def _partition(self) -> None:
         chance = self._world.random
-        one, other = chance.choice(
-            [
-                (chance.choice(self._workers), chance.choice(self._servers)),
-                (self._coordinator, chance.choice(self._workers)),
-                (self._coordinator, chance.choice(self._servers)),
-            ]
-        )
         faults = self._world.faults
+        pairs: list[tuple[Machine, Machine]] = [
+            (chance.choice(self._workers), chance.choice(self._servers)),
+            (self._coordinator, chance.choice(self._workers)),
+            (self._coordinator, chance.choice(self._servers)),
+        ]
+        if faults.is_mirrored:
+            pairs.append((self._servers[0], self._servers[1]))
+        one, other = chance.choice(pairs)
         longest_s = 3.0
         if other in self._servers:
             if one is self._coordinator and not faults.can_lose_servers:
                 longest_s = _SAFE_PARTITION_S
-            self._checks.may_lose_servers |= not faults.saved_share
+            self._checks.may_lose_servers |= not faults.keeps_variables
         seconds = chance.uniform(0.05, longest_s)
         self._note("partition", f"{one} and {other} are apart for {seconds:.2f} s")
-        self._network.separate(one, other, seconds)
+        self._network.separate(one.task, other.task, seconds, is_cut=chance.random() < 0.5)
 
     # Tasks.
 
@@ -134,7 +134,7 @@ class Incidents:
         if worker is not None:
             self._gone.add(worker)
             self._note("stop", f"{worker} is stopped for good")
-            worker.pause()
+            worker.process.pause()
 
     def _crash(self) -> None:
         chance = self._world.random
@@ -142,11 +142,11 @@ class Incidents:
         if not worker.is_up or worker in self._gone:
             return
         self._note("crash", f"{worker} crashes")
-        worker.crash()
+        worker.kill()
         if chance.random() < 0.1 and self._removable() is not None:
             self._gone.add(worker)
         else:
-            self._restart(worker, chance.uniform(0.05, 2.0))
+            worker.restart_after(chance.uniform(0.05, 2.0))
 
     def _pause_coordinator(self) -> None:
         seconds = self._world.random.uniform(0.1, self._world.random.choice((1.0, 4.0)))
@@ -155,39 +155,54 @@ class Incidents:
     def _crash_coordinator(self) -> None:
         if self._programs.can_be_replaced:
             self._note("coordinator_crash", f"{self._coordinator} crashes")
-            self._coordinator.crash()
+            self._coordinator.kill()
             self._programs.replace(self._world.random.uniform(0.05, 2.0))
 
     def _replace_coordinator(self) -> None:
         """Stops the coordinator; it is resumed before or after another one has its job."""
         chance, coordinator = self._world.random, self._coordinator
         # One that does not have the job yet would be the newest when it is resumed.
-        has_job = self._programs.current.user is not None
+        has_job = self._programs.current.has_job
         if self._programs.can_be_replaced and has_job and not coordinator.is_paused:
             self._stop_for(coordinator, chance.uniform(0.1, 5.0), "coordinator_rival")
             self._programs.replace(chance.uniform(0.05, 1.0))
+
+    @property
+    def _has_two_copies(self) -> bool:
+        """Whether one server may be lost: without a mirror, or if all mirrors have all changes.
+
+        A coordinator that creates variables waits for one server at a time: it does not notice that
+        the mirror of that one has restarted, and its request times out.
+        """
+        if not self._world.faults.is_mirrored:
+            return True
+        return self._programs.current.has_job and all(s.is_in_sync for s in self._servers)
 
     def _pause_server(self) -> None:
         faults = self._world.faults
         longest_s = 5.0 if faults.can_lose_servers else _SAFE_PAUSE_S
         seconds = self._world.random.uniform(0.05, longest_s)
-        self._checks.may_lose_servers |= seconds > _SAFE_PAUSE_S and not faults.saved_share
+        self._checks.may_lose_servers |= seconds > _SAFE_PAUSE_S and not faults.keeps_variables
         self._stop_for(self._world.random.choice(self._servers), seconds, "server_pause")
 
     def _crash_server(self) -> None:
         chance = self._world.random
         server = chance.choice(self._servers)
+        faults = self._world.faults
         if not server.is_up:
             return
+        is_kept = faults.is_mirrored or server.saved.is_complete
+        if not self._has_two_copies or (faults.saved_share and not is_kept):
+            return
         self._note("server_crash", f"{server} crashes")
-        server.crash()
+        server.kill()
         if server.disk is not None and self._world.fault_random.random() < 0.5:
             self._note("power_cut", f"power cut at the machine of {server}")
             server.disk.cut_power()
-        is_restarted = self._world.faults.has_replacements or chance.random() < 0.9
-        self._checks.may_lose_servers |= not is_restarted or not self._world.faults.saved_share
+        is_restarted = faults.has_replacements or faults.is_mirrored or chance.random() < 0.9
+        self._checks.may_lose_servers |= not is_restarted or not is_kept
         if is_restarted:
-            self._restart(server, chance.uniform(0.05, 1.5))
+            server.restart_after(chance.uniform(0.05, 1.5))
 
     # Unauthenticated peers.
 
@@ -200,33 +215,24 @@ class Incidents:
         if self._is_over:
             return
         called = self._world.fault_random.choice([*self._servers, *self._workers])
-        if called.is_up and not called.is_paused:
+        if self._network.require_rejected(called.url):
             self._note("unknown_key", f"an unauthenticated peer connects to {called}")
-            if called.accepts("replicax://other/coordinator/0"):
-                raise BrokenRuleError(f"{called} accepts a certificate of another job")
         self._plan_unknown_key()
 
-    def _stop_for(self, process: Process, seconds: float, kind: str) -> None:
-        if process.is_paused or not process.is_up:
+    def _stop_for(self, machine: Machine, seconds: float, kind: str) -> None:
+        if machine.is_paused or not machine.is_up:
             return
-        self._note(kind, f"{process} is stopped for {seconds:.2f} s")
+        self._note(kind, f"{machine} is stopped for {seconds:.2f} s")
+        process = machine.process
         process.pause()
 
         def resume() -> None:
-            if process.is_paused and process not in self._gone:
-                self._world.note(f"{process} is resumed")
-                process.resume()
+            if process is machine.process and process.is_paused and machine not in self._gone:
+                self._world.note(f"{machine} is resumed")
+                machine.resume()
 
         self._world.at(self._world.now + seconds, resume)
 
-    def _restart(self, process: Process, seconds: float) -> None:
-        def restart() -> None:
-            if not process.is_up:
-                self._world.note(f"{process} is restarted")
-                process.start()
-
-        self._world.at(self._world.now + seconds, restart)
-
-    def _removable(self) -> SimulatedWorker | None:
+    def _removable(self) -> WorkerMachine | None:
         left = [w for w in self._workers if w not in self._gone]
         return self._world.random.choice(left) if len(left) > 1 else None

@@ -2,7 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from replicax.protocol import messages
+from simulation.process import Process
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Label:
+    """The line of a message in a trace, which is written when it is read.
+
+    Attributes:
+      caller: The process that has opened the connection.
+      called: The other one.
+      is_up: Whether the message is from the caller.
+      body: The message.
+      request: The number of the request, or 0.
+      end: What has happened to it.
+    """
+
+    caller: Process
+    called: Process
+    is_up: bool
+    body: messages.Body
+    request: int
+    end: str = ""
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether it is about variables."""
+        return type(self.body) in (messages.Exchange, messages.Exchanged)
+
+    def ending(self, end: str) -> Label:
+        """Returns the label of a message to which something has happened."""
+        return dataclasses.replace(self, end=f"{self.end} {end}")
+
+    def __str__(self) -> str:
+        arrow = "→" if self.is_up else "←"
+        return f"{self.caller} {arrow} {self.called}  {label_of(self.body, self.request)}{self.end}"
 
 
 def label_of(body: messages.Body, request: int = 0) -> str:

@@ -1,12 +1,15 @@
-"""The closures of a simulated job: the parts that they update, and their durations."""
+"""The work of a simulated job: what its closures and its user change, and for how long they run."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
+from replicax.contexts.overlay import Change
 from replicax.protocol import messages
+from replicax.variables.remote import RemoteVariable
 from simulation.world import World
 
 PARTS_PER_SERVER = 2
@@ -33,30 +36,35 @@ class Plan:
     """The work of all closures. Each has its own element in every part.
 
     A closure adds one to its element of a part with each update: so each part shows how often
-    every closure has updated it. A later coordinator may use a closure id again; an element
-    belongs to a closure of one coordinator.
+    every closure has updated it.
 
     Attributes:
-      servers: The server of each part.
+      servers: The server of each part. Programs create the parts in this order.
+      num_elements: The number of elements of each part.
+      writes: The elements of updates that coordinators make themselves.
     """
 
     def __init__(self, world: World, num_servers: int, num_elements: int) -> None:
         self._world = world
-        self._num_elements = num_elements
-        self._elements: dict[tuple[int, int], int] = {}
-        self.servers = {p: p % num_servers for p in range(num_servers * PARTS_PER_SERVER)}
+        self.num_elements = num_elements
+        numbers = range(1, num_servers * PARTS_PER_SERVER + 1)
+        self.servers = {number: (number - 1) % num_servers for number in numbers}
+        self.writes: set[int] = set()
+        self._names: list[str] = []
         self._works: dict[int, Work] = {}
 
-    def element_of(self, epoch: int, closure: int) -> int:
-        """Returns the element of a closure, or of an update that a coordinator makes itself."""
-        element = self._elements.setdefault((epoch, closure), len(self._elements))
-        assert element < self._num_elements, "there are too many closures"
+    def new_element(self, epoch: int, *, is_write: bool = False) -> int:
+        """Returns the element of a new closure, or of an update that a coordinator makes itself."""
+        element = len(self._names)
+        if is_write:
+            self.writes.add(element)
+        assert element < self.num_elements, "there are too many closures"
+        self._names.append(f"closure with element {element} of epoch {epoch}")
         return element
 
     def name_of(self, element: int) -> str:
         """Returns the name of the closure of an element, for messages."""
-        epoch, closure = list(self._elements)[element]
-        return f"closure {closure} of epoch {epoch}"
+        return self._names[element]
 
     def work_of(self, element: int) -> Work:
         """Returns the work of a closure; drawn on the first call."""
@@ -76,24 +84,18 @@ class Plan:
         parts = self.work_of(element).parts
         return {part: parts.count(part) for part in parts}
 
-    def changes(self, element: int) -> list[tuple[int, messages.Update, np.ndarray]]:
-        """Returns the updates of a closure: for each the server, the update and its payload."""
-        found = []
-        for call, part in enumerate(self.work_of(element).parts):
-            payload = np.zeros(self._num_elements, np.float32)
-            payload[element] = 1.0
-            found.append((self.servers[part], messages.Update(call, "assign_add", part), payload))
-        return found
+    def changes(self, element: int, variables: Sequence[RemoteVariable]) -> list[Change]:
+        """Returns the updates of a closure, one per call."""
+        payload = np.zeros(self.num_elements, np.float32)
+        payload[element] = 1.0
+        found = {variable.number: variable for variable in variables}
+        return [Change(found[p], "assign_add", payload) for p in self.work_of(element).parts]
 
-    def reads(self, server: int) -> list[messages.Read]:
-        """Returns the reads of all parts of a server."""
-        return [messages.Read(part) for part, owner in self.servers.items() if owner == server]
+    def num_parts(self, server: int) -> int:
+        """Returns how many parts a server has."""
+        return sum(owner == server for owner in self.servers.values())
 
-    def creations(self, server: int) -> list[messages.CreatePart]:
-        """Returns the requests that create the parts of a server."""
-        shape = (self._num_elements,)
-        return [
-            messages.CreatePart(part, f"part {part}", shape, "float32", messages.Fill(bytes(4)))
-            for part, owner in self.servers.items()
-            if owner == server
-        ]
+    def reads(self, server: int, held: frozenset[int]) -> list[messages.Read]:
+        """Returns the reads of all parts that a server holds."""
+        own = [part for part, owner in self.servers.items() if owner == server]
+        return [messages.Read(part) for part in own if part in held]

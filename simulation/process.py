@@ -1,81 +1,113 @@
-"""A simulated process: it runs, is stopped for a while, or crashes and is restarted."""
+"""A simulated process: it runs, is stopped for a while, or is killed."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from replicax.protocol.tasks import Task
-from simulation.world import Action, World
 
-ThreadName = Literal["socket", "compute"]
-# A simulated thread; it yields the seconds to wait.
-Steps = Generator[float, None, None]
+if TYPE_CHECKING:
+    from simulation.world import World
 
 
 class Process:
-    """One task.
+    """One run of the program of a task.
 
     Attributes:
-      world: The simulated world.
       task: Its task.
       is_up: Whether the process exists.
       is_paused: Whether it is stopped, as by SIGSTOP.
-      num_pauses: The number of times it was stopped.
+      held: The waits of its threads that have ended while it was stopped.
+      on_exit: Closes what the kernel closes when it ends, however it ends; by descriptor.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.is_up = True
+        self.is_paused = False
+        self.held: list[Any] = []
+        self.on_exit: dict[int, Callable[[], None]] = {}
+
+    def __str__(self) -> str:
+        return f"{self.task.role} {self.task.index}"
+
+    def kill(self) -> None:
+        """Ends it, as SIGKILL does: no thread of it goes on."""
+        if self.is_up:
+            self.is_up = self.is_paused = False
+            self.held.clear()
+            for close in list(self.on_exit.values()):
+                close()
+
+    def pause(self) -> None:
+        """Stops it, as SIGSTOP does."""
+        self.is_paused = True
+
+
+class Machine:
+    """Where a task runs: when its process has ended, another one can be started.
+
+    Attributes:
+      task: The task.
+      process: Its last process.
     """
 
     def __init__(self, world: World, task: Task) -> None:
         self.world = world
         self.task = task
-        self.is_up = True
-        self.is_paused = False
-        self.num_pauses = 0
-        # Counts crashes: planned actions of earlier processes are dropped.
-        self._generation = 0
-        self._held: dict[ThreadName, list[Action]] = {"socket": [], "compute": []}
+        self.process = Process(task)
+        self.process.kill()
 
     def __str__(self) -> str:
-        return f"{self.task.role} {self.task.index}"
+        return str(self.process)
 
-    def run(self, action: Action, thread: ThreadName = "socket") -> None:
-        """Runs an action now, or when the process is resumed; never after a crash."""
-        if not self.is_up:
-            return
-        if self.is_paused:
-            self._held[thread].append(action)
-        else:
-            action()
+    @property
+    def is_up(self) -> bool:
+        """Whether a process runs."""
+        return self.process.is_up
 
-    def later(self, delay: float, action: Action, thread: ThreadName = "socket") -> None:
-        """Runs an action after a delay, if it is still the same process."""
-        generation = self._generation
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is stopped."""
+        return self.process.is_paused
 
-        def due() -> None:
-            if self._generation == generation:
-                self.run(action, thread)
+    @property
+    def url(self) -> str:
+        """The address of its task."""
+        return f"inproc://{self.task.role}-{self.task.index}"
 
-        self.world.at(self.world.now + delay, due)
-
-    def pause(self) -> None:
-        """Stops it, as SIGSTOP does."""
-        self.is_paused = True
-        self.num_pauses += 1
-
-    def resume(self) -> None:
-        """Resumes it: its threads run their delayed actions, in a random order between them."""
-        self.is_paused = False
-        while self.is_up and any(self._held.values()):
-            ready: list[ThreadName] = [name for name, held in self._held.items() if held]
-            action = self._held[self.world.random.choice(ready)].pop(0)
-            action()
-
-    def crash(self) -> None:
-        """Kills it, as SIGKILL does."""
-        self.is_up = self.is_paused = False
-        self._generation += 1
-        for held in self._held.values():
-            held.clear()
+    def main(self) -> None:
+        """Runs the program of the task, in the first thread of its process."""
+        raise NotImplementedError
 
     def start(self) -> None:
-        """Starts a new process in its place."""
-        self.is_up = True
+        """Starts a process."""
+        process = self.process = Process(self.task)
+
+        def run() -> None:
+            self.main()
+            if process.is_up:
+                self.world.note(f"{self} has exited")
+                process.kill()
+
+        self.world.spawn(process, run)
+
+    def kill(self) -> None:
+        """Kills the process."""
+        self.process.kill()
+
+    def resume(self) -> None:
+        """Lets a stopped process go on."""
+        self.process.is_paused = False
+        self.world.resume(self.process)
+
+    def restart_after(self, seconds: float) -> None:
+        """Starts another process later, unless one runs then."""
+
+        def restart() -> None:
+            if not self.is_up:
+                self.world.note(f"{self} is restarted")
+                self.start()
+
+        self.world.at(self.world.now + seconds, restart)

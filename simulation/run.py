@@ -5,24 +5,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from replicax.coordinator.scheduling.timing import Timing
-from simulation.checks import BrokenRuleError, Checks
+from simulation import threads
+from simulation.checks import Checks
+from simulation.closures import staged
 from simulation.faults import Faults
 from simulation.incidents import Incidents
 from simulation.network import Network
 from simulation.plan import Plan
 from simulation.programs import Programs, Stage, most_elements
-from simulation.server import SimulatedServer
-from simulation.worker import SimulatedWorker
-from simulation.world import World
+from simulation.server import ServerMachine
+from simulation.worker import WorkerMachine
+from simulation.world import BrokenRuleError, World, written
 
 # A history that takes more virtual seconds hangs. All timeouts of `Timing.fast` and the longest
 # faults together are far below.
 _LONGEST_S = 120.0
 # After that all messages have arrived, and heartbeats have announced the watermark.
-_AFTERMATH_S = 6.0
+_AFTERMATH_S = 4.0
+_LEAST_EVENTS = 200
 _LAST_LINES = 40
 
 
@@ -32,6 +35,7 @@ class SimulationError(AssertionError):
     Attributes:
       seed: The seed of the history.
       rule: The violated invariant.
+      trace: All events, line by line.
     """
 
     def __init__(self, seed: int, rule: str, trace: list[str]) -> None:
@@ -40,7 +44,7 @@ class SimulationError(AssertionError):
             f"Seed {seed}: {rule}.\nThe last of {len(trace)} lines:\n{lines}\n"
             f"Replay: python -m simulation --seed {seed} --trace"
         )
-        self.seed, self.rule = seed, rule
+        self.seed, self.rule, self.trace = seed, rule, trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +55,8 @@ class History:
       seed: Its seed.
       outcome: "done", or the name of the error that ended the job.
       num_events: The number of messages, steps of work, faults and calls of the user.
-      landed: The number of faults of each kind that have hit running work.
-      trace: All events, line by line.
+      landed: The number of faults of each kind that have hit running work, and of recoveries.
+      events: All events, with their times.
       seconds: Its duration in virtual time.
     """
 
@@ -60,8 +64,13 @@ class History:
     outcome: str
     num_events: int
     landed: dict[str, int]
-    trace: list[str] = dataclasses.field(repr=False)
+    events: Sequence[tuple[float, object]] = dataclasses.field(repr=False, compare=False)
     seconds: float
+
+    @property
+    def trace(self) -> list[str]:
+        """All events, line by line."""
+        return written(self.events)
 
 
 def simulate(
@@ -97,14 +106,14 @@ def simulate(
       'done'
     """
     world = World(seed, Faults() if faults is None else faults)
-    with _quiet():
+    with quiet():
         try:
             outcome = _run(world, num_workers, num_servers, num_closures)
         except (BrokenRuleError, AssertionError) as error:
             raise SimulationError(seed, str(error) or repr(error), world.trace) from error
         except Exception as error:
             raise SimulationError(seed, f"there was {error!r}", world.trace) from error
-    return History(seed, outcome, world.num_events, dict(world.landed), world.trace, world.now)
+    return History(seed, outcome, world.num_events, dict(world.landed), world.events, world.now)
 
 
 def _run(world: World, num_workers: int, num_servers: int, num_closures: int) -> str:
@@ -113,33 +122,35 @@ def _run(world: World, num_workers: int, num_servers: int, num_closures: int) ->
     plan = Plan(world, num_servers, most_elements(num_closures))
     checks = Checks(world, plan, timing.return_s)
     with contextlib.ExitStack() as stack:
-        made = (SimulatedServer(world, network, i, plan, checks) for i in range(num_servers))
+        stack.enter_context(threads.installed(world, network))
+        stack.enter_context(staged(world, plan, checks))
+        made = (ServerMachine(world, i, plan, checks) for i in range(num_servers))
         servers = [stack.enter_context(contextlib.closing(server)) for server in made]
-        workers = [SimulatedWorker(world, network, i, servers, plan) for i in range(num_workers)]
+        workers = [WorkerMachine(world, i) for i in range(num_workers)]
         stage = Stage(world, network, plan, checks, timing, servers, workers)
+        stack.callback(world.end)
         return _run_events(stage, Programs(stage, num_closures))
 
 
 def _run_events(stage: Stage, programs: Programs) -> str:
     world, servers = stage.world, stage.servers
     incidents = Incidents(world, stage.network, stage.checks, programs, servers, stage.workers)
-    while programs.current.outcome is None:
-        if world.now > _LONGEST_S:
-            raise BrokenRuleError(f"after {_LONGEST_S:g} s the user still waits")
-        world.step()
+    if not world.run_until(lambda: programs.current.outcome is not None, _LONGEST_S):
+        raise BrokenRuleError(f"after {_LONGEST_S:g} s the user still waits")
     outcome = programs.current.outcome
-    world.faults = Faults.none()
+    assert outcome is not None
+    world.faults = world.faults.quiet()
     incidents.end()
-    end_s = world.now + _AFTERMATH_S
-    while world.now < end_s:
-        world.step()
+    world.run_until(lambda: False, _AFTERMATH_S)
+    # Also a job that ends at once goes on for a while.
+    world.run_until(lambda: world.num_events >= _LEAST_EVENTS, _LONGEST_S)
     stage.checks.ended({s.task.index: s.num_applied_entries for s in servers if s.is_up})
     programs.require_end()
     return outcome
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppresses log messages about simulated faults."""
     logger = logging.getLogger("replicax")
     level = logger.level

@@ -1,173 +1,232 @@
-"""The simulated parameter server: the real store behind a simulated socket."""
+"""A simulated machine with a parameter server."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
 from replicax.protocol import messages
-from replicax.protocol.tasks import Task
-from replicax.ps.process.master_record import MasterRecordFile
-from replicax.ps.process.snapshot_files import GivenUpError, SnapshotDirectory
-from replicax.ps.store import snapshot
-from replicax.ps.store.service import ParameterStore
-from replicax.transport.service import Session
+from replicax.protocol.tasks import Role, Task
+from replicax.ps.process.mirror_log import State
+from replicax.ps.process.parameter_server import ParameterServerTask
+from replicax.ps.process.snapshot_files import Saved
+from replicax.ps.process.snapshots import Snapshots
+from replicax.ps.store.service import ParameterStore, Reply
+from replicax.ps.store.snapshot import Cut, Loaded
+from replicax.transport.addresses import Location
 from simulation.checks import Checks, Values
 from simulation.disk import Disk
-from simulation.network import Network
 from simulation.plan import Plan
-from simulation.service import ListeningProcess, Reply
+from simulation.process import Machine
 from simulation.world import World
 
-# The seconds between two snapshots, and to write one.
-_SAVE_S = 0.7
-_WRITING_S = (0.01, 0.3)
+# The seconds between two snapshots, and the longest time to sync a file.
+_SAVE_S = 1.2
+_SYNC_S = 0.03
+# How long a server is away that has ended itself.
+_AWAY_S = (0.1, 1.0)
 # An incarnation that only reads parts.
 _OBSERVER = 1
 
 
-class SimulatedServer(ListeningProcess):
-    """One parameter server.
+class SavedValues:
+    """What the snapshots of one server hold, across its processes.
 
     Attributes:
-      disk: The disk of its snapshots; None if it keeps none.
+      is_complete: Whether a snapshot has all parts of the server.
     """
 
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        # Of all cuts whose snapshot may be the newest on the disk, by number.
+        self._cuts: dict[int, Values] = {}
+        self._num_cuts = 0
+        self.is_complete = False
+
+    def add(self, values: Values) -> None:
+        """Adds a cut that is about to be written."""
+        self._num_cuts += 1
+        self._cuts[self._num_cuts] = values
+
+    def candidates(self) -> Iterable[Values]:
+        """Returns the values that the newest snapshot on the disk may have."""
+        return self._cuts.values()
+
+    def observe(self, snapshots: Snapshots) -> None:
+        """Observes which cuts are on the disk."""
+        files = snapshots._files
+        save = files.save
+
+        def observed(cut: Cut, **options: Any) -> Saved:
+            number = self._num_cuts
+            saved = save(cut, **options)
+            # It is newer than all that were taken before.
+            self._cuts = {n: values for n, values in self._cuts.items() if n >= number}
+            self.is_complete |= len(self._cuts[number]) == self._num_parts
+            return saved
+
+        files.save = observed
+
+
+class ObservedStore:
+    """Checks the changes of the variables of one process; replaces methods of its store."""
+
     def __init__(
-        self, world: World, network: Network, index: int, plan: Plan, checks: Checks
+        self, machine: ServerMachine, store: ParameterStore, plan: Plan, checks: Checks
     ) -> None:
-        super().__init__(world, network, Task("ps", index))
-        self._plan, self._checks = plan, checks
-        self.disk = Disk() if world.faults.saved_share else None
-        # The values of each snapshot, by its number.
-        self._values_of: dict[int, Values] = {}
-        # The values that it must have restored, until they are checked: that needs a coordinator.
-        self._expected: Values | None = None
-        self._begin()
+        self._world, self._index = machine.world, machine.task.index
+        self._saved = machine.saved
+        self._store, self._plan, self._checks = store, plan, checks
+        self._handle, self._snapshot, self._restore = store.handle, store.snapshot, store.restore
+        store.handle, store.snapshot, store.restore = self.handle, self.snapshot, self.restore
+        self._is_restored = False
 
-    def _begin(self) -> None:
-        """Initializes the state of a new process, from the disk if there is one."""
-        self._files: SnapshotDirectory | None = None
-        self._num_saved_changes = -1
-        self._expected = None
-        record = None
-        if self.disk is not None:
-            record = MasterRecordFile(self.disk.path)
-            record.read()
-        self._store = ParameterStore(
-            self.task.index, is_saved=self.disk is not None, master_record=record
-        )
-        if self.disk is not None:
-            self._files = SnapshotDirectory(self.disk.path)
-            found = self._files.load(self._store.restore)
-            self._expected = None if found is None else self._values_of[found.number]
-
-    def close(self) -> None:
-        """Removes all files."""
-        if self._files is not None:
-            self._files.close()
-        if self.disk is not None:
-            self.disk.close()
-
-    def prepare(self, attach: messages.Attach, coordinator: int, job: str, epoch: int) -> None:
-        """Takes the server into the job, and creations its parts, before anything goes wrong."""
-        for body in (attach, *self._plan.creations(self.task.index)):
-            self._store.handle(
-                "coordinator", coordinator, body, job=job, epoch=epoch, now=self.world.now
-            )
-        self._job = job, epoch
-        if self._files is not None:
-            self._write(*self._take_snapshot())
-            self.later(_SAVE_S, self._save)
-
-    @property
-    def num_applied_entries(self) -> int:
-        """How many changes it remembers."""
-        return int(self._store.counters()["applied_entries"])
-
-    @override
-    def crash(self) -> None:
-        super().crash()
-        if self._files is not None:
-            self._files.close()
-        self._checks.emptied(self.task.index)
-
-    @override
-    def start(self) -> None:
-        super().start()
-        self._begin()
-        if self._files is not None:
-            self.later(_SAVE_S, self._save)
-
-    def _save(self) -> None:
-        """Takes a snapshot if there were changes, and writes it a little later."""
-        self.later(_SAVE_S, self._save)
-        changes = self._store.change_counts().changes
-        if changes == self._num_saved_changes:
-            return
-        cut, values = self._take_snapshot()
-        if cut is None:
-            return
-        self._num_saved_changes = changes
-        seconds = self.world.random.uniform(*_WRITING_S)
-        self.later(seconds, lambda: self._write(cut, values))
-
-    def _take_snapshot(self) -> tuple[snapshot.Cut | None, Values]:
-        cut = self._store.snapshot()
-        return cut, {} if cut is None else self._values()
-
-    def _write(self, cut: snapshot.Cut | None, values: Values) -> None:
-        assert cut is not None and self._files is not None
-        ended_jobs = cut.counts.ended_jobs
-        try:
-            saved = self._files.save(
-                cut, is_wanted=lambda _: self._store.change_counts().ended_jobs == ended_jobs
-            )
-        except GivenUpError:
-            return
-        finally:
-            cut.close()
-        self._values_of[saved.number] = values
-
-    @override
-    def handle(
-        self, session: Session, envelope: messages.Envelope, buffers: list[memoryview]
-    ) -> Reply | None:
-        body, index = envelope.body, self.task.index
-        try:
-            reply = self._store.handle(
-                session.role,
-                session.incarnation,
-                body,
-                buffers,
-                job=envelope.job,
-                epoch=envelope.epoch,
-                now=self.world.now,
-            )
-        finally:
-            if isinstance(body, messages.Exchange) and body.pushes and self._store.job:
-                epoch = envelope.epoch
-                self._checks.changed(index, session.incarnation, epoch, self._values())
-        if isinstance(body, messages.Fence):
-            for incarnation in body.incarnations:
-                self._checks.fenced(index, incarnation)
-        if isinstance(body, messages.Attach):
-            self._job = envelope.job, envelope.epoch
-            self._checks.attached(index, envelope.epoch)
-            if self._expected is not None:
-                expected, self._expected = self._expected, None
-                self._checks.restored(index, expected, self._values())
-        return reply
-
-    def _values(self) -> Values:
-        """Returns the values of all parts."""
-        reads = self._plan.reads(self.task.index)
-        job, epoch = self._job
+    def values(self) -> Values | None:
+        """Returns the values of all parts; None if they cannot be read."""
+        held = self._store._job
+        if held is None or held.awaits_coordinator:
+            return None
+        reads = self._plan.reads(self._index, frozenset(self._store._storage.complete_parts))
         request = messages.Exchange([], reads)
-        _, found = self._store.handle(
-            "worker", _OBSERVER, request, job=job, epoch=epoch, now=self.world.now
+        _, found = self._handle(
+            "worker", _OBSERVER, request, job=held.name, epoch=held.epoch, now=0.0
         )
         return {
             read.part: np.frombuffer(bytes(value), np.float32)
             for read, value in zip(reads, found, strict=True)
         }
+
+    def handle(
+        self,
+        role: Role,
+        incarnation: int,
+        body: messages.Body,
+        buffers: Sequence[Any] = (),
+        *,
+        job: str,
+        epoch: int,
+        now: float,
+    ) -> Reply:
+        """Handles a request, and checks what it has changed."""
+        try:
+            reply = self._handle(role, incarnation, body, buffers, job=job, epoch=epoch, now=now)
+        finally:
+            if isinstance(body, messages.Exchange) and body.pushes:
+                self._check_changes(incarnation, epoch)
+        if isinstance(body, messages.Fence):
+            for fenced in body.incarnations:
+                self._checks.fenced(self._index, fenced)
+        if isinstance(body, messages.Attach):
+            self._checks.attached(self._index, epoch)
+            self._check_restored()
+        return reply
+
+    def _check_changes(self, incarnation: int, epoch: int) -> None:
+        values = self.values()
+        if values is not None:
+            check = self._checks.changed
+            self._world.checked(lambda: check(self._index, incarnation, epoch, values))
+
+    def _check_restored(self) -> None:
+        values, is_restored, self._is_restored = self.values(), self._is_restored, False
+        if is_restored and values is not None:
+            check, saved = self._checks.restored, self._saved.candidates()
+            self._world.checked(lambda: check(self._index, saved, values))
+
+    def snapshot(self, on_cut: Callable[[], None] | None = None) -> Cut | None:
+        """Takes a cut, and keeps the values of one for the disk."""
+
+        def cut_now() -> None:
+            if on_cut is not None:
+                on_cut()
+            elif (values := self.values()) is not None:
+                self._saved.add(values)
+
+        return self._snapshot(cut_now)
+
+    def restore(self, loaded: Loaded) -> None:
+        """Restores a snapshot, whose values are checked once they can be read."""
+        self._restore(loaded)
+        self._is_restored = True
+
+
+class ServerMachine(Machine):
+    """Runs a parameter server, and checks each change of its variables.
+
+    Args:
+      world: The simulated world.
+      index: The index of the server.
+      plan: What is done to its variables; None to check nothing.
+      checks: The invariants.
+
+    Attributes:
+      disk: The disk of its snapshots; None if it keeps none.
+      saved: What its snapshots hold.
+    """
+
+    def __init__(
+        self, world: World, index: int, plan: Plan | None = None, checks: Checks | None = None
+    ) -> None:
+        super().__init__(world, Task("ps", index))
+        self._plan, self._checks = plan, checks
+        self.disk = Disk(self._sync) if world.faults.saved_share else None
+        self.saved = SavedValues(0 if plan is None else plan.num_parts(index))
+        self._server: ParameterServerTask | None = None
+        self.start()
+
+    def close(self) -> None:
+        """Ends the process, and removes all files."""
+        self.process.kill()
+        if self.disk is not None:
+            self.disk.close()
+
+    @property
+    def incarnation(self) -> int:
+        """The incarnation of its last process."""
+        return 0 if self._server is None else self._server._service.incarnation
+
+    @property
+    def num_applied_entries(self) -> int:
+        """How many changes it remembers."""
+        return 0 if self._server is None else int(self._server._store.counters()["applied_entries"])
+
+    @property
+    def is_in_sync(self) -> bool:
+        """Whether its mirror has all of its changes, or it has no mirror."""
+        server = self._server
+        return self.is_up and server is not None and server._log.state is State.IN_SYNC
+
+    @override
+    def main(self) -> None:
+        process, index = self.process, self.task.index
+        path = None if self.disk is None else self.disk.path
+        location = Location("inproc", self.url, self.url)
+        server = ParameterServerTask(index, location, snapshots=path, snapshot_every=_SAVE_S)
+        self._server = server
+        if self._plan is not None and self._checks is not None:
+            ObservedStore(self, server._store, self._plan, self._checks)
+        server.start()
+        if server._snapshots is not None:
+            # The kernel releases the lock of the directory.
+            process.on_exit[-1] = server._snapshots._files.close
+            self.saved.observe(server._snapshots)
+        server.run_forever()
+        server.close()
+        if process.is_up:
+            self.world.note(f"{self} has ended itself: {server.ending}")
+            if self._checks is not None:
+                self.world.checked(self._checks.dropped_job)
+            self.restart_after(self.world.random.uniform(*_AWAY_S))
+
+    @override
+    def kill(self) -> None:
+        super().kill()
+        if self._checks is not None:
+            self._checks.emptied(self.task.index)
+
+    def _sync(self) -> None:
+        """Takes the time of a disk; a machine may fail before it is over."""
+        self.world.sleep(self.world.random.uniform(0.0, _SYNC_S))

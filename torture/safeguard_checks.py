@@ -18,7 +18,7 @@ RESTS_ON: dict[str, tuple[int | None, str]] = {
     "heartbeats": (4, "DeadlineExceededError|TimeoutError"),
     "fsync": (36, "not synced"),
     "key check": (42, "let in"),
-    "watermark": (None, "rules broken"),
+    "watermark": (None, "violations: [1-9]"),
 }
 _SIMULATED_SEEDS = 1000
 

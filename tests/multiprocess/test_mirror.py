@@ -24,6 +24,7 @@ import replicax as rx
 from replicax.foundation import errors
 from replicax.protocol import messages
 from replicax.protocol.tasks import Task, new_incarnation
+from replicax.ps.client.cluster import Cluster
 from replicax.ps.process import mirror_log, mirror_sender
 from replicax.ps.process.mirror_copies import MirrorCopies
 from replicax.ps.process.mirror_log import MirrorLog, State
@@ -576,6 +577,27 @@ def test_bar22_changes_wait_for_a_mirror_that_is_away_and_reads_do_not(servers: 
     servers.post(0, lost)
     servers.collect(0)
     assert servers.value(0) == 2
+
+
+def test_bar22_the_next_coordinator_finds_what_a_restarted_server_has_on_its_mirror(
+    servers: Servers,
+) -> None:
+    servers.in_sync()
+    servers.push(0)
+    # No coordinator attaches it after its restart.
+    servers.stop(0)
+    servers.start(0)
+    cluster = Cluster(servers.places, [], dict(servers.attach.settings), job="job")
+    try:
+        cluster.attach()
+        assert cluster.is_resumed
+        body, values = cluster.channels[0].request(READ, timeout=30)
+        assert isinstance(body, messages.Exchanged)
+        assert np.frombuffer(values[0], np.int64) == [1]
+        # Its closures count from there, also those that only the restarted server has seen.
+        assert cluster.next_closure() == 2
+    finally:
+        cluster.close()
 
 
 def test_bar22_a_silent_mirror_counts_as_away_however_much_is_changed() -> None:

@@ -158,11 +158,20 @@ def test_T111_a_worker_killed_between_functions_comes_back(desk: Desk, tmp_path:
 def test_bar8_a_poison_closure_is_named_and_the_others_complete(desk: Desk, tmp_path: Path) -> None:
     training = Counting(desk, tmp_path)
     coordinator = training.coordinator
-    # All are queued before the poison takes effect: to pickle a plain function takes long in a
-    # process that has imported as much as this one.
+    # All are queued before the poison takes effect: while an error is pending, `schedule` waits for
+    # the closures in flight, and no worker is restarted yet.
+    all_are_queued = tmp_path / "all_are_queued"
+
+    def kill_own_worker() -> None:
+        deadline = time.monotonic() + 120
+        while not all_are_queued.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     training.schedule(80, seconds=0.05)
-    poison = coordinator.schedule(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    poison = coordinator.schedule(kill_own_worker)
     training.schedule(20, seconds=0.05)
+    all_are_queued.touch()
     ended = threading.Event()
 
     def revive() -> None:

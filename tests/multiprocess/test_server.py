@@ -317,7 +317,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[tuple[str, in
     def make(attach: Any, job: str, epoch: int, incarnation: int, index: int, keys: Any) -> Session:
         return Session(made, index)
 
-    monkeypatch.setattr(roles, "ParameterServerSession", make)
+    monkeypatch.setattr(roles.session, "ParameterServerSession", make)
     return made
 
 

@@ -13,6 +13,7 @@ from replicax.coordinator.scheduling.status import Status as Status
 from replicax.coordinator.scheduling.status import WorkerStatus as WorkerStatus
 from replicax.coordinator.scheduling.timing import Timing as Timing
 from replicax.coordinator.watchdog import Watchdog as Watchdog
+from replicax.foundation.public_names import show_as_public
 
 PerWorkerValue = PerWorkerValues
 
@@ -34,3 +35,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+show_as_public(__name__)

@@ -66,6 +66,18 @@ class ClusterCoordinator:
             for _ in range(steps_per_epoch):
                 coordinator.schedule(train_step, args=(iterator,))
             coordinator.join()
+
+    >>> import replicax as rx
+    >>> with rx.testing.LocalCluster(workers=1, ps=1) as cluster:
+    ...     strategy = rx.ParameterServerStrategy(cluster.resolver)
+    ...     with strategy.scope():
+    ...         total = rx.Variable(0)
+    ...     with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
+    ...         for _ in range(3):
+    ...             result = coordinator.schedule(lambda: total.assign_add(2, read_value=False))
+    ...         coordinator.join()
+    ...     total.numpy().item()
+    6
     """
 
     _engine: Engine
@@ -228,6 +240,11 @@ class ClusterCoordinator:
         Args:
           val: A RemoteValue, or nested lists, tuples and dicts of them. Other leaves are
             returned unchanged.
+
+        Raises:
+          InvalidArgumentError: The structure is nested too deeply.
+          CancelledError: A function never runs, because an earlier one failed.
+          Exception: The error that a function raised.
         """
         try:
             return map_structure(_fetched, val)
@@ -264,6 +281,9 @@ class ClusterCoordinator:
 
         Returns:
           The values: an argument for scheduled functions, which get the one of their worker.
+
+        Raises:
+          ArgumentTypeError: `fn` is not a function.
         """
         if not callable(fn):
             raise errors.ArgumentTypeError(

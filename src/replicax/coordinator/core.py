@@ -1,7 +1,6 @@
 """The core of the coordinator: routes events to the policy and turns its actions into messages.
 
-No thread, lock or clock: the engine holds its lock around every call and passes the time, and so
-does the simulation.
+No thread, lock or clock: the engine holds its lock around every call and passes the time.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,7 +26,7 @@ from replicax.coordinator.scheduling.pacing import Rounds
 from replicax.coordinator.scheduling.status import Status
 from replicax.coordinator.scheduling.timing import Timing
 from replicax.coordinator.shipping import serialization
-from replicax.foundation import errors, lazy, spans, thread_stacks
+from replicax.foundation import errors, lazy, runtime, spans, thread_stacks
 from replicax.foundation.types import Tree
 from replicax.protocol import messages
 from replicax.protocol.codec import Buffer
@@ -62,16 +60,16 @@ def _waits_in(
     ) -> Callable[Concatenate[Engine, _P], _R]:
         @functools.wraps(method)
         def wrapped(self: Engine, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-            thread = threading.current_thread()
-            waiting = wait_report.WaitingThread(thread.name, call, time.monotonic())
-            self.waiting_threads[threading.get_ident()] = waiting
+            thread = runtime.current_thread()
+            waiting = wait_report.WaitingThread(thread.name, call, runtime.now())
+            self.waiting_threads[runtime.get_ident()] = waiting
             began = spans.now()
             try:
                 return method(self, *args, **kwargs)
             finally:
                 if began:
                     spans.record("wait", began, label=call)
-                del self.waiting_threads[threading.get_ident()]
+                del self.waiting_threads[runtime.get_ident()]
 
         return wrapped
 
@@ -89,11 +87,11 @@ class Engine:
         # By thread id; each thread changes its own entry.
         self.waiting_threads: dict[int, wait_report.WaitingThread] = {}
         # Protects everything below. Taken before the locks of the client pool.
-        self._lock = threading.RLock()
+        self._lock = runtime.RLock()
         # For `join`; for `schedule` while the queue is full; for single results.
-        self._is_idle = threading.Condition(self._lock)
-        self._has_space = threading.Condition(self._lock)
-        self._is_settled = threading.Condition(self._lock)
+        self._is_idle = runtime.Condition(self._lock)
+        self._has_space = runtime.Condition(self._lock)
+        self._is_settled = runtime.Condition(self._lock)
         # The number of threads that wait for space.
         self._num_blocked = 0
         self._is_closed = False
@@ -110,7 +108,7 @@ class Engine:
                 incarnation=cluster.incarnation,
             )
             self._clients.job, self._clients.epoch = cluster.job, cluster.epoch
-            self._core = Core(cluster, self._clients, timing, queue_limit, time.monotonic())
+            self._core = Core(cluster, self._clients, timing, queue_limit, runtime.now())
             self._core.speculates = speculates
             self._queue = self._core.queue
             for index, location in enumerate(cluster.servers):
@@ -135,7 +133,7 @@ class Engine:
         """Passes an event to the core. Called by the thread of the client pool."""
         with self._lock:
             if not self._is_closed:
-                handle(self._core, *event, time.monotonic())
+                handle(self._core, *event, runtime.now())
                 self._wake()
 
     def _wake(self) -> None:
@@ -171,7 +169,7 @@ class Engine:
             closure = Closure(
                 number, function, resources, buffers, keep_alive, deadline_s=deadline_s
             )
-            self._core.add(closure, time.monotonic())
+            self._core.add(closure, runtime.now())
         if began:
             spans.record("schedule", began, number)
         return closure
@@ -195,7 +193,7 @@ class Engine:
             self._require_open()
             number = self._cluster.next_closure()
             closure = Closure(number, function, [resource], (), keep_alive, pin=worker)
-            self._core.add(closure, time.monotonic())
+            self._core.add(closure, runtime.now())
         return closure
 
     def any_worker(self) -> int:
@@ -227,7 +225,7 @@ class Engine:
           timeout: The maximum number of seconds.
           on_poll: Called repeatedly without the lock; returns the seconds until the next call.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else runtime.now() + timeout
         poll_s = _POLL_S
         while True:
             with self._lock:
@@ -245,7 +243,7 @@ class Engine:
         self._complete_round(deadline)
 
     def _join_timeout(self, timeout: float | None) -> str:
-        workers, now = self._core.pool.workers, time.monotonic()
+        workers, now = self._core.pool.workers, runtime.now()
         return wait_report.join_timeout(workers, self._queue, timeout or 0.0, now)
 
     def _complete_round(self, deadline: float | None) -> None:
@@ -280,10 +278,10 @@ class Engine:
     @_waits_in("fetch")
     def wait_for(self, closure: Closure, timeout: float | None) -> None:
         """Waits until a closure is settled."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else runtime.now() + timeout
 
         def timed_out() -> str:
-            workers, now = self._core.pool.workers, time.monotonic()
+            workers, now = self._core.pool.workers, runtime.now()
             return wait_report.fetch_timeout(closure, workers, self._queue, timeout or 0.0, now)
 
         with self._lock:
@@ -332,7 +330,7 @@ class Engine:
                 self._queue,
                 list(self.waiting_threads.values()),
                 self._timing.beat_s,
-                time.monotonic(),
+                runtime.now(),
             )
 
     def observe(self, timeout: float) -> tuple[Status, wait_report.WaitReport] | None:
@@ -357,9 +355,9 @@ class Engine:
         Tasks that are lost, or do not answer in time, are logged and left out.
         """
         found: list[bytes] = []
-        deadline = time.monotonic() + timeout
+        deadline = runtime.now() + timeout
         for task in [*self._tasks("ps"), *self._tasks("worker")]:
-            left_s = max(deadline - time.monotonic(), 0.1)
+            left_s = max(deadline - runtime.now(), 0.1)
             try:
                 body = messages.RecordSpans(trace, is_on)
                 _, buffers = self._clients.request(task, body, timeout=left_s)
@@ -419,7 +417,7 @@ class Engine:
 
 
 def _wait(
-    condition: threading.Condition,
+    condition: runtime.Condition,
     deadline: float | None,
     poll_s: float,
     timed_out: Callable[[], str],
@@ -433,7 +431,7 @@ def _wait(
       timed_out: Returns the text of the error.
     """
     if deadline is not None:
-        left_s = deadline - time.monotonic()
+        left_s = deadline - runtime.now()
         if left_s <= 0:
             raise errors.DeadlineExceededError(timed_out())
         poll_s = min(poll_s, left_s)

@@ -48,6 +48,16 @@ class PerWorkerDataset:
 
     `iter` starts one iterator on each worker, from the beginning. A scheduled function that
     gets the iterator as an argument calls `next` on that of its own worker.
+
+    >>> import replicax as rx
+    >>> with rx.testing.LocalCluster(workers=1, ps=1) as cluster:
+    ...     strategy = rx.ParameterServerStrategy(cluster.resolver)
+    ...     with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
+    ...         dataset = coordinator.create_per_worker_dataset(lambda: rx.data.Dataset.range(3))
+    ...         iterator = iter(dataset)
+    ...         first = coordinator.schedule(lambda values: next(values), args=(iterator,))
+    ...         first.fetch().item()
+    0
     """
 
     is_per_worker = True
@@ -88,6 +98,9 @@ class PerWorkerDataset:
         """The spec of the elements on a worker: that of the distributed dataset there.
 
         The first call waits for a worker.
+
+        Raises:
+          ContextError: The coordinator that made it is closed.
         """
         if self._spec is None:
             owner = self._require_owner()
@@ -101,6 +114,15 @@ class PerWorkerIterator:
     """An iterator on each worker; made by `iter` of a per-worker dataset.
 
     It is an argument of scheduled functions; the coordinator cannot read it.
+
+    >>> import replicax as rx
+    >>> with rx.testing.LocalCluster(workers=1, ps=1) as cluster:
+    ...     strategy = rx.ParameterServerStrategy(cluster.resolver)
+    ...     with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
+    ...         iterator = iter(coordinator.create_per_worker_dataset(rx.data.Dataset.range(3)))
+    ...         values = [coordinator.schedule(next, args=(iterator,)) for _ in range(2)]
+    ...         sorted(value.fetch().item() for value in values)
+    [0, 1]
     """
 
     is_per_worker = True

@@ -41,6 +41,14 @@ class RemoteValue:
 
     The worker sends the result to the coordinator as soon as the function has ended, so that it
     can be fetched after the worker is gone.
+
+    >>> import replicax as rx
+    >>> with rx.testing.LocalCluster(workers=1, ps=1) as cluster:
+    ...     strategy = rx.ParameterServerStrategy(cluster.resolver)
+    ...     with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
+    ...         squares = [coordinator.schedule(lambda x: x * x, args=(x,)) for x in range(3)]
+    ...         [value.fetch() for value in squares]
+    [0, 1, 4]
     """
 
     __slots__ = ("__weakref__", "_closure", "_runner", "_value")
@@ -139,6 +147,9 @@ def return_argument(value: object) -> object:
 class PerWorkerValues:
     """One `RemoteValue` per worker; a function that gets it sees the value of its own worker.
 
+    Raises:
+      ArgumentTypeError: A value is not a RemoteValue.
+
     >>> PerWorkerValues([1, 2])
     Traceback (most recent call last):
       ...
@@ -179,7 +190,11 @@ class PerWorkerValues:
 
     @property
     def resource(self) -> int:
-        """The id of the resource."""
+        """The id of the resource.
+
+        Raises:
+          InvalidArgumentError: The values are results of closures, which workers do not keep.
+        """
         if self._reference is None:
             raise errors.InvalidArgumentError(
                 "A function gets per-worker values that the workers keep",

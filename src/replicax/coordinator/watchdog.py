@@ -111,6 +111,14 @@ class Watchdog:
 
         with rx.coordinator.Watchdog(coordinator, timeout=120.0):
             coordinator.join()
+
+    >>> import replicax as rx
+    >>> with rx.testing.LocalCluster(workers=1, ps=1) as cluster:
+    ...     strategy = rx.ParameterServerStrategy(cluster.resolver)
+    ...     with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
+    ...         with rx.coordinator.Watchdog(coordinator, timeout=120.0):
+    ...             coordinator.schedule(lambda: 1).fetch()
+    1
     """
 
     def __init__(

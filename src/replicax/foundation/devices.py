@@ -151,6 +151,15 @@ def set_virtual_cpu_devices(count: int) -> None:
     """Splits this machine's CPU into `count` devices.
 
     Call it before the first JAX computation. Idempotent for the same number.
+
+    Raises:
+      InvalidArgumentError: `count` is not a positive int.
+      ContextError: JAX has started.
+
+    >>> import subprocess, sys
+    >>> program = "import jax, replicax as rx; rx.set_virtual_cpu_devices(2); print(jax.devices())"
+    >>> print(subprocess.check_output([sys.executable, "-c", program], text=True).strip())
+    [CpuDevice(id=0), CpuDevice(id=1)]
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise errors.InvalidArgumentError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 from replicax.foundation import errors
@@ -49,6 +52,18 @@ def module(name: str, requirement: str = "") -> Any:
             optax = lazy.module("optax")
     """
     return LazyModule(name, requirement or name.partition(".")[0])
+
+
+@contextlib.contextmanager
+def collections_paused() -> Iterator[None]:
+    """Runs the garbage collector not before the end of a block, unless the program has it off."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class SetByPublicApi(type):

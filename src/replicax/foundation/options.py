@@ -20,7 +20,11 @@ class ReduceOp(enum.Enum):
 
     @staticmethod
     def from_variable_aggregation(aggregation: VariableAggregation) -> ReduceOp:
-        """Returns the reduction of a variable's aggregation."""
+        """Returns the reduction of a variable's aggregation.
+
+        Raises:
+          InvalidArgumentError: The aggregation is neither SUM nor MEAN.
+        """
         if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
             return ReduceOp(aggregation.name)
         raise errors.InvalidArgumentError(
@@ -76,6 +80,9 @@ class CommunicationImplementation(enum.Enum):
     """The preferred collectives: RING is XLA's own all-reduce, NCCL needs GPUs.
 
     AUTO selects the fastest for the devices and for the size of the values.
+
+    >>> CommunicationImplementation("RING")
+    <CommunicationImplementation.RING: 'RING'>
     """
 
     AUTO = "AUTO"
@@ -92,6 +99,10 @@ class CommunicationOptions:
       timeout_seconds: Of the options of a strategy: the time within which all workers must arrive
         at a collective, or at a call that they make together.
       implementation: A `CommunicationImplementation`.
+
+    Raises:
+      InvalidArgumentError: `bytes_per_pack` is negative, or `implementation` is not a member of
+        its enum.
 
     >>> CommunicationOptions(bytes_per_pack=1 << 20).bytes_per_pack
     1048576

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import types
 
 
-def show_as_public(package: types.ModuleType) -> None:
+def show_as_public(path: str) -> None:
     """Sets the `__module__` of public classes and functions to the namespace that exports them.
 
     Tracebacks, `help()`, `repr(type(x))` and pickles then contain the public path, which stays
     valid when a definition moves. Names that the package itself exports get its own path.
 
     Args:
-      package: A module whose `__all__` holds its names and its namespaces, each of which is
-        a module with an `__all__` of its own.
+      path: The package, or a namespace of it; its `__all__` has the names.
     """
-    exported = [getattr(package, name) for name in package.__all__]
-    namespaces = [package, *(value for value in exported if isinstance(value, types.ModuleType))]
-    public = {namespace.__name__ for namespace in namespaces}
-    for namespace in namespaces:
-        for name in namespace.__all__:
-            value = getattr(namespace, name)
-            if not isinstance(value, type | types.FunctionType) or value.__name__ != name:
-                continue  # A namespace, a constant, or an alias.
-            if value.__module__ not in public:
-                _move(value, namespace.__name__)
+    namespace, package = sys.modules[path], sys.modules["replicax"]
+    public = {package.__name__, *(f"{package.__name__}.{name}" for name in package.NAMESPACES)}
+    for name in namespace.__all__:
+        if namespace is package and name in package.NAMESPACES:
+            continue
+        value = getattr(namespace, name)
+        if not isinstance(value, type | types.FunctionType) or value.__name__ != name:
+            continue  # A namespace, a constant, or an alias.
+        if value.__module__ not in public:
+            _move(value, package.__name__ if name in package.__all__ else path)
 
 
 def _move(value: type | types.FunctionType, path: str) -> None:

@@ -7,19 +7,25 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from replicax.foundation import errors
+from replicax.foundation import errors, lazy
 from replicax.protocol.messages import Attach
 from replicax.protocol.tasks import Role, Task
-from replicax.ps.process.parameter_server import ParameterServerTask
 from replicax.ps.process.snapshots import DEFAULT_EVERY_S
 from replicax.transport import addresses
 from replicax.transport import keys as key_files
 from replicax.transport.keys import Keys
-from replicax.worker.runner import WorkerSession
-from replicax.worker.session import ParameterServerSession
-from replicax.worker.worker import MakeSession, WorkerTask
+
+# A program that uses a strategy runs neither.
+if TYPE_CHECKING:
+    from replicax.ps.process import parameter_server
+    from replicax.worker import session, worker
+    from replicax.worker.runner import WorkerSession
+else:
+    parameter_server = lazy.module("replicax.ps.process.parameter_server")
+    session = lazy.module("replicax.worker.session")
+    worker = lazy.module("replicax.worker.worker")
 
 SERVING = ("ps", "worker")
 _WAITING = ("chief", "evaluator")
@@ -103,7 +109,7 @@ def make_task(
         return WaitingTask()
     if name.job == "ps":
         found = _load(keys, "ps", name.index)
-        return ParameterServerTask(
+        return parameter_server.ParameterServerTask(
             name.index,
             addresses.resolve(where, protocol, found),
             keys=found,
@@ -115,7 +121,9 @@ def make_task(
         found = _load(keys, "worker", name.index)
         location = addresses.resolve(where, protocol, found)
         make_session = _session_maker(name.index, found)
-        return WorkerTask(name.index, location, make_session, keys=found, on_ending=on_ending)
+        return worker.WorkerTask(
+            name.index, location, make_session, keys=found, on_ending=on_ending
+        )
     raise errors.InvalidArgumentError(
         f"A server is of one of the jobs {', '.join([*SERVING, *_WAITING])}",
         f"it is {name}",
@@ -142,11 +150,11 @@ def require_snapshots_fit(
         )
 
 
-def _session_maker(index: int, keys: Keys | None) -> MakeSession:
+def _session_maker(index: int, keys: Keys | None) -> worker.MakeSession:
     """Returns a function that creates sessions with the index and the keys of this process."""
 
     def make(attach: Attach, job: str, epoch: int, incarnation: int) -> WorkerSession:
-        return ParameterServerSession(attach, job, epoch, incarnation, index, keys)
+        return session.ParameterServerSession(attach, job, epoch, incarnation, index, keys)
 
     return make
 

@@ -58,6 +58,7 @@ class Server:
       AddressInUseError: If another task listens at its address.
       PermissionDeniedError: If its address needs keys and there are none.
       CheckpointError: If another process keeps its snapshots there, or they cannot be written.
+      ArgumentTypeError: `task_index` is not a whole number.
     """
 
     def __init__(
@@ -149,7 +150,12 @@ class Server:
         }
 
     def start(self) -> None:
-        """Starts the task. Idempotent."""
+        """Starts the task. Idempotent.
+
+        Raises:
+          ContextError: It was stopped.
+          AddressInUseError: Another process listens at its address.
+        """
         with self._lock:
             if self._stopping.is_set():
                 raise errors.ContextError(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-import secrets
 import sys
 from typing import Literal, cast
 
-from replicax.foundation import device_names, errors
+from replicax.foundation import device_names, errors, runtime
 
 # The role of a process in a parameter-server cluster; with keys it is authenticated.
 Role = Literal["coordinator", "worker", "ps"]
@@ -71,7 +70,7 @@ def new_incarnation() -> int:
       >>> new_incarnation() > 0
       True
     """
-    return secrets.randbits(62) + 1
+    return runtime.random_bits(62) + 1
 
 
 @functools.cache

@@ -343,6 +343,11 @@ class ParameterServerStrategy(Strategy):
         both have applied it, and a server that is lost and restarted recovers all changes. Needs
         two servers or more, twice the memory, and time.
 
+    Raises:
+      ArgumentTypeError: The resolver or the partitioner is none.
+      InvalidArgumentError: Another option is out of its range, or the cluster has no worker or
+        server.
+
     >>> import replicax as rx
     >>> rx.ParameterServerStrategy(
     ...     rx.cluster_resolver.SimpleClusterResolver(rx.train.ClusterSpec({"ps": ["a:1"]}))

@@ -18,6 +18,7 @@ with rx.testing.LocalCluster(workers=2, ps=0) as cluster:
     losses = cluster.run(train, args=(directory,))  # A program in lock step, one process each.
 """
 
+from replicax.foundation.public_names import show_as_public
 from replicax.launch.outcomes import Outcome as Outcome
 from replicax.testing.disks import fill as fill
 from replicax.testing.disks import small_disk as small_disk
@@ -39,3 +40,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+show_as_public(__name__)

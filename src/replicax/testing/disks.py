@@ -32,6 +32,12 @@ def small_disk(num_bytes: int) -> Iterator[Path]:
     Raises:
       InvalidArgumentError: The size is none.
       PermissionDeniedError: This process may not mount file systems.
+
+    >>> import contextlib
+    >>> import replicax as rx
+    >>> with contextlib.suppress(rx.errors.PermissionDeniedError):  # only root may mount
+    ...     with rx.testing.small_disk(1 << 20) as disk:
+    ...         _ = (disk / "a").write_bytes(b"x")
     """
     if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 1:
         raise errors.InvalidArgumentError(
@@ -83,6 +89,13 @@ def fill(path: str | os.PathLike[str], spare: int = 0) -> Iterator[int]:
 
     Yields:
       How many bytes it took.
+
+    >>> import contextlib
+    >>> import replicax as rx
+    >>> with contextlib.suppress(rx.errors.PermissionDeniedError):  # only root may mount
+    ...     with rx.testing.small_disk(1 << 20) as disk, rx.testing.fill(disk):
+    ...         with contextlib.suppress(OSError):  # No space left on device
+    ...             _ = (disk / "a").write_bytes(bytes(8192))
     """
     with tempfile.TemporaryFile(prefix="rx-fill-", dir=path, buffering=0) as file:
         size = len(_PIECE)

@@ -75,6 +75,16 @@ class LocalCluster:
       namespaces: Whether each task has a network namespace of its own, as if it were on a host of
         its own, and communicates over TCP; needs the rights of root. Then `cut` and `mend` are for
         programs in lock step, too. Only without parameter servers.
+
+    Raises:
+      InvalidArgumentError: The tasks or options do not make a cluster, or a method names a task
+        that is not one of it.
+      ContextError: It is started twice, or asked for what it has only while it runs.
+
+    >>> import replicax as rx
+    >>> with rx.testing.LocalCluster(workers=2, ps=0) as cluster:
+    ...     cluster.run(lambda: rx.MultiWorkerMirroredStrategy().num_replicas_in_sync)
+    [2, 2]
     """
 
     def __init__(
@@ -390,6 +400,7 @@ class LocalCluster:
 
         Raises:
           InvalidArgumentError: There is none: `proxied` does not name the job.
+          UnsupportedError: The tasks run in lock step.
         """
         group, child = self._task(job, index)
         found = group.proxies.get((job, index))
@@ -415,6 +426,9 @@ class LocalCluster:
           index: Its index.
           caller: Who is cut off from it, such as ("worker", 1) or ("coordinator", 0); everybody
             by default. Only with "ipc" and parameter servers.
+
+        Raises:
+          UnsupportedError: One caller was named, and the tasks run in lock step.
         """
         network = self._network(job, index)
         if network is None:

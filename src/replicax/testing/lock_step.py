@@ -22,7 +22,14 @@ _LONGEST_PAUSE_S = 0.5
 
 
 class LaunchedProgram:
-    """The processes of a program that `LocalCluster.launch` has started."""
+    """The processes of a program that `LocalCluster.launch` has started.
+
+    >>> import replicax as rx
+    >>> with rx.testing.LocalCluster(workers=2, ps=0) as cluster:
+    ...     program = cluster.launch(lambda: 7)
+    ...     [outcome.value for outcome in program.wait(timeout=60.0)]
+    [7, 7]
+    """
 
     def __init__(self, group: SyncGroup, supervisor: GroupSupervisor | None) -> None:
         self._first_group = group

@@ -43,6 +43,13 @@ class Proxy:
 
     Attributes:
       address: Its address, with the real port.
+
+    >>> import socket
+    >>> with socket.create_server(("127.0.0.1", 0)) as task:
+    ...     proxy = Proxy("127.0.0.1:0", f"127.0.0.1:{task.getsockname()[1]}")
+    ...     proxy.cut()
+    ...     proxy.mend()
+    ...     proxy.close()
     """
 
     def __init__(self, address: str, target: str, seed: int = 0) -> None:
@@ -105,6 +112,9 @@ class Proxy:
 
         Args:
           caller: The peer that is cut off, such as ("worker", 1); all by default.
+
+        Raises:
+          UnsupportedError: One peer was named, and the peers use sockets of this host.
         """
         if caller is not None and not self._sees_messages:
             raise self._unsupported("Cutting off one peer", "ipc")

@@ -1,8 +1,4 @@
-"""The seam under the transport: what carries whole messages, and what tells the time.
-
-Everything above it (channel, client pool, service) handles events and messages. `streams/` carries
-them over sockets, `memory.py` inside a process; a simulation brings its own network and clock.
-"""
+"""The seam under channel, client pool and service: what carries messages, and tells the time."""
 
 from __future__ import annotations
 
@@ -16,9 +12,8 @@ from replicax.transport.keys import Identity, Keys
 
 # The events of a poll.
 READ, WRITE = 1, 4
-# The failure of a wire to an address where no task listens.
+# The failures of a wire to an address where no task listens, and of one that its peer has closed.
 NOTHING_LISTENS = "nothing listens there"
-# The failure of a wire that the other side has closed.
 CLOSED = "the connection was closed"
 
 
@@ -103,11 +98,23 @@ class Poller(Protocol):
     def close(self) -> None: ...
 
 
+class Wakeup(Protocol):
+    """Wakes the thread that waits for it, or polls its descriptor, from any thread."""
+
+    fd: int
+
+    def set(self) -> None: ...
+    def clear(self) -> None: ...
+    def wait(self, seconds: float) -> bool: ...
+    def close(self) -> None: ...
+
+
 class Network(Protocol):
     """Makes wires, and is their clock."""
 
     def dial(self, location: Location, keys: Keys | None) -> Wire: ...
     def listen(self, location: Location, keys: Keys | None) -> Listener: ...
     def poller(self) -> Poller: ...
+    def wakeup(self) -> Wakeup: ...
     def now(self) -> float: ...
     def wait(self, wire: Wire, wakeup: int | None, timeout: float) -> bool: ...

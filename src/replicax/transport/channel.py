@@ -5,10 +5,9 @@ from __future__ import annotations
 import collections
 import math
 import os
-import threading
 from collections.abc import Callable, Sequence
 
-from replicax.foundation import errors
+from replicax.foundation import errors, runtime
 from replicax.protocol import codec, error_replies, limits, messages
 from replicax.protocol.tasks import Task, new_incarnation
 from replicax.transport import base, failures
@@ -71,9 +70,9 @@ class Channel:
         incarnation: int | None = None,
         *,
         peer: Task,
-        network: base.Network = streams.NETWORK,
+        network: base.Network | None = None,
     ) -> None:
-        self._network = network
+        self._network = network or streams.NETWORK
         self.location = location
         self.me = me
         self.peer = peer
@@ -83,7 +82,7 @@ class Channel:
         self.check_failure: Callable[[], Exception | None] | None = None
         self._keys = keys
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._connection: Connection | None = None
         self._next = 1
         # The encoded requests in flight, in order: they are sent again on a new connection.

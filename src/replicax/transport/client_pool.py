@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from replicax.foundation import errors
+from replicax.foundation import errors, runtime
 from replicax.protocol import codec, error_replies, limits, messages
 from replicax.protocol.tasks import Task, new_incarnation
 from replicax.transport import base, failures
@@ -17,7 +16,6 @@ from replicax.transport.addresses import Location
 from replicax.transport.connection import Connection
 from replicax.transport.keys import Keys
 from replicax.transport.streams import network as streams
-from replicax.transport.wakeup import Wakeup
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ class _PendingReply:
 
     def __init__(self, message: list[codec.Part]) -> None:
         self.message = message
-        self.event = threading.Event()
+        self.event = runtime.Event()
         self.reply: tuple[messages.Body, list[memoryview]] | None = None
         self.error: errors.DistributeError | None = None
 
@@ -119,10 +117,10 @@ class ClientPool:
         on_idle: OnIdle | None = None,
         *,
         incarnation: int | None = None,
-        network: base.Network = streams.NETWORK,
+        network: base.Network | None = None,
     ) -> None:
         self.me = me
-        self._network = network
+        self._network = network or streams.NETWORK
         self.job = ""
         self.epoch = 0
         self.incarnation = incarnation or new_incarnation()
@@ -134,16 +132,16 @@ class ClientPool:
         self._numbers = itertools.count(_FIRST_NUMBER)
         self._commands: collections.deque[tuple[Callable[..., None], tuple[Any, ...]]]
         self._commands = collections.deque()
-        self._wakeup = Wakeup()
+        self._wakeup = self._network.wakeup()
         self._peers: dict[Task, _Peer] = {}
-        self._poller = network.poller()
+        self._poller = self._network.poller()
         self._poller.set(self._wakeup.fd, base.READ)
         # The peers by the descriptors that are polled.
         self._owners: dict[int, _Peer] = {}
         self._idle_at = 0.0
         self._linger = limits.LINGER
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="replicax-pool", daemon=True)
+        self._thread = runtime.Thread(target=self._run, name="replicax-pool", daemon=True)
         self._thread.start()
 
     # Called by any thread.
@@ -185,7 +183,7 @@ class ClientPool:
           UnavailableError: The task is unreachable.
           DistributeError: The error in the reply: one of the classes of `replicax.errors`.
         """
-        if threading.current_thread() is self._thread:
+        if runtime.current_thread() is self._thread:
             raise errors.ContextError(
                 "The thread of a ClientPool cannot wait for replies",
                 f"a callback sent a request to {task} and would wait",
@@ -218,7 +216,7 @@ class ClientPool:
         self._linger = timeout
         self._is_closing = True
         self._wakeup.set()
-        if threading.current_thread() is not self._thread:
+        if runtime.current_thread() is not self._thread:
             self._thread.join()
 
     def __enter__(self) -> ClientPool:

@@ -55,7 +55,7 @@ class Connection:
         keys: Keys | None,
         incarnation: int,
         shares_memory: bool = False,
-        network: base.Network = streams.NETWORK,
+        network: base.Network | None = None,
     ) -> None:
         self.location = location
         self.me = me
@@ -70,7 +70,7 @@ class Connection:
         is_local = location.scheme == "ipc"
         self.shared_memory = SharedMemoryClient() if shares_memory and is_local else None
         self.wire: base.Wire | None = None
-        self._network = network
+        self._network = network or streams.NETWORK
         self._keys = keys
         self._opened_at = 0.0
         self._observed_at = 0.0

@@ -1,4 +1,4 @@
-"""Wires inside a process, for tests and simulations: messages in queues, by name."""
+"""Wires inside a process, for tests: messages in queues, by name."""
 
 from __future__ import annotations
 

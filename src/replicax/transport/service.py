@@ -11,12 +11,11 @@ import collections
 import itertools
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from replicax.foundation import errors, spans, thread_stacks
+from replicax.foundation import errors, runtime, spans, thread_stacks
 from replicax.protocol import admission, codec, error_replies, limits, messages
 from replicax.protocol.tasks import Role, Task, library_version, new_incarnation
 from replicax.transport import base, shared_memory
@@ -25,7 +24,6 @@ from replicax.transport.connection_guard import LimitedLog, PendingConnections
 from replicax.transport.keys import Keys
 from replicax.transport.streams import network as streams
 from replicax.transport.streams.frames import LARGEST
-from replicax.transport.wakeup import Wakeup
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +85,7 @@ class Session:
         self.next_request = 0
         self.reader: shared_memory.SharedMemoryReader | None = None
         self.writer: shared_memory.SharedMemoryWriter | None = None
-        self.lock = threading.Lock()
+        self.lock = runtime.Lock()
 
     def has_gap_before(self, number: int) -> bool:
         """Returns whether a request before this one is missing; otherwise records this one.
@@ -162,19 +160,19 @@ class Service:
         on_failed: Callable[[str], None] | None = None,
         accepted: Mapping[Role, frozenset[type[messages.Body]]] | None = None,
         on_rejected: Callable[[messages.Hello, errors.DistributeError], None] | None = None,
-        network: base.Network = streams.NETWORK,
+        network: base.Network | None = None,
     ) -> None:
         if location.scheme == "tcp":
             _check_keys(task, keys)
         self.task = task
         self.incarnation = incarnation or new_incarnation()
-        self._network = network
+        self._network = network or streams.NETWORK
         self._handler = handler
         self._on_idle = on_idle
         self._on_failed = on_failed
         # Headers and buffers of all sessions, also those through shared memory.
         self.num_bytes_received = self.num_bytes_sent = 0
-        self._listener = network.listen(location, keys)
+        self._listener = self._network.listen(location, keys)
         self.url = self._listener.url
         self.address = self._listener.address
         self._accepted = admission.requests_to(task) if accepted is None else accepted
@@ -183,14 +181,14 @@ class Service:
         # By descriptor; the least recently used first.
         self._sessions: collections.OrderedDict[int, Session] = collections.OrderedDict()
         self._pending = PendingConnections()
-        self._poller = network.poller()
-        self._wakeup = Wakeup()
+        self._poller = self._network.poller()
+        self._wakeup = self._network.wakeup()
         self._poller.set(self._wakeup.fd, base.READ)
         self._poller.set(self._listener.fileno(), base.READ)
         # When to accept connections again; None while it does.
         self._resume_at: float | None = None
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._thread: runtime.Thread | None = None
+        self._lock = runtime.Lock()
         self._is_closing = False
         self._log = LimitedLog(task)
         self._idle_at = 0.0
@@ -202,7 +200,7 @@ class Service:
         with self._lock:
             if self._thread is None and not self._is_closing:
                 name = f"replicax-service-{self.task.role}-{self.task.index}"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread = runtime.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
 
     def send(
@@ -265,7 +263,7 @@ class Service:
             self._is_closing = True
             thread = self._thread
         self._wakeup.set()
-        if thread is threading.current_thread():
+        if thread is runtime.current_thread():
             return  # The thread ends when the handler returns.
         if thread is not None:
             thread.join()

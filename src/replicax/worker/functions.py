@@ -9,13 +9,12 @@ from __future__ import annotations
 import collections
 import io
 import pickle
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from typing_extensions import override
 
-from replicax.foundation import errors
+from replicax.foundation import errors, runtime
 from replicax.protocol import codec
 from replicax.protocol.codec import Buffer
 from replicax.worker.error_reports import UnknownFunctionError
@@ -50,7 +49,7 @@ class Functions:
     def __init__(self, max_functions: int = _MAX_FUNCTIONS, max_bytes: int = _MAX_BYTES) -> None:
         self._max_functions, self._max_bytes = max_functions, max_bytes
         # Protects the entries and their size.
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._entries: collections.OrderedDict[str, _Entry] = collections.OrderedDict()
         self._size = 0
 

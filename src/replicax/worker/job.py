@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import threading
 from collections.abc import Iterable, Sequence
 
+from replicax.foundation import runtime
 from replicax.protocol.codec import Buffer
 from replicax.protocol.messages import Attach, ClosureCall, CreateResource, Result
 from replicax.transport.service import Session
@@ -77,7 +77,7 @@ class Job:
         self.last_seen_s = 0.0
         self.is_ready = False
         # Protects everything below; notified when work is added or the job ends.
-        self._changed = threading.Condition()
+        self._changed = runtime.Condition()
         # Resources are created first, so that closures find them.
         self._urgent: collections.deque[Create] = collections.deque()
         self._work: collections.deque[Call | Drop] = collections.deque()

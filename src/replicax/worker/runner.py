@@ -9,14 +9,12 @@ import importlib
 import logging
 import os
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 from replicax.contexts import worker_index
-from replicax.foundation import errors, spans
+from replicax.foundation import errors, runtime, spans
 from replicax.foundation.types import Tree
 from replicax.protocol import trees
 from replicax.protocol.codec import Buffer
@@ -222,7 +220,7 @@ class WarningRelay(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._thread = threading.get_ident()
+        self._thread = runtime.get_ident()
         self._texts: list[str] = []
         _LOGGER.addHandler(self)
 
@@ -318,7 +316,7 @@ class Runner:
             self._settle(self._session.drain)
             if began:
                 spans.record("wait", began, label="acknowledgements")
-        now = time.monotonic()
+        now = runtime.now()
         for closure in list(self._unacknowledged):
             error = errors.DistributeError(
                 f"The servers did not acknowledge the updates of closure {closure}. Report this "
@@ -334,20 +332,20 @@ class Runner:
             self.report_all()
             if self.is_fenced:
                 return
-        started_s = self.started_s = time.monotonic()
+        started_s = self.started_s = runtime.now()
         began = spans.now()
         outcome, is_unacknowledged = self._outcome_of(call, buffers)
         if began:
             spans.record("closure", began, call.closure)
         self.started_s = None
         self.num_run += 1
-        self._record_duration(call.function, time.monotonic() - started_s)
+        self._record_duration(call.function, runtime.now() - started_s)
         if is_unacknowledged:
             self._unacknowledged[call.closure] = outcome
         else:
-            self._report(outcome, None, time.monotonic())
+            self._report(outcome, None, runtime.now())
         self._settle(self._session.poll)
-        self._reports.send_if_due(time.monotonic())
+        self._reports.send_if_due(runtime.now())
 
     def _outcome_of(self, call: ClosureCall, buffers: Sequence[Buffer]) -> tuple[Outcome, bool]:
         """Runs a closure; returns also whether its updates are still unacknowledged."""
@@ -418,7 +416,7 @@ class Runner:
         except Exception as error:
             # Not of one closure: all unacknowledged ones fail.
             ended = [(closure, error) for closure in self._unacknowledged]
-        now = time.monotonic()
+        now = runtime.now()
         for closure, error in ended:
             outcome = self._unacknowledged.pop(closure, None)
             if outcome is not None:

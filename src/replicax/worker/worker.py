@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
 
-from replicax.foundation import errors, spans
+from replicax.foundation import errors, runtime, spans
 from replicax.protocol import error_replies, messages
 from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Task, new_incarnation
@@ -82,7 +80,7 @@ class WorkerTask:
         )
         # Protects the job and its successor; notified when either changes. Taken before the lock of
         # a job.
-        self._changed = threading.Condition()
+        self._changed = runtime.Condition()
         self._job: Job | None = None
         self._is_interrupted = False
         # The newest coordinator of this worker: older ones of the job are rejected.
@@ -318,7 +316,7 @@ class WorkerTask:
                 old.session, old.request = session, envelope.request
                 return (messages.Done(), ()) if old.is_ready else None
             job = Job(name, epoch, self._service.incarnation, body, session, envelope.request)
-            job.last_seen_s = time.monotonic()
+            job.last_seen_s = runtime.now()
             self._job = job
             self._changed.notify_all()
         if old is not None:
@@ -342,7 +340,7 @@ class WorkerTask:
         job = self._job_of(session, envelope)
         if job is not None:
             job.session = session
-            job.last_seen_s = time.monotonic()
+            job.last_seen_s = runtime.now()
             job.forget_settled(body.settled)
         return messages.Pong(self._num_run, self._counters(job))
 
@@ -366,10 +364,10 @@ class WorkerTask:
         if runner is not None:
             counters["resources"] = len(runner.resources)
             started_s = runner.started_s
-            counters["running_s"] = 0.0 if started_s is None else time.monotonic() - started_s
+            counters["running_s"] = 0.0 if started_s is None else runtime.now() - started_s
             waiting = runner.waiting_for
             if waiting is not None:
-                since_s = time.monotonic() - waiting[1]
+                since_s = runtime.now() - waiting[1]
                 counters |= {"waiting_ps": waiting[0], "waiting_s": since_s}
         return counters
 

@@ -24,6 +24,11 @@ class WorkerStatus:
       rate: The closures it finished per second, since the last heartbeat.
       num_restarts: The number of times it was lost.
       reason: Why it is not used; empty if it is.
+
+    >>> status = WorkerStatus("/job:worker/task:1", "connecting", 0, 40, 0.0, 1, "nothing listens")
+    >>> workers = [status]  # `coordinator.status().workers`
+    >>> [status.task for status in workers if status.num_restarts]
+    ['/job:worker/task:1']
     """
 
     task: str

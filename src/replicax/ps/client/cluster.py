@@ -10,8 +10,6 @@ import math
 import os
 import secrets
 import socket
-import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.contexts.frames import StrategyHooks
-from replicax.foundation import errors
+from replicax.foundation import errors, runtime
 from replicax.protocol import limits, messages
 from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Task, new_incarnation
@@ -151,11 +149,11 @@ class Cluster:
         self._placements = itertools.count()
         # Numbers of changes by this process itself that are not acknowledged.
         self._writes: set[int] = set()
-        self._writing = threading.Lock()
+        self._writing = runtime.Lock()
         # Returns the handle of a variable by its shipping key; set by the strategy.
         self.variable: Callable[[tuple[Any, ...]], Variable]
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._is_attached = False
         self._is_closed = False
         # Servers and numbers of parts without a handle.
@@ -213,7 +211,7 @@ class Cluster:
                 raise strategy_closed()
             if self._is_attached:
                 return
-            deadline = time.monotonic() + self._connect_timeout
+            deadline = runtime.now() + self._connect_timeout
             if self._has_name:
                 self._resume_job(deadline)
             attach = messages.Attach(self._urls, self.settings, [] if self.is_resumed else None)
@@ -236,6 +234,8 @@ class Cluster:
         """Resumes the job if the servers hold it. See Note [Job resume]."""
         query = messages.QueryJob()
         found = [_request_starting(channel, query, deadline) for channel in self.channels]
+        if self.settings.get("mirror"):
+            self._recover_from_mirrors(found, deadline)
         resumed = ResumedJob.find(self.job, found)
         if resumed is None:
             return
@@ -245,6 +245,26 @@ class Cluster:
             channel.epoch = self.epoch
         self._closures = itertools.count(resumed.first_closure)
         self.next_closure = self._closures.__next__
+
+    def _recover_from_mirrors(self, found: list[messages.Body], deadline: float) -> None:
+        """Lets servers that were restarted without a coordinator recover from their mirrors.
+
+        A server fetches its copy when it is attached; until then it holds no job.
+
+        Args:
+          found: The reply of each server to `QueryJob`; those of recovered servers are replaced.
+          deadline: When to raise if a server cannot be reached.
+        """
+        held = [f.epoch for f in found if isinstance(f, messages.JobInfo) and f.job == self.job]
+        if not held:
+            return
+        for server, (channel, reply) in enumerate(zip(self.channels, found, strict=True)):
+            if isinstance(reply, messages.JobInfo) and not reply.job:
+                channel.epoch = max(held) + 1
+                # Without a copy it is still empty, and the job cannot be resumed.
+                with contextlib.suppress(errors.PSIncarnationError):
+                    _attach(channel, messages.Attach(self._urls, self.settings, []), deadline)
+                found[server] = _request_starting(channel, messages.QueryJob(), deadline)
 
     def is_saved(self, server: int) -> bool:
         """Returns whether the state of a server outlives its process."""
@@ -264,7 +284,7 @@ class Cluster:
             return False
         channel = self.channels[server]
         channel.reset()
-        _attach(channel, self.attach_again(server), time.monotonic() + self._return_timeout)
+        _attach(channel, self.attach_again(server), runtime.now() + self._return_timeout)
         return True
 
     def request(
@@ -390,9 +410,9 @@ def _attach(channel: Channel, attach: messages.Attach, deadline: float) -> messa
 
 def _request_starting(channel: Channel, body: messages.Body, deadline: float) -> messages.Body:
     """Sends a request to a server that may still be starting."""
-    started_s = time.monotonic()
+    started_s = runtime.now()
     while True:
-        remaining = deadline - time.monotonic()
+        remaining = deadline - runtime.now()
         try:
             return channel.request(body, timeout=max(remaining, 0.1))[0]
         except errors.PSIncarnationError:
@@ -401,11 +421,15 @@ def _request_starting(channel: Channel, body: messages.Body, deadline: float) ->
                 raise
             channel.reset()
         except (errors.UnavailableError, errors.DeadlineExceededError) as error:
+            given_up = channel.check_failure
+            if given_up is not None and (lost := given_up()) is not None:
+                # The coordinator no longer waits for the server, nor does this request.
+                raise lost from error
             if remaining <= 0:
-                waited_s = time.monotonic() - started_s
+                waited_s = runtime.now() - started_s
                 raise errors.PSUnavailableError(
                     f"{channel.peer} could not be reached at {channel.location} for "
                     f"{waited_s:.0f} s: {error} Start it (`python -m replicax serve`), or correct "
                     "the cluster spec."
                 ) from error
-            time.sleep(min(0.05, remaining))
+            runtime.sleep(min(0.05, remaining))

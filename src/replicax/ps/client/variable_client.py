@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import threading
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +20,7 @@ import numpy as np
 
 from replicax.bundle.manifest import Part
 from replicax.contexts.overlay import Change
-from replicax.foundation import errors
+from replicax.foundation import errors, runtime
 from replicax.protocol import error_replies, messages
 from replicax.protocol.codec import Buffer
 from replicax.ps.client import outgoing
@@ -133,7 +131,7 @@ class ParameterClient:
         self._pulls_ahead = pulls_ahead
         self._ahead: _Reads | None = None
         # Serializes requests; user code may have threads.
-        self._lock = threading.RLock()
+        self._lock = runtime.RLock()
         self._is_closed = False
         self._closure: int | None = None
         self._call = 0
@@ -441,7 +439,7 @@ class ParameterClient:
         request = self._in_flight[server][0]
         with self._failing(server):
             if timeout:
-                self._waiting_for = (server, time.monotonic())
+                self._waiting_for = (server, runtime.now())
             try:
                 reply = self._channels[server].receive(timeout)
             finally:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import threading
 from collections.abc import Sequence
 from typing import IO
 
-from replicax.foundation import errors
+from replicax.foundation import errors, runtime
 from replicax.protocol import messages
 from replicax.protocol.codec import Buffer
 from replicax.ps.process import snapshot_files
@@ -39,7 +38,7 @@ class _Copy:
         self.incarnation = session.incarnation
         # The position of the next entry, and of the first one that was not in the snapshot.
         self.position = self.seeded = position
-        self.lock = threading.Lock()
+        self.lock = runtime.Lock()
 
 
 class _Transfer:
@@ -68,7 +67,7 @@ class MirrorCopies:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._copies: dict[int, _Copy] = {}
         # Snapshots being received and sent, by owner; used by the slow-request thread, and dropped
         # by `clear`.

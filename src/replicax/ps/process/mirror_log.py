@@ -17,11 +17,10 @@ from __future__ import annotations
 import collections
 import enum
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from replicax.foundation import errors
+from replicax.foundation import errors, runtime
 from replicax.protocol import messages
 from replicax.protocol.codec import Buffer
 from replicax.ps.store import jobs
@@ -103,7 +102,7 @@ class MirrorLog:
         self._send = send
         self._wake = wake
         # Acquired after the write lock of the store; nothing blocks while it is held.
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self.state = State.OFF
         self.target: Target | None = None
         # A job that was recovered from the mirror, and the position of its next entry.

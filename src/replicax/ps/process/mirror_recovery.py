@@ -5,12 +5,10 @@ from __future__ import annotations
 import collections
 import logging
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import IO
 
-from replicax.foundation import errors
+from replicax.foundation import errors, runtime
 from replicax.protocol import messages
 from replicax.protocol.tasks import Task
 from replicax.ps.process import snapshot_files
@@ -66,10 +64,10 @@ class MirrorRecovery:
         self._incarnation = incarnation
         self._respond = respond
         self._set_reached = set_reached
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
+        self._closing = runtime.Event()
+        self._lock = runtime.Lock()
         self._requests: collections.deque[Request] = collections.deque()
-        self._thread: threading.Thread | None = None
+        self._thread: runtime.Thread | None = None
 
     def defer(self, request: Request) -> bool:
         """Defers a request that needs the state of the mirror; False for all others."""
@@ -85,7 +83,7 @@ class MirrorRecovery:
             self._requests.append(request)
             if self._thread is None:
                 name = f"replicax-ps-{self._task.index}-recovery"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread = runtime.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
         return True
 
@@ -120,7 +118,7 @@ class MirrorRecovery:
         mirror = (self._task.index + 1) % len(attach.servers)
         location = addresses.resolve(attach.servers[mirror], None, self._keys)
         peer = Task("ps", mirror)
-        deadline_s = time.monotonic() + min(_UNREACHABLE_S, jobs.lease_of(attach))
+        deadline_s = runtime.now() + min(_UNREACHABLE_S, jobs.lease_of(attach))
         with (
             tempfile.TemporaryFile() as file,
             Channel(location, self._task, self._keys, self._incarnation, peer=peer) as channel,
@@ -129,13 +127,13 @@ class MirrorRecovery:
             channel.check_failure = self._failure
             while not self._closing.is_set():
                 try:
-                    began_s = time.monotonic()
+                    began_s = runtime.now()
                     position = self._fetch_into(file, channel)
                     loaded, num_bytes = snapshot_files.read(file, f"The copy of {self._task}")
                     self._log.expect(envelope.job, position)
                     self._store.restore(loaded)
                     self._set_reached(envelope.job)
-                    seconds = time.monotonic() - began_s
+                    seconds = runtime.now() - began_s
                     text = "%s has restored job %r from its mirror: %d bytes in %.1f s"
                     _log.info(text, self._task, envelope.job, num_bytes, seconds)
                     return
@@ -143,7 +141,7 @@ class MirrorRecovery:
                     _log.warning("%s has no copy on its mirror %s", self._task, peer)
                     return
                 except errors.DistributeError as error:
-                    if time.monotonic() >= deadline_s:
+                    if runtime.now() >= deadline_s:
                         text = "%s could not fetch its copy from its mirror %s: %s"
                         _log.warning(text, self._task, peer, error)
                         return

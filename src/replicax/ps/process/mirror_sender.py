@@ -14,12 +14,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from typing import IO
 
-from replicax.foundation import errors
+from replicax.foundation import errors, runtime
 from replicax.protocol import error_replies, messages
 from replicax.protocol.tasks import Task
 from replicax.ps.process import snapshot_files
@@ -29,7 +27,7 @@ from replicax.ps.store.service import ParameterStore
 from replicax.transport import addresses
 from replicax.transport.channel import Channel
 from replicax.transport.keys import Keys
-from replicax.transport.wakeup import Wakeup
+from replicax.transport.streams import network as streams
 
 PIECE_BYTES = 8 << 20
 # Messages in flight, and the entries of one of them.
@@ -66,10 +64,10 @@ class MirrorSender:
         self._keys = keys
         self._incarnation = incarnation
         self._log = log
-        self._closing = threading.Event()
-        self._wakeup = Wakeup()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._closing = runtime.Event()
+        self._wakeup = streams.NETWORK.wakeup()
+        self._lock = runtime.Lock()
+        self._thread: runtime.Thread | None = None
         # The job in which the mirror follows this process; before, it may follow another one.
         self._reached: str | None = None
         # The job in which another incarnation has replaced this one.
@@ -77,12 +75,12 @@ class MirrorSender:
         # See Note [A silent mirror]: the timeout of a reply, when the next one is due, and when the
         # mirror last received or confirmed something.
         self._reply_timeout_s = jobs.DEFAULT_MIRROR_REPLY_S
-        self._due_s = self._progress_s = time.monotonic()
+        self._due_s = self._progress_s = runtime.now()
 
     @property
     def unconfirmed_s(self) -> float:
         """The seconds since the mirror's last confirmation; 0 within the timeout of a reply."""
-        seconds = time.monotonic() - self._progress_s
+        seconds = runtime.now() - self._progress_s
         return seconds if seconds > self._reply_timeout_s else 0.0
 
     def start(self) -> None:
@@ -91,7 +89,7 @@ class MirrorSender:
             if self._thread is None and not self._closing.is_set():
                 self._mark_progress()
                 name = f"replicax-ps-{self._task.index}-mirror"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread = runtime.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
 
     def wake(self) -> None:
@@ -153,11 +151,11 @@ class MirrorSender:
         self._log.mark_unreachable()
 
     def _mark_progress(self) -> None:
-        self._progress_s = time.monotonic()
+        self._progress_s = runtime.now()
 
     def _restart_deadline(self) -> None:
         """Restarts the time within which the mirror must send its next reply."""
-        self._due_s = time.monotonic() + self._reply_timeout_s
+        self._due_s = runtime.now() + self._reply_timeout_s
 
     def _is_over(self, target: Target) -> bool:
         found = self._log.target
@@ -178,7 +176,7 @@ class MirrorSender:
                 if self._is_over(target):
                     text = f"The job of {self._task} has ended or has no mirror any more."
                     return errors.UnavailableError(text)
-                return self._overdue(mirror) if time.monotonic() > self._due_s else None
+                return self._overdue(mirror) if runtime.now() > self._due_s else None
 
             channel.job = target.job
             channel.check_failure = failure
@@ -284,12 +282,12 @@ class MirrorSender:
                 position, target = taken[0]
                 if target is None or target.job != job:
                     raise errors.UnavailableError(f"{self._task} is attached to another job.")
-                looked_s = time.monotonic()
+                looked_s = runtime.now()
 
                 def is_wanted(_: float) -> bool:
                     # The time of writing does not count as silence of the mirror.
                     nonlocal looked_s
-                    before_s, looked_s = looked_s, time.monotonic()
+                    before_s, looked_s = looked_s, runtime.now()
                     self._progress_s += looked_s - before_s
                     return not self._closing.is_set()
 

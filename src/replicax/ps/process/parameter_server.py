@@ -5,12 +5,10 @@ from __future__ import annotations
 import collections
 import logging
 import queue
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from replicax.foundation import errors
+from replicax.foundation import errors, runtime
 from replicax.protocol import error_replies, messages
 from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Task, new_incarnation
@@ -80,14 +78,14 @@ class ParameterServerTask:
         self._snapshot_every_s = snapshot_every
         self._snapshots: Snapshots | None = None
         self._ending: str | None = None
-        self._ended = threading.Event()
-        self._slow_requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self._slow_thread = threading.Thread(
+        self._ended = runtime.Event()
+        self._slow_requests: queue.SimpleQueue[_Request | None] = runtime.SimpleQueue()
+        self._slow_thread = runtime.Thread(
             target=self._handle_slow_requests, name=f"replicax-ps-{index}-slow", daemon=True
         )
         # The number of slow requests by session. `_lock` protects it, and is never held while a
         # request is handled.
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._num_slow: collections.Counter[bytes] = collections.Counter()
         incarnation = new_incarnation()
         self._mirror = MirrorSender(self._task, self._store, keys, incarnation, self._log)
@@ -220,7 +218,7 @@ class ParameterServerTask:
                 buffers,
                 job=envelope.job,
                 epoch=envelope.epoch,
-                now=time.monotonic(),
+                now=runtime.now(),
             )
         except errors.DistributeError as error:
             reply = error_replies.from_error(error), ()

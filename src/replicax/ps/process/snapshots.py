@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from replicax.foundation import errors, spans
+from replicax.foundation import errors, runtime, spans
 from replicax.ps.process.snapshot_files import GivenUpError, SnapshotDirectory
 from replicax.ps.store.service import ParameterStore
 from replicax.ps.store.snapshot import ChangeCounts
@@ -148,10 +146,10 @@ class Snapshots:
         self._label = label
         self._is_busy = is_busy
         self._every_s = every_s
-        self._schedule = Schedule(every_s, time.monotonic())
-        self._closing = threading.Event()
+        self._schedule = Schedule(every_s, runtime.now())
+        self._closing = runtime.Event()
         self._is_cancelled = False
-        self._thread = threading.Thread(target=self._run, name=f"{label}-snapshots", daemon=True)
+        self._thread = runtime.Thread(target=self._run, name=f"{label}-snapshots", daemon=True)
         # The job of the files, and how many jobs had ended when they were written.
         self._job: str | None = None
         self._num_ended_jobs = 0
@@ -163,13 +161,13 @@ class Snapshots:
 
     def restore(self) -> None:
         """Restores the store from the newest valid snapshot, if there is one."""
-        began_s = time.monotonic()
+        began_s = runtime.now()
         found = self._files.load(self._store.restore)
         if found is None:
             return
         self._number, self._num_bytes = found
         self._job = self._store.job
-        seconds = time.monotonic() - began_s
+        seconds = runtime.now() - began_s
         text = "%s restored job %r from snapshot %d: %d bytes in %.1f s"
         _log.info(text, self._label, self._job, self._number, self._num_bytes, seconds)
 
@@ -191,7 +189,7 @@ class Snapshots:
         saved_s = self._saved_s
         return {
             "snapshot_number": self._number,
-            "snapshot_age_s": -1.0 if saved_s is None else time.monotonic() - saved_s,
+            "snapshot_age_s": -1.0 if saved_s is None else runtime.now() - saved_s,
             "snapshot_seconds": self._seconds,
             "snapshot_bytes": self._num_bytes,
             "snapshot_failures": self._num_failures,
@@ -209,7 +207,7 @@ class Snapshots:
             if counts.ended_jobs != self._num_ended_jobs:
                 self._num_ended_jobs, self._job, self._saved_s = counts.ended_jobs, None, None
                 self._files.clear()
-            is_due = self._schedule.is_due(counts, is_busy=self._is_busy(), now=time.monotonic())
+            is_due = self._schedule.is_due(counts, is_busy=self._is_busy(), now=runtime.now())
             if is_due or (is_last and self._schedule.has_news(counts)):
                 with spans.block("checkpoint", "snapshot"):
                     self._save()
@@ -217,14 +215,14 @@ class Snapshots:
             _log.info("%s cancelled a snapshot", self._label)
         except Exception as error:
             self._num_failures += 1
-            self._schedule.failed(time.monotonic())
+            self._schedule.failed(runtime.now())
             if isinstance(error, errors.DistributeError):
                 _log.warning("%s could not save a snapshot: %s", self._label, error)
             else:
                 _log.exception("%s could not save a snapshot", self._label)
 
     def _save(self) -> None:
-        began_s = time.monotonic()
+        began_s = runtime.now()
         with self._store.snapshot_lock:
             cut = self._store.snapshot()
             if cut is None:
@@ -239,15 +237,15 @@ class Snapshots:
                 cut.close()
         self._number, self._num_bytes = saved
         self._job, self._saved_s = cut.state.job, began_s
-        self._seconds = time.monotonic() - began_s
+        self._seconds = runtime.now() - began_s
         self._schedule.saved(cut.counts, began_s)
 
     def _should_continue(self, counts: ChangeCounts, pace: Pace, done: float) -> bool:
         """Pauses the save of a snapshot; returns whether to continue it."""
-        pause_s = pace.pause(time.monotonic(), done)
+        pause_s = pace.pause(runtime.now(), done)
         # A closing process waits for the snapshot: no pauses.
         if pause_s and not self._closing.wait(pause_s):
-            pace.resumed(time.monotonic())
+            pace.resumed(runtime.now())
         return (
             not self._is_cancelled and self._store.change_counts().ended_jobs == counts.ended_jobs
         )

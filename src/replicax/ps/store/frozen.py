@@ -14,11 +14,10 @@ Note [Frozen parts]
 from __future__ import annotations
 
 import mmap
-import threading
 
 import numpy as np
 
-from replicax.foundation import errors
+from replicax.foundation import errors, runtime
 from replicax.ps.store import memory
 
 # How much is read at a time.
@@ -62,7 +61,7 @@ class FrozenView:
     )
 
     def __init__(
-        self, block: memory.Block, old_rows: PreservedRows, num_rows: int, lock: threading.Lock
+        self, block: memory.Block, old_rows: PreservedRows, num_rows: int, lock: runtime.Lock
     ) -> None:
         self.block = block
         self.old_rows = old_rows

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 
+from replicax.foundation import runtime
 from replicax.protocol import messages
 from replicax.ps.store import memory
 from replicax.ps.store.frozen import FrozenView, PreservedRows
@@ -55,7 +54,7 @@ class Part:
         self.label = f"part {spec.part} ({spec.name!r}) on {task}"
         self.shape = spec.shape
         self.dtype = dtype
-        self.lock = threading.Lock()
+        self.lock = runtime.Lock()
         self.version = 1
         self.num_missing = 0
         initial = spec.initial

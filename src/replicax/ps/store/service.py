@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from replicax.foundation import errors, spans
+from replicax.foundation import errors, runtime, spans
 from replicax.protocol import messages
 from replicax.protocol.codec import Buffer
 from replicax.protocol.tasks import Role
@@ -96,9 +94,9 @@ class ParameterStore:
         self._checkpoints = checkpoints
         self._journal = journal or NullJournal()
         self.expired: str | None = None
-        self.snapshot_lock = threading.Lock()
+        self.snapshot_lock = runtime.Lock()
         # See storage.py for the order of locks. It also protects `_job` and `_storage`.
-        self._write_lock = threading.Lock()
+        self._write_lock = runtime.Lock()
         self._job: jobs.Job | None = None
         self._storage = Storage(self._task, self._write_lock)
         self._counters = Counters()
@@ -191,7 +189,7 @@ class ParameterStore:
 
     def counters(self) -> dict[str, int | float]:
         """Returns counters and sizes by name."""
-        counted = dataclasses.asdict(self._counters)
+        counted: dict[str, int] = vars(self._counters)
         return {**counted, **self._storage.sizes(), "rss": memory.resident_bytes()}
 
     def change_counts(self) -> snapshot.ChangeCounts:

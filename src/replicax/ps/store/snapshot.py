@@ -7,8 +7,6 @@ although training continues while it is written; see frozen.py.
 
 from __future__ import annotations
 
-import secrets
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from replicax.foundation import errors
+from replicax.foundation import errors, runtime
 from replicax.protocol import messages
 from replicax.ps.store.accumulation import SavedMean, SavedSum
 from replicax.ps.store.applied_updates import AppliedUpdates, Key
@@ -225,7 +223,7 @@ class Loaded:
     pieces: Callable[[int], Iterator[Piece]]
 
 
-def restored(loaded: Loaded, task: str, write_lock: threading.Lock) -> tuple[Job, Storage]:
+def restored(loaded: Loaded, task: str, write_lock: runtime.Lock) -> tuple[Job, Storage]:
     """Restores a job and its storage.
 
     Raises:
@@ -234,7 +232,7 @@ def restored(loaded: Loaded, task: str, write_lock: threading.Lock) -> tuple[Job
     """
     state = loaded.state
     job = Job.restored(state.job, state.epoch, state.coordinator, state.fenced)
-    ahead = secrets.randbits(_VERSION_BITS) + 1 << _VERSION_SHIFT
+    ahead = runtime.random_bits(_VERSION_BITS) + 1 << _VERSION_SHIFT
     storage = Storage(task, write_lock, first_version=ahead)
     for index, part in enumerate(state.parts):
         version = part.version % _VERSIONS + ahead

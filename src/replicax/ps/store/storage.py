@@ -16,14 +16,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import msgspec
 import numpy as np
 
-from replicax.foundation import errors, spans
+from replicax.foundation import errors, runtime, spans
 from replicax.protocol import error_replies, messages
 from replicax.protocol.codec import Buffer
 from replicax.ps.store import memory, optimizers, programs, updates
@@ -84,12 +83,12 @@ class Storage:
       accumulation: Gradients that wait for others; used under the write lock.
     """
 
-    def __init__(self, task: str, write_lock: threading.Lock, first_version: int = 1) -> None:
+    def __init__(self, task: str, write_lock: runtime.Lock, first_version: int = 1) -> None:
         self._task = task
         # Of every part created here. A restarted server must not assign a version that it may have
         # assigned to another value before.
         self._first_version = first_version
-        self._creation_lock = threading.Lock()
+        self._creation_lock = runtime.Lock()
         self._write_lock = write_lock
         self._parts: dict[int, Part] = {}
         self._optimizers: dict[int, optimizers.Optimizer] = {}

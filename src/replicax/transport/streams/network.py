@@ -11,16 +11,16 @@ import resource
 import select
 import socket
 import sys
-import time
 import weakref
 from pathlib import Path
 
-from replicax.foundation import errors
+from replicax.foundation import errors, runtime
 from replicax.protocol import limits
 from replicax.transport import addresses, base, memory
 from replicax.transport.addresses import Location
 from replicax.transport.keys import Keys
 from replicax.transport.streams.wire import StreamWire, TlsWire
+from replicax.transport.wakeup import Wakeup
 
 _log = logging.getLogger(__name__)
 
@@ -55,9 +55,13 @@ class SocketNetwork:
         """Returns a poller."""
         return EpollPoller()
 
+    def wakeup(self) -> base.Wakeup:
+        """Returns what wakes a thread that polls."""
+        return Wakeup()
+
     def now(self) -> float:
         """Returns the monotonic time in seconds."""
-        return time.monotonic()
+        return runtime.now()
 
     def wait(self, wire: base.Wire, wakeup: int | None, timeout: float) -> bool:
         """Waits until a wire has events, or another descriptor does; returns whether it has."""
@@ -71,7 +75,8 @@ class SocketNetwork:
         return wakeup is not None and any(fd == wakeup for fd, _ in ready)
 
 
-NETWORK = SocketNetwork()
+# See Note [What a simulation replaces] in `foundation/runtime.py`.
+NETWORK: base.Network = SocketNetwork()
 
 
 class EpollPoller:
