@@ -25,7 +25,7 @@ from replicax.cli.main import app
 from replicax.foundation import settings
 from replicax.observe import endpoint, job_directory
 from replicax.top import terminal, web
-from replicax.top.view import Sampler
+from replicax.top.view import Row, Sampler
 
 _REPLICAX = [sys.executable, "-m", "replicax"]
 _PROGRAM = Path(__file__).parent.parent / "support" / "programs" / "observed_job.py"
@@ -110,8 +110,8 @@ def test_screen_selects_asks_before_it_kills_and_shows_stacks(small_job: Path) -
     class Careful(Sampler):
         killed: list[str] = []
 
-        def kill(self, task: str) -> int:
-            self.killed.append(task)
+        def kill(self, row: Row) -> int:
+            self.killed.append(row.task)
             return 7
 
     sampler = Careful(small_job)

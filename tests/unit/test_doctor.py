@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import socket
 import threading
@@ -14,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from replicax.cli.main import app
-from replicax.doctor import checkpoint_directory, cluster, host, installation
+from replicax.doctor import checkpoint_directory, cluster, host, hosts, installation
 from replicax.doctor.findings import Check, Finding, Level, run_all
 from replicax.foundation import settings
 from replicax.transport import keys
@@ -218,3 +219,37 @@ def test_command_prints_json_and_fails_if_there_is_a_problem() -> None:
     assert problem["check"] == "checkpoints" and problem["advice"]
     names = {finding["check"] for finding in report["findings"]}
     assert {"versions", "extras", "devices", "cluster", "port", "peers", "clock"} <= names
+
+
+SSH = """#!/bin/sh
+# ssh OPTIONS -- HOST COMMAND; the clock of "late" is two hours behind.
+while [ "$1" != -- ]; do shift; done
+[ "$2" = gone ] && echo "gone: no route" >&2 && exit 255
+[ "$2" = late ] && export PYTHONPATH="{directory}:$PYTHONPATH"
+exec sh -c "$3"
+"""
+LATE = """
+import time
+_time_ns = time.time_ns
+time.time_ns = lambda: _time_ns() - 7_200_000_000_000
+"""
+
+
+def test_hosts_are_reached_over_ssh_and_their_clocks_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LATE)
+    (tmp_path / "ssh").write_text(SSH.format(directory=tmp_path))
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (check,) = hosts.checks(["near", "late", "gone", "near"], None, None)
+    near, late, gone = check.run()
+    assert near.level is Level.OK and "near: " in near.text and " ms at most" in near.text
+    assert late.level is Level.PROBLEM and "7200." in late.text and "s behind" in late.text
+    assert gone.level is Level.PROBLEM and "gone: no route" in gone.text
+    assert not hosts.checks([], None, None)
+
+
+def test_hosts_of_doctor_are_those_of_run() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--hosts", "a", "--hostfile", "x"])
+    assert done.exit_code == 2 and "Hosts are named once" in done.output

@@ -113,6 +113,38 @@ def test_without_slurm_a_script_is_written_and_cannot_be_submitted(
 
 
 @pytest.mark.parametrize(
+    ("words", "address", "program"),
+    [
+        ("--ray train.py --ray 3", None, ("train.py", "--ray", "3")),
+        ("--ray auto train.py auto", "auto", ("train.py", "auto")),
+        ("--ray=head:6379 train.py", "head:6379", ("train.py",)),
+        ("--workers 2 --ray ray://head:10001 --ps 1 train.py", "ray://head:10001", ("train.py",)),
+        ("-n 2 --ray -m auto", None, ("auto",)),
+        ("-mn 2 --ray local auto", "local", ("auto",)),
+        ("--ray -- auto", None, ("auto",)),
+    ],
+)
+def test_the_address_of_ray_may_be_left_out(
+    words: str, address: str | None, program: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[str | None, tuple[str, ...]]] = []
+
+    def launch(launcher: RayLauncher, job: JobSpec) -> int:
+        found.append((launcher.address, (job.program.target, *job.program.args)))
+        return 0
+
+    monkeypatch.setattr(RayLauncher, "launch", launch)
+    done = CliRunner().invoke(app, ["run", *words.split()])
+    assert done.exit_code == 0, done.output
+    assert found == [(address, program)]
+
+
+def test_a_value_that_looks_like_ray_stays_one() -> None:
+    done = CliRunner().invoke(app, ["run", "--env", "--ray", "x.py"])
+    assert "NAME=VALUE" in done.output and "'--ray'" in done.output
+
+
+@pytest.mark.parametrize(
     ("words", "text"),
     [
         (["--slurm", "--ray", "x.py"], "--slurm and --ray"),

@@ -224,6 +224,25 @@ def test_a_server_with_a_bad_configuration_ends_the_job(tmp_path: Path) -> None:
     assert desk.run() == 2
 
 
+@pytest.mark.parametrize("task", [WORKERS[0], PS], ids=str)
+def test_a_worker_or_server_that_crashes_restarts_alone_until_it_crashes_too_often(
+    tmp_path: Path, task: Task
+) -> None:
+    desk = Desk(tmp_path, JobSpec(PROGRAM, workers=1, ps=1, max_restarts=2))
+
+    def on_start(start: Start) -> None:
+        if start.task == task:
+            desk.output.take(task, f"crash {start.incarnation}\n".encode())
+            desk.host.exit(task, 1)
+
+    desk.host.on_start = on_start
+    assert desk.run() == 1
+    again = [started for started in desk.host.started()[3:] if started[0] == task.job]
+    assert again == [(task.job, 0, 1), (task.job, 0, 2)]
+    said = "\n".join(desk.said)
+    assert "2 times within 60 s: giving up" in said and "  crash 2" in said
+
+
 def test_an_elastic_cluster_gives_a_worker_up_and_goes_on(tmp_path: Path) -> None:
     job = JobSpec(PROGRAM, workers=2, ps=1, min_workers=1, max_restarts=1)
     desk = Desk(tmp_path, job)

@@ -13,8 +13,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from replicax.cli.failures import errors_in_one_line
 from replicax.doctor import checkpoint_directory, cluster, host, installation
+from replicax.doctor import hosts as remote
 from replicax.doctor.findings import Check, Finding, Level, run_all
+from replicax.launch.ssh import chosen_hosts
 
 _STYLES = {
     Level.OK: ("✓", "green"),
@@ -23,22 +26,42 @@ _STYLES = {
     Level.PROBLEM: ("✗", "bold red"),
 }
 _WIDTH = 18
+# The exit code for a command line that cannot be run, as of `replicax run`.
+_BAD_CONFIGURATION = 2
 
 _Checkpoints = Annotated[
     Path, typer.Option(metavar="DIR", help="Where the job saves checkpoints; it is measured.")
 ]
+_Hosts = Annotated[
+    str | None, typer.Option(metavar="A,B,...", help="Check these hosts of a job, too, over ssh.")
+]
+_Hostfile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A file of hosts: `HOST [slots=N]` per line.")
+]
+_SshConfig = Annotated[Path | None, typer.Option(metavar="FILE", help="As of `ssh -F`.")]
+_Python = Annotated[str | None, typer.Option(metavar="PATH", help="Python on the hosts.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")]
 
 
-def doctor(checkpoints: _Checkpoints = Path(), as_json: _Json = False) -> None:
+def doctor(
+    checkpoints: _Checkpoints = Path(),
+    hosts: _Hosts = None,
+    hostfile: _Hostfile = None,
+    ssh_config: _SshConfig = None,
+    python: _Python = None,
+    as_json: _Json = False,
+) -> None:
     """Check versions, devices, the cluster, ports, peers, clocks, limits and the disk.
 
     Run it with the environment of a task, such as its TF_CONFIG. Exits with 1 if there is a
     problem that would keep a job from running; warnings do not count.
     """
+    with errors_in_one_line(_BAD_CONFIGURATION):
+        names = chosen_hosts(hosts, hostfile)
     checks: list[Check] = [
         *installation.checks(),
         *cluster.checks(),
+        *remote.checks(names, ssh_config, python),
         *host.checks(),
         *checkpoint_directory.checks(checkpoints.absolute()),
     ]

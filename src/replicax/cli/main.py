@@ -20,14 +20,11 @@ _COMMANDS = {
     "keys": ("replicax.cli.keys", "app"),
     "new": ("replicax.cli.new", "new"),
     "port": ("replicax.cli.port", "port"),
-    "run": ("replicax.cli.run", "run"),
+    "run": ("replicax.cli.run", "app"),
     "serve": ("replicax.cli.serve", "serve"),
     "top": ("replicax.cli.top", "top"),
     "trace": ("replicax.cli.trace", "trace"),
 }
-# Everything behind the program belongs to the program.
-_ENDS_AT_ARGUMENTS = {"allow_interspersed_args": False}
-_SETTINGS = {"run": _ENDS_AT_ARGUMENTS}
 
 
 class _Commands(TyperGroup):
@@ -45,7 +42,7 @@ class _Commands(TyperGroup):
         found = getattr(importlib.import_module(module), name)
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False)
-            found.command(cmd_name, context_settings=_SETTINGS.get(cmd_name))(function)
+            found.command(cmd_name)(function)
         command = cast("TyperCommand | TyperGroup", typer.main.get_command(found))
         command.name = cmd_name
         return command

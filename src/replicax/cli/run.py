@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
+from typing_extensions import override
 
 from replicax.cli.failures import errors_in_one_line
 from replicax.foundation import errors
@@ -15,7 +20,7 @@ from replicax.launch.launcher import Launcher
 from replicax.launch.local import LocalLauncher
 from replicax.launch.ray import RayLauncher
 from replicax.launch.slurm import SlurmLauncher
-from replicax.launch.ssh import SshLauncher, read_hostfile
+from replicax.launch.ssh import SshLauncher, chosen_hosts
 
 # The exit code for a command line that cannot be run: a restart will not help.
 _BAD_CONFIGURATION = 2
@@ -113,19 +118,58 @@ _Apply = Annotated[
     ),
 ]
 _Ray = Annotated[
-    bool,
-    typer.Option("--ray", help="Run on a Ray cluster.", rich_help_panel=_SCHEDULERS),
-]
-_RayAddress = Annotated[
     str | None,
     typer.Option(
-        metavar="ADDRESS",
-        help="The Ray cluster, such as auto; that of RAY_ADDRESS, or a new one, by default.",
+        "--ray",
+        metavar="[ADDRESS]",
+        help="Run on the Ray cluster at auto, local, HOST:PORT or ray://HOST:PORT; without an "
+        "address, on that of RAY_ADDRESS, or on a new one.",
         rich_help_panel=_SCHEDULERS,
     ),
 ]
+# What `ray.init` takes as an address. Any other word after --ray is the program.
+_RAY_ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
 
+class _RunCommand(TyperCommand):
+    """A command whose `--ray` has an optional value, which parsers of options do not offer."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._with_address(args))
+
+    def _with_address(self, args: Sequence[str]) -> list[str]:
+        """Returns a command line in which `--ray` always has a value, which may be empty."""
+        words, found = collections.deque(args), list[str]()
+        while words and words[0].startswith("-") and words[0] != "--":
+            word = words.popleft()
+            if word == "--ray":
+                has_address = words and _RAY_ADDRESS.fullmatch(words[0])
+                word = f"--ray={words.popleft() if has_address else ''}"
+            found.append(word)
+            if words and self._takes_next(word):
+                found.append(words.popleft())
+        return [*found, *words]
+
+    def _takes_next(self, word: str) -> bool:
+        """Returns whether the next word is the value of an option."""
+        with_value = {
+            name: not getattr(option, "is_flag", True)
+            for option in self.params
+            for name in option.opts
+        }
+        if word.startswith("--"):
+            return with_value.get(word, False)
+        # Letters of several options, such as -mn; the rest behind one with a value is its value.
+        letters = [i for i, letter in enumerate(word) if with_value.get(f"-{letter}", False)]
+        return letters[:1] == [len(word) - 1]
+
+
+app = typer.Typer(add_completion=False)
+
+
+# Everything behind the program belongs to the program.
+@app.command(cls=_RunCommand, context_settings={"allow_interspersed_args": False})
 def run(
     program: _Program,
     is_module: _Module = False,
@@ -156,8 +200,7 @@ def run(
     volume_size: _VolumeSize = "10Gi",
     output: _Output = None,
     apply: _Apply = False,
-    ray: _Ray = False,
-    ray_address: _RayAddress = None,
+    ray: _Ray = None,
 ) -> None:
     """Run a program on a cluster, and restart what is lost.
 
@@ -172,7 +215,7 @@ def run(
             evaluator=evaluator,
             min_workers=least,
             cpus_per_worker=cpus_per_worker,
-            hosts=_hosts(hosts, hostfile),
+            hosts=chosen_hosts(hosts, hostfile),
             devices_per_worker=devices_per_worker,
             env=dict(map(_pair, env or [])),
             logs=logs,
@@ -182,7 +225,7 @@ def run(
             keys=keys,
             checkpoints=checkpoints,
         )
-        ways = {"--slurm": slurm, "--kubernetes": kubernetes, "--ray": ray or bool(ray_address)}
+        ways = {"--slurm": slurm, "--kubernetes": kubernetes, "--ray": ray is not None}
         chosen = _one_of(ways)
         launcher: Launcher = SshLauncher(ssh_config, python) if job.hosts else LocalLauncher()
         if chosen == "--slurm":
@@ -199,7 +242,7 @@ def run(
                 show=_show,
             )
         elif chosen == "--ray":
-            launcher = RayLauncher(ray_address, show=_show)
+            launcher = RayLauncher(ray or None, show=_show)
     with errors_in_one_line():
         raise typer.Exit(launcher.launch(job))
 
@@ -216,21 +259,6 @@ def _one_of(ways: dict[str, bool]) -> str | None:
             "A job runs in one environment", f"there are {' and '.join(given)}", "Choose one."
         )
     return given[0] if given else None
-
-
-def _hosts(names: str | None, hostfile: Path | None) -> tuple[str, ...]:
-    if names is not None and hostfile is not None:
-        raise errors.InvalidArgumentError(
-            "Hosts are named once", "there are --hosts and --hostfile", "Leave one of them out."
-        )
-    if hostfile is not None:
-        return read_hostfile(hostfile)
-    found = tuple(name.strip() for name in (names or "").split(",") if name.strip())
-    if names is not None and not found:
-        raise errors.InvalidArgumentError(
-            "--hosts must name at least one host", f"it is {names!r}", "Write node1,node2."
-        )
-    return found
 
 
 def _elastic(text: str | None, workers: int | None) -> tuple[int | None, int]:

@@ -14,11 +14,13 @@ import typer
 
 from replicax.cli.failures import errors_in_one_line
 from replicax.foundation import errors, spans
-from replicax.observe import client
+from replicax.observe import client, job_directory
 from replicax.timeline import merging, perfetto, picture
 
 _POLL_S = 0.02
 _SWITCH_S = 5.0
+# The spans of other hosts arrive within so many seconds: some MB of each task, compressed.
+_COPY_S = 30.0
 # Tasks stop by themselves so many seconds after the longest time that was asked for.
 _MORE_S = 30.0
 
@@ -50,7 +52,10 @@ def trace(
     out: _Out = None,
     picture_file: _Picture = None,
 ) -> None:
-    """Record the tasks of a job on this host in one file, which ui.perfetto.dev shows."""
+    """Record the tasks of a job in one file, which ui.perfetto.dev shows.
+
+    They are those of this host, and of the hosts of `replicax run`, if that runs on this one.
+    """
     with errors_in_one_line():
         given = None if job is None else Path(job)
         if given is not None and given.suffix == perfetto.SUFFIX and given.is_file():
@@ -71,7 +76,7 @@ def trace(
 def _record(job: Path, steps: int, timeout: float, out: Path | None) -> Path:
     with tempfile.TemporaryDirectory(prefix="replicax-trace-") as folder:
         deadline = time.monotonic() + timeout
-        with _recording(job, folder, timeout):
+        with _recording(job, Path(folder), timeout):
             begun = _progress(job)
             while _progress(job) < begun + steps and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
@@ -82,10 +87,13 @@ def _record(job: Path, steps: int, timeout: float, out: Path | None) -> Path:
 
 
 @contextlib.contextmanager
-def _recording(job: Path, folder: str, timeout: float) -> Iterator[None]:
+def _recording(job: Path, folder: Path, timeout: float) -> Iterator[None]:
     name = f"cli-{secrets.token_hex(8)}"
-    arguments = {"trace": name, "directory": folder, "seconds": timeout + _MORE_S}
-    answers = client.ask_all(job, "trace_start", arguments, _SWITCH_S)
+    arguments = {"trace": name, "directory": str(folder), "seconds": timeout + _MORE_S}
+    # The launcher itself has nothing to record.
+    own = [path for path in job_directory.sockets(job) if path != client.launcher_of(job)]
+    answers = client.ask_each(own, "trace_start", arguments, _SWITCH_S)
+    answers += client.ask_hosts(job, "trace_start", arguments, _SWITCH_S)
     try:
         if not any(answer.reply for answer in answers):
             found = "; ".join(f"{answer.name}: {answer.error}" for answer in answers)
@@ -93,11 +101,13 @@ def _recording(job: Path, folder: str, timeout: float) -> Iterator[None]:
         yield
     finally:
         client.ask_all(job, "trace_stop", {"trace": name}, _SWITCH_S)
+        client.ask_hosts(job, "trace_stop", {"trace": name}, _COPY_S, files=folder)
 
 
 def _progress(job: Path) -> int:
     """Returns the closures of the coordinator, or the steps of the farthest task."""
-    replies = [answer.reply for answer in client.ask_all(job, "status") if answer.reply]
+    answers = [*client.ask_all(job, "status"), *client.ask_hosts(job, "status")]
+    replies = [answer.reply for answer in answers if answer.reply]
     counts = [_closures(reply) for reply in replies if reply.get("role") == "coordinator"]
     return max(counts or [int(reply.get("steps", 0)) for reply in replies], default=0)
 

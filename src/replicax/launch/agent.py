@@ -7,6 +7,7 @@ not heard for a while.
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import shutil
 import sys
@@ -20,12 +21,15 @@ import msgspec
 
 from replicax.foundation import errors, settings
 from replicax.launch import agent_protocol as protocol
-from replicax.launch import certificates
-from replicax.launch.host import Event, Exited, LocalHost, Started
+from replicax.launch import certificates, observing
+from replicax.launch.host import Event, Exited, LocalHost, Start, Started
+from replicax.observe import job_directory
 from replicax.protocol.tasks import Task, library_version, python_version
 
 # The exit code of a process that was told something that it does not understand.
 _BAD_MESSAGE = 65
+# How many requests are answered at a time: tasks may take a second each.
+_MOST_ASKED = 4
 
 
 def version() -> str:
@@ -42,6 +46,9 @@ class _Agent:
         self._directory = Path(tempfile.mkdtemp(prefix="rx-agent-"))
         self._keys: Path | None = None
         self._host: LocalHost | None = None
+        # Where the tasks can be observed.
+        self._job: Path | None = None
+        self._asking = concurrent.futures.ThreadPoolExecutor(_MOST_ASKED, "replicax-agent-ask")
 
     def run(self) -> None:
         """Serves one launcher, until it disconnects."""
@@ -57,8 +64,12 @@ class _Agent:
         if isinstance(message, protocol.Hello):
             if message.keys:
                 self._keys = certificates.write(self._directory / "keys", message.keys)
+            if message.job:
+                self._job = job_directory.root() / job_directory.safe_name(message.job)
             self._host = host = LocalHost(self._on_event, self._on_output, message.address)
             self._reply(protocol.Ready(version(), host.cores, host.gpus, sys.executable))
+        elif isinstance(message, protocol.AskTime):
+            self._reply(protocol.TimeIs(time.time_ns()))
         elif self._host is None or isinstance(message, protocol.Beat):
             return
         elif isinstance(message, protocol.Reserve):
@@ -68,12 +79,30 @@ class _Agent:
                 self._reply(protocol.Reserved([], str(error)))
         elif isinstance(message, protocol.Send):
             self._host.send(Task(message.job, message.index), message.number)
+        elif isinstance(message, protocol.Ask):
+            self._asking.submit(self._ask, message)
         else:
-            start = message.start
-            if self._keys is not None:
-                variables = {**start.variables, settings.REPLICAX_KEYS: str(self._keys)}
-                start = msgspec.structs.replace(start, variables=variables)
-            self._host.start(start)
+            self._host.start(self._with_directories(message.start))
+
+    def _with_directories(self, start: Start) -> Start:
+        """Adds the directories of this host to the environment of a task."""
+        variables = dict(start.variables)
+        if self._keys is not None:
+            variables[settings.REPLICAX_KEYS] = str(self._keys)
+        if self._job is not None:
+            variables[settings.REPLICAX_JOB_DIR] = str(self._job)
+        return msgspec.structs.replace(start, variables=variables)
+
+    def _ask(self, message: protocol.Ask) -> None:
+        try:
+            assert self._job is not None, "a launcher that is not observed does not ask"
+            found = observing.answer(message, self._job, self._directory / "traces")
+        except Exception as error:
+            # The launcher waits for each answer, and the tasks go on without it.
+            found = protocol.Answered(
+                message.number, [protocol.TaskAnswer("agent", None, None, repr(error))], {}
+            )
+        self._reply(found)
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Started):
@@ -102,6 +131,9 @@ class _Agent:
     def _close(self) -> None:
         if self._host is not None:
             self._host.close()
+        if self._job is not None:
+            job_directory.remove_left_over(self._job)
+        self._asking.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

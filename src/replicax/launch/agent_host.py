@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
 import msgspec
 
 from replicax.foundation import errors, settings
 from replicax.launch import agent_protocol as protocol
-from replicax.launch import certificates
+from replicax.launch import certificates, observing
 from replicax.launch.agent import version
 from replicax.launch.host import Event, Exited, HostLost, Start, Started
 from replicax.launch.job import JobSpec
@@ -31,6 +31,10 @@ _CONNECT_SECONDS = 30.0
 _REPLY_SECONDS = 30.0
 _END_SECONDS = 10.0
 _NUM_ERROR_LINES = 20
+# How often the time of a host is asked for; the quickest reply tells most.
+_NUM_TIMES = 8
+# Replies that something waits for.
+_Reply: TypeAlias = protocol.Ready | protocol.Reserved | protocol.TimeIs
 
 
 class AgentHost:
@@ -43,6 +47,7 @@ class AgentHost:
       reached_by: What the command is, for messages: "ssh".
       python: The interpreter of the host.
       keys: The files of the keys of the cluster, by name.
+      job: The name of the directory in which its tasks can be observed; empty if they cannot.
       on_event: Called with each event.
       on_output: Called with the output of tasks.
     """
@@ -55,6 +60,7 @@ class AgentHost:
         reached_by: str,
         python: str,
         keys: dict[str, bytes],
+        job: str,
         on_event: Callable[[Event], None],
         on_output: Callable[[Task, bytes], None],
     ) -> None:
@@ -66,12 +72,13 @@ class AgentHost:
         self._command = list(command)
         self._reached_by = reached_by
         self._keys = keys
+        self._job = job
+        # What is called with the answer to each request.
+        self._asked: dict[int, Callable[[protocol.Answered], None]] = {}
         self._on_event = on_event
         self._on_output = on_output
         self._process: subprocess.Popen[bytes] | None = None
-        self._replies: queue.SimpleQueue[protocol.Ready | protocol.Reserved | None] = (
-            queue.SimpleQueue()
-        )
+        self._replies: queue.SimpleQueue[_Reply | None] = queue.SimpleQueue()
         self._stderr: collections.deque[str] = collections.deque(maxlen=_NUM_ERROR_LINES)
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -113,7 +120,7 @@ class AgentHost:
         ]
         for thread in self._threads:
             thread.start()
-        self._tell(protocol.Hello(self.address, self._keys, version()))
+        self._tell(protocol.Hello(self.address, self._keys, version(), self._job))
 
     def finish(self) -> None:
         """Waits until the agent is there.
@@ -132,7 +139,7 @@ class AgentHost:
             )
         self.cores, self.gpus, self.python = found.cores, found.gpus, found.python
 
-    def _wait(self, seconds: float) -> protocol.Ready | protocol.Reserved:
+    def _wait(self, seconds: float) -> _Reply:
         try:
             found = self._replies.get(timeout=seconds)
         except queue.Empty:
@@ -144,6 +151,24 @@ class AgentHost:
                 f"{self.name} cannot be reached by {self._reached_by}: {said}"
             )
         return found
+
+    def clock_difference(self) -> tuple[float, float]:
+        """Returns how many seconds the clock of the host is ahead, and how wrong that can be.
+
+        Raises:
+          UnavailableError: The connection is lost.
+        """
+        found: list[tuple[int, int]] = []
+        for _ in range(_NUM_TIMES):
+            asked = time.time_ns()
+            began = time.monotonic_ns()
+            self._tell(protocol.AskTime())
+            reply = self._wait(_REPLY_SECONDS)
+            took = time.monotonic_ns() - began
+            assert isinstance(reply, protocol.TimeIs)
+            found.append((took, reply.nanoseconds - asked - took // 2))
+        took, ahead = min(found)
+        return ahead / 1e9, took / 2e9
 
     # Tasks.
 
@@ -164,6 +189,22 @@ class AgentHost:
     def send(self, task: Task, number: int) -> None:
         """Sends a signal to the process of a task and to what it has started."""
         self._tell(protocol.Send(task.job, task.index, number))
+
+    def ask(self, ask: protocol.Ask, on_answer: Callable[[protocol.Answered], None]) -> None:
+        """Asks the tasks of the host; the answer is empty if the connection is lost."""
+        self._asked[ask.number] = on_answer
+        self._tell(ask)
+        if self._is_lost.is_set():
+            self._answer_all_asked()
+
+    def _answer_all_asked(self) -> None:
+        for number in list(self._asked):
+            self._answer(protocol.Answered(number, [], {}))
+
+    def _answer(self, message: protocol.Answered) -> None:
+        on_answer = self._asked.pop(message.number, None)
+        if on_answer is not None:
+            on_answer(message)
 
     def close(self) -> None:
         """Ends the connection; the agent kills what runs. Idempotent."""
@@ -213,6 +254,7 @@ class AgentHost:
             reason = f"{reason}: {error}"
         self._is_lost.set()
         self._replies.put(None)
+        self._answer_all_asked()
         if not self._is_closing.is_set():
             said = "; ".join(self._stderr)
             self._on_event(HostLost(self.name, f"{reason}. {said}".strip()))
@@ -226,6 +268,8 @@ class AgentHost:
         elif isinstance(message, protocol.Ended):
             task = Task(message.job, message.index)
             self._on_event(Exited(task, message.incarnation, message.code))
+        elif isinstance(message, protocol.Answered):
+            self._answer(message)
         else:
             self._replies.put(message)
 
@@ -276,13 +320,23 @@ def run_through_agents(
     with _key_files_of(job.keys) as files:
         # Each agent has the keys in a directory of its own.
         job = dataclasses.replace(job, keys=None)
+        directory = observing.directory_of(job)
+        name = "" if directory is None else directory.name
 
         def connect(
             on_event: Callable[[Event], None], on_output: Callable[[Task, bytes], None]
         ) -> Sequence[AgentHost]:
             hosts = {
                 to.name: AgentHost(
-                    to.name, to.address, to.command, reached_by, python, files, on_event, on_output
+                    to.name,
+                    to.address,
+                    to.command,
+                    reached_by,
+                    python,
+                    files,
+                    name,
+                    on_event,
+                    on_output,
                 )
                 for to in destinations
             }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import IO, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import msgspec
 
@@ -26,11 +26,13 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
       address: Where the tasks of other hosts reach those of this one.
       keys: The files of the keys of the cluster, by name.
       version: The versions of the launcher.
+      job: The name of the directory in which tasks can be observed; empty if they cannot.
     """
 
     address: str
     keys: dict[str, bytes]
     version: str
+    job: str = ""
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
@@ -51,6 +53,26 @@ class Send(msgspec.Struct, frozen=True, tag=True):
     job: str
     index: int
     number: int
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Asks the tasks of this host for something that `observe` knows.
+
+    Attributes:
+      number: The number of this request.
+      request: What is asked.
+      arguments: Its arguments.
+      task: The task that is asked; None for all.
+    """
+
+    number: int
+    request: str
+    arguments: dict[str, Any]
+    task: str | None
+
+
+class AskTime(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the time of day of the host."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -106,8 +128,44 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     code: int
 
 
-ToAgent: TypeAlias = Hello | Reserve | Launch | Send | Beat
-FromAgent: TypeAlias = Ready | Reserved | Printed | Begun | Ended
+class TimeIs(msgspec.Struct, frozen=True, tag=True):
+    """The time of day of the host, in nanoseconds."""
+
+    nanoseconds: int
+
+
+class TaskAnswer(msgspec.Struct, frozen=True):
+    """What one task has answered.
+
+    Attributes:
+      name: The name of its socket, without suffix.
+      pid: Its process on its host; None if nothing listens.
+      reply: What it replied; None without a reply.
+      error: Why it has not replied.
+    """
+
+    name: str
+    pid: int | None
+    reply: Any
+    error: str
+
+
+class Answered(msgspec.Struct, frozen=True, tag=True):
+    """What the tasks of a host have answered.
+
+    Attributes:
+      number: The number of the request.
+      answers: The answer of each task.
+      files: Files that the request has finished, by name.
+    """
+
+    number: int
+    answers: list[TaskAnswer]
+    files: dict[str, bytes]
+
+
+ToAgent: TypeAlias = Hello | Reserve | Launch | Send | Ask | AskTime | Beat
+FromAgent: TypeAlias = Ready | Reserved | Printed | Begun | Ended | Answered | TimeIs
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_to_agent = msgspec.msgpack.Decoder(ToAgent).decode

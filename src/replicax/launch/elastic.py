@@ -150,6 +150,10 @@ class ElasticResult:
       values: What the function returned on each worker of the last run.
       num_workers: The number of workers of each run, in order.
       reasons: Why each run has ended; the last one is "finished".
+
+    >>> result = ElasticResult(values=[0.9, 0.9], num_workers=[3, 2], reasons=["lost"])
+    >>> f"{len(result.num_workers) - 1} restart, {result.num_workers[-1]} workers at the end"
+    '1 restart, 2 workers at the end'
     """
 
     values: list[Tree]
@@ -207,6 +211,7 @@ def run_elastic(
       Exception: What `train_fn` raised.
       UnavailableError: The group was restarted too often.
       DeadlineExceededError: It took longer than `timeout`.
+      InvalidArgumentError: A number of workers, restarts or seconds is out of its range.
 
     Example:
       >>> def train(run):

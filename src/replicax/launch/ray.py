@@ -34,6 +34,9 @@ class RayLauncher:
       address: The Ray cluster, such as "auto"; by default that of RAY_ADDRESS, or a new one on
         this machine, which ends with the job.
       show: Prints a line for the user.
+
+    Attributes:
+      address: See above.
     """
 
     name = "ray"
@@ -41,7 +44,7 @@ class RayLauncher:
     def __init__(
         self, address: str | None = None, *, show: Callable[[str], None] = _log.info
     ) -> None:
-        self._address = address
+        self.address = address
         self._show = show
 
     def detect(self) -> bool:
@@ -77,7 +80,7 @@ class RayLauncher:
         cluster = RayCluster(
             job.workers,
             job.ps,
-            address=self._address,
+            address=self.address,
             cpus_per_worker=job.cpus_per_worker or 1,
             devices_per_worker=job.devices_per_worker,
             max_restarts=job.max_restarts,

@@ -41,6 +41,22 @@ def classify(ended: Sequence[Outcome]) -> Ending:
     return Ending.PREEMPTED if is_announced else Ending.LOST
 
 
+# Exit codes of a task that serves and would end so again: of a configuration that is wrong, and of
+# shells for a program that cannot be started, or is not there.
+_FINAL_FOR_SERVING = (2, 126, 127)
+
+
+def is_final_for_serving(code: int | None) -> bool:
+    """Returns whether a worker or server of a ps cluster is not restarted after an exit code.
+
+    These tasks run `replicax serve`, so a crash, such as code 1, is not an error of the program.
+
+    >>> is_final_for_serving(1), is_final_for_serving(2)
+    (False, True)
+    """
+    return code in _FINAL_FOR_SERVING
+
+
 def lost_tasks(ended: Sequence[Outcome]) -> list[Task]:
     """Returns the tasks that were lost, and not those that left because of it."""
     return [o.task for o in ended if o.was_killed or (o.exit_code is not None and o.exit_code < 0)]

@@ -16,12 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
 
-from replicax.foundation import errors
+from replicax.foundation import errors, settings
+from replicax.launch import observing
 from replicax.launch.host import Event, Host, Signalled
 from replicax.launch.job import JobSpec
 from replicax.launch.supervision import Supervisor
 from replicax.launch.task_output import TaskOutput
 from replicax.launch.terminal import Terminal
+from replicax.observe.endpoint import Endpoint
 from replicax.protocol.tasks import Task
 
 # Connects to the hosts, given where events and output go.
@@ -53,6 +55,11 @@ def run_on_hosts(job: JobSpec, connect: Connect, *, has_snapshots: bool = False)
     snapshots = logs / "snapshots"
     if has_snapshots and job.ps and job.snapshots is None:
         job = dataclasses.replace(job, snapshots=snapshots.absolute())
+    directory = observing.directory_of(job)
+    if directory is not None:
+        # One for all runs of a group: each has other addresses.
+        env = {settings.REPLICAX_JOB_DIR: str(directory), **job.env}
+        job = dataclasses.replace(job, env=env)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     supervisor: Supervisor | None = None
     terminal = Terminal(
@@ -62,6 +69,7 @@ def run_on_hosts(job: JobSpec, connect: Connect, *, has_snapshots: bool = False)
     )
     output = TaskOutput(logs, job.log_bytes, terminal.show, terminal.say)
     hosts: Sequence[Host] = ()
+    endpoint: Endpoint | None = None
     try:
         with _signals_as_events(events.put):
             terminal.say(f"{_counted(job)}; logs in {logs}")
@@ -75,6 +83,8 @@ def run_on_hosts(job: JobSpec, connect: Connect, *, has_snapshots: bool = False)
                 os.getcwd(),
                 lambda processes: _write_processes(logs / PROCESSES, processes),
             )
+            if directory is not None:
+                endpoint = observing.open_endpoint(directory, supervisor, hosts)
             code = supervisor.run()
             terminal.say(_summary(code, supervisor))
             return code
@@ -83,6 +93,8 @@ def run_on_hosts(job: JobSpec, connect: Connect, *, has_snapshots: bool = False)
             host.close()
         output.close()
         terminal.close()
+        if endpoint is not None:
+            endpoint.close()
         shutil.rmtree(snapshots, ignore_errors=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from replicax.foundation import errors
@@ -61,11 +62,13 @@ class SshLauncher:
                 f"there is no {self._ssh!r} in PATH",
                 "Install an ssh client.",
             )
-        destinations = [
-            Destination(name, name.rpartition("@")[2], self._agent_command(name))
-            for name in job.hosts
+        return run_through_agents(job, self.destinations(job.hosts), "ssh", self._python)
+
+    def destinations(self, hosts: Sequence[str]) -> list[Destination]:
+        """Returns how the agents of hosts are reached."""
+        return [
+            Destination(name, name.rpartition("@")[2], self._agent_command(name)) for name in hosts
         ]
-        return run_through_agents(job, destinations, "ssh", self._python)
 
     def _agent_command(self, host: str) -> tuple[str, ...]:
         options = [word for option in _OPTIONS for word in ("-o", option)]
@@ -104,3 +107,24 @@ def read_hostfile(path: Path) -> tuple[str, ...]:
             "A hostfile has at least one host", f"{path} has none", "Add one per line."
         )
     return tuple(hosts)
+
+
+def chosen_hosts(names: str | None, hostfile: Path | None) -> tuple[str, ...]:
+    """Returns the hosts of a command line: of `--hosts` or `--hostfile`; empty without both.
+
+    Raises:
+      InvalidArgumentError: Both are there, or no host is named.
+      NotFoundError: There is no such file.
+    """
+    if names is not None and hostfile is not None:
+        raise errors.InvalidArgumentError(
+            "Hosts are named once", "there are --hosts and --hostfile", "Leave one of them out."
+        )
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    found = tuple(name.strip() for name in (names or "").split(",") if name.strip())
+    if names is not None and not found:
+        raise errors.InvalidArgumentError(
+            "--hosts must name at least one host", f"it is {names!r}", "Write node1,node2."
+        )
+    return found

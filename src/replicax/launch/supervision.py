@@ -68,6 +68,15 @@ class _TaskState:
     def is_running(self) -> bool:
         return self.incarnation >= 0 and self.code is None
 
+    @property
+    def text(self) -> str:
+        """What it does, in a word."""
+        if self.is_running:
+            return "running"
+        if self.due_s is not None:
+            return "restarting"
+        return "starting" if self.incarnation < 0 else "ended"
+
 
 class _Stopped(Exception):
     """The launcher was told to stop, by a signal."""
@@ -138,6 +147,46 @@ class Supervisor:
         stopping = ["stopping"] if self._signals else []
         parts = [self._job.program.name, *texts, *restarts, *stopping, f"{minutes}:{seconds:02d}"]
         return " · ".join(parts)
+
+    def observed(self) -> dict[str, object]:
+        """Returns the state of the job for those that observe it; from any thread."""
+        states = dict(self._tasks)
+        is_waiting = states and not any(state.is_running for state in states.values())
+        state = "stopping" if self._signals else "restarting" if is_waiting else "running"
+        return {
+            "role": "launcher",
+            "state": state,
+            "num_restarts": self.num_restarts,
+            "tasks": [
+                {
+                    "task": self._observed_name(task),
+                    "state": state.text,
+                    "address": state.host.name,
+                    "num_restarts": max(state.incarnation, 0),
+                }
+                for task, state in states.items()
+            ],
+        }
+
+    def kill(self, name: str, pid: int) -> int:
+        """Kills the process of a task, which then counts as lost; from any thread.
+
+        Args:
+          name: The name under which the task is observed.
+          pid: The process, on the host of the task.
+
+        Raises:
+          UnavailableError: This process of it does not run any more.
+        """
+        for task, state in dict(self._tasks).items():
+            if self._observed_name(task) == name and state.is_running and state.pid == pid:
+                state.host.send(task, signal.SIGKILL)
+                return pid
+        raise errors.UnavailableError(f"Process {pid} of {name} does not run any more.")
+
+    def _observed_name(self, task: Task) -> str:
+        """Returns the name that a task has when it is observed: that of its coordinator."""
+        return str(Task("coordinator", 0) if task.job == "chief" else task)
 
     def processes(self) -> list[dict[str, object]]:
         """Returns the task, the host and the id of each process that was started last."""
@@ -264,10 +313,15 @@ class Supervisor:
         outcome = self._outcome(task)
         if state.code == 0 and not self._job.serves(task):
             state.is_over = True
-        elif restart_rules.classify([outcome]) is Ending.FAILED:
+        elif self._is_final(task, outcome):
             raise self._failure(outcome)
         else:
             self._restart_alone(task, state, outcome)
+
+    def _is_final(self, task: Task, outcome: Outcome) -> bool:
+        if self._job.serves(task):
+            return restart_rules.is_final_for_serving(outcome.exit_code)
+        return restart_rules.classify([outcome]) is Ending.FAILED
 
     def _restart_alone(self, task: Task, state: _TaskState, outcome: Outcome) -> None:
         now = time.monotonic()

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ _CREDENTIALS = struct.Struct("3i")
 _TIMEOUT_S = 3.0
 # How many tasks are asked at a time.
 _MOST_AT_ONCE = 16
+# The task that a launcher is in the directory of its job.
+LAUNCHER = "launcher"
+# Between two looks whether the tasks of other hosts have answered.
+_POLL_S = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Answer:
       pid: The process that listens there, as the kernel tells it; None if nothing listens.
       reply: What it replied; None without a reply.
       error: Why it has not replied; empty if it has.
+      host: The host that it runs on, for the launcher; empty for this one.
       is_gone: Whether nothing listens there: the task has ended.
     """
 
@@ -41,6 +47,7 @@ class Answer:
     pid: int | None = None
     reply: Any = None
     error: str = ""
+    host: str = ""
     is_gone: bool = False
 
     @property
@@ -120,12 +127,101 @@ def ask_all(
     arguments: Mapping[str, object] | None = None,
     timeout: float = _TIMEOUT_S,
 ) -> list[Answer]:
-    """Asks all tasks of a job on this host, several at a time."""
-    paths: Sequence[Path] = job_directory.sockets(directory)
+    """Asks all tasks of a job on this host, and its launcher, several at a time."""
+    return ask_each(job_directory.sockets(directory), request, arguments, timeout)
+
+
+def ask_each(
+    paths: Sequence[Path],
+    request: str,
+    arguments: Mapping[str, object] | None = None,
+    timeout: float = _TIMEOUT_S,
+) -> list[Answer]:
+    """Asks the tasks at these sockets, several at a time."""
     if not paths:
         return []
     with concurrent.futures.ThreadPoolExecutor(min(len(paths), _MOST_AT_ONCE)) as pool:
         return list(pool.map(lambda path: ask(path, request, arguments, timeout), paths))
+
+
+def launcher_of(directory: Path) -> Path:
+    """Returns the socket of the launcher of a job, if it has one on this host."""
+    return directory / f"{LAUNCHER}{job_directory.SUFFIX}"
+
+
+def task_of(path: Path) -> str:
+    """Returns the task of a socket.
+
+    >>> task_of(Path("job-ps-task-1.sock")), task_of(Path("launcher.sock"))
+    ('/job:ps/task:1', 'launcher')
+    """
+    job, separator, index = path.stem.removeprefix("job-").rpartition("-task-")
+    return f"/job:{job}/task:{index}" if separator and path.stem[:4] == "job-" else path.stem
+
+
+def ask_hosts(
+    directory: Path,
+    request: str,
+    arguments: Mapping[str, object] | None = None,
+    timeout: float = _TIMEOUT_S,
+    *,
+    task: str | None = None,
+    files: Path | None = None,
+) -> list[Answer]:
+    """Asks the tasks of a job on other hosts than this one, through its launcher.
+
+    Without a launcher on this host that has started tasks on others, there are no answers.
+
+    Args:
+      directory: The directory of the job.
+      request: The name of the request.
+      arguments: Its arguments.
+      timeout: The seconds to wait for all answers; those that came are returned.
+      task: The task that is asked; None for all.
+      files: Where the files of a trace go.
+    """
+    launcher = launcher_of(directory)
+    deadline = time.monotonic() + timeout
+    wanted: dict[str, object] = {
+        "request": request,
+        "arguments": dict(arguments or {}),
+        "task": task,
+        "directory": None if files is None else str(files),
+    }
+    begun = ask(launcher, "ask_hosts", wanted, timeout).reply if launcher.exists() else None
+    if not isinstance(begun, dict) or not begun["hosts"]:
+        return []
+    while True:
+        reply = ask(launcher, "hosts_answers", {"number": begun["number"]}, timeout).reply
+        if not isinstance(reply, dict):
+            return []
+        if reply["is_complete"] or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    return [
+        Answer(
+            directory / f"{found['name']}{job_directory.SUFFIX}",
+            found["pid"],
+            found["reply"],
+            found["error"],
+            found["host"],
+        )
+        for found in reply["answers"]
+    ]
+
+
+def kill_through_launcher(directory: Path, task: str, pid: int) -> int:
+    """Has the launcher of a job kill the process of a task on another host.
+
+    Raises:
+      UnavailableError: It does not run any more, or the launcher does not.
+    """
+    found = ask(launcher_of(directory), "kill", {"task": task, "pid": pid})
+    if not isinstance(found.reply, dict):
+        raise errors.UnavailableError(
+            f"The launcher of {directory.name} has not killed {task}: {found.error}"
+        )
+    return pid
 
 
 def kill(path: Path, number: signal.Signals = signal.SIGKILL, timeout: float = _TIMEOUT_S) -> int:

@@ -250,6 +250,8 @@ def open_for(
     directory: Callable[[], Path],
     status: Status,
     handlers: Mapping[str, requests.Handler] | None = None,
+    *,
+    is_task: bool = True,
 ) -> Endpoint | None:
     """Opens the endpoint of a task; None if it must not or cannot be observed.
 
@@ -261,14 +263,18 @@ def open_for(
       directory: Returns the directory of the job.
       status: See `Endpoint`.
       handlers: See `Endpoint`.
+      is_task: Whether this is a task of the job, which records spans and serves metrics if that
+        is asked for.
     """
-    spans.set_task(task)
+    if is_task:
+        spans.set_task(task)
     if not settings.is_observable():
         return None
     try:
         job_directory.sweep()
         found = Endpoint(task, directory(), status, handlers)
-        metrics.serve_if_asked(statuses)
+        if is_task:
+            metrics.serve_if_asked(statuses)
         return found
     except (OSError, errors.DistributeError) as error:
         _log.warning("%s cannot be observed: %s", task, error)

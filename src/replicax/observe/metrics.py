@@ -97,6 +97,12 @@ class MetricsServer:
 
     Attributes:
       address: Where, as "host:port".
+
+    >>> import replicax as rx
+    >>> server = rx.profiler.serve_metrics(port=0)
+    >>> server.address.startswith("127.0.0.1:")
+    True
+    >>> server.close()
     """
 
     def __init__(self, statuses: Statuses, host: str, port: int) -> None:

@@ -8,6 +8,7 @@ The file opens at https://ui.perfetto.dev, which reads it in the browser and upl
 `replicax trace` records a job that is running already.
 """
 
+from replicax.foundation.public_names import show_as_public
 from replicax.observe.metrics import MetricsServer as MetricsServer
 from replicax.profiler.metrics_server import serve_metrics as serve_metrics
 from replicax.profiler.recording import Trace as Trace
@@ -20,3 +21,6 @@ __all__ = ["MetricsServer", "Trace", "draw", "merge", "serve_metrics", "trace"]
 
 def __dir__() -> list[str]:
     return __all__
+
+
+show_as_public(__name__)

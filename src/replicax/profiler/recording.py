@@ -26,6 +26,14 @@ class Trace:
     Attributes:
       directory: The directory of its file.
       path: The file, once it is written; None before, and on workers that do not write it.
+
+    >>> import tempfile
+    >>> import replicax as rx
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with rx.profiler.trace(folder) as trace:
+    ...         is_written = trace.path is not None
+    ...     (is_written, trace.path.exists())
+    (False, True)
     """
 
     directory: Path

@@ -30,6 +30,15 @@ def merge(directory: str | os.PathLike[str], path: str | os.PathLike[str] | None
 
     Raises:
       NotFoundError: The directory has no files of tasks.
+
+    >>> import os, subprocess, sys, tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> program = "import replicax as rx; rx.Server({'ps': ['localhost:0']})"
+    >>> traced = {**os.environ, "REPLICAX_TRACE": folder.name}
+    >>> _ = subprocess.run([sys.executable, "-c", program], env=traced, check=True)
+    >>> merge(folder.name).suffix
+    '.pftrace'
+    >>> folder.cleanup()
     """
     folder = Path(directory)
     files = sorted(folder.glob(f"*{spans.SUFFIX}"))

@@ -75,6 +75,14 @@ def draw(
     Raises:
       MissingDependencyError: Matplotlib is not installed.
       InvalidArgumentError: There is nothing to draw.
+
+    >>> import tempfile
+    >>> import replicax as rx
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with rx.profiler.trace(folder.name) as trace:
+    ...     _ = rx.function(lambda: 2.0)()
+    >>> rx.profiler.draw(trace.path, f"{folder.name}/timeline.svg")
+    >>> folder.cleanup()
     """
     parts = perfetto.read(trace)
     moments = [span.start for part in parts for span in part.spans]

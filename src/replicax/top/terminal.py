@@ -148,7 +148,7 @@ class Screen:
 
     def _ask(self, row: Row) -> None:
         if row.pid is None:
-            self._note = f"{row.task} does not run on this host."
+            self._note = f"{row.task} does not run on this host, nor on one of a launcher here."
         else:
             self._asked = row
 
@@ -157,7 +157,7 @@ class Screen:
         if key != "y" or row is None:
             return
         try:
-            pid = self._sampler.kill(row.task)
+            pid = self._sampler.kill(row)
         except errors.DistributeError as error:
             self._note = str(error)
         else:

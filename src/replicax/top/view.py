@@ -1,7 +1,7 @@
 """`View`: what is known about a running job, made of the answers of its tasks.
 
-Tasks on this host answer themselves. Tasks on other hosts appear as the coordinator, the chief of
-a group or the launcher knows them.
+Tasks on this host answer themselves, and so do those on other hosts if the launcher of the job runs
+on this one. Others appear as the coordinator or the chief of a group knows them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Row:
       role: "coordinator", "worker", "ps", "member" of a sync group, "program" or "launcher".
       state: What it does.
       reason: Why it is in that state; empty if it works.
-      pid: Its process, if it is on this host and listens.
+      pid: Its process on its host, if it listens.
       host: Its host, or its address.
       program: The name of its program.
       rate: What it does per second.
@@ -115,12 +115,18 @@ class Sampler:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        # The tasks of other hosts, which the launcher asks.
+        self._far: set[str] = set()
         # By task and process: when it was asked, its count, and its processor time.
         self._before: dict[tuple[str, int], tuple[float, float, float]] = {}
 
     def sample(self) -> View:
         """Asks all tasks, and returns what they told."""
         answers = client.ask_all(self.directory, "status", timeout=_ANSWER_S)
+        here = {answer.path for answer in answers if not answer.is_gone}
+        far = client.ask_hosts(self.directory, "status", timeout=_ANSWER_S)
+        answers += [answer for answer in far if answer.path not in here]
+        self._far = {client.task_of(answer.path) for answer in far if answer.path not in here}
         rows: dict[str, Row] = {}
         told: list[Mapping[str, Any]] = []
         for answer in answers:
@@ -128,7 +134,7 @@ class Sampler:
                 row = self._row(answer)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 reason = f"its status is not of this version of replicax ({error!r})"
-                row = Row(_task_of(answer.path), "", "no answer", reason, answer.pid)
+                row = Row(client.task_of(answer.path), "", "no answer", reason, answer.pid)
             else:
                 told += [answer.reply] if isinstance(answer.reply, dict) else []
             rows[row.task] = row
@@ -153,7 +159,7 @@ class Sampler:
         status = answer.reply
         if not isinstance(status, dict):
             state = "ended" if answer.is_gone else "no answer"
-            return Row(_task_of(answer.path), "", state, answer.error, answer.pid)
+            return Row(client.task_of(answer.path), "", state, answer.error, answer.pid)
         role = str(status.get("role", "program"))
         counters = status.get("counters", {})
         name, unit = _PROGRESS.get(role, ("", "steps"))
@@ -182,6 +188,7 @@ class Sampler:
             memory=process["rss_bytes"],
             held=counters.get("bytes") if role == "ps" else None,
             cpu=cpu,
+            restarts=status.get("num_restarts") if role == "launcher" else None,
             waits_for=tuple(status.get("waits_for", ())) if role != "coordinator" else (),
         )
 
@@ -204,6 +211,9 @@ class Sampler:
         path = self._find_socket(row.task)
         if path is not None:
             answer = client.ask(path, "stack", timeout=_ANSWER_S)
+        if answer.reply is None and row.task in self._far:
+            far = client.ask_hosts(self.directory, "stack", timeout=_ANSWER_S, task=row.task)
+            answer = far[0] if far else answer
         coordinator = self._find_socket(_COORDINATOR)
         if answer.reply is None and coordinator is not None:
             answer = client.ask(coordinator, "stack", {"task": row.task}, _ANSWER_S)
@@ -211,28 +221,25 @@ class Sampler:
             return thread_stacks.cleaned(str(answer.reply.get("text", "")))
         return f"{row.task} does not answer: {answer.error}"
 
-    def kill(self, task: str) -> int:
-        """Kills the process of a task on this host (SIGKILL), and returns its id.
+    def kill(self, row: Row) -> int:
+        """Kills the process of a task (SIGKILL), and returns its id.
 
         Raises:
-          UnavailableError: It does not run on this host.
+          UnavailableError: It does not run on this host, nor on one of its launcher.
         """
-        path = self._find_socket(task)
+        path = self._find_socket(row.task)
+        if row.task in self._far and row.pid is not None:
+            return client.kill_through_launcher(self.directory, row.task, row.pid)
         if path is None:
             raise errors.UnavailableError(
-                f"{task} does not run on this host. Kill it where it runs."
+                f"{row.task} does not run on this host. Kill it where it runs, or where its "
+                "launcher runs."
             )
         return client.kill(path, signal.SIGKILL)
 
     def _find_socket(self, task: str) -> Path | None:
         found = job_directory.sockets(self.directory)
-        return next((path for path in found if _task_of(path) == task), None)
-
-
-def _task_of(path: Path) -> str:
-    """Returns the task of a socket: "/job:ps/task:1" for "job-ps-task-1.sock"."""
-    job, separator, index = path.stem.removeprefix("job-").rpartition("-task-")
-    return f"/job:{job}/task:{index}" if separator and path.stem[:4] == "job-" else path.stem
+        return next((path for path in found if client.task_of(path) == task), None)
 
 
 def _add(rows: dict[str, Row], known: Mapping[str, Any]) -> None:

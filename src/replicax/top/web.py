@@ -109,7 +109,7 @@ def to_json(view: View) -> dict[str, Any]:
                 "state": row.state,
                 "style": table.state_style(row),
                 "cells": [text(row) for _, text in shown],
-                "is_local": row.pid is not None,
+                "can_kill": row.pid is not None,
             }
             for row in view.rows
         ],
@@ -176,7 +176,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if self.path == "/api/stack":
                 self._send_json({"text": sampler.stack(row)})
             elif self.path == "/api/kill":
-                pid = sampler.kill(row.task)
+                pid = sampler.kill(row)
                 self._send_json({"text": f"Killed {row.task} (process {pid})."})
             else:
                 self._refuse(HTTPStatus.NOT_FOUND, "no such request")
