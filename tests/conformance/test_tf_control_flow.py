@@ -326,3 +326,11 @@ def test_a_spec_describes_tensors() -> None:
     assert tf.TensorSpec([None, 3], tf.int32).is_compatible_with(spec)
     assert not tf.TensorSpec([None, 4], tf.int32).is_compatible_with(tf.zeros([2, 3], tf.int32))
     assert rx.TensorSpec is not tf.TensorSpec
+
+
+def test_a_loop_that_starts_with_python_numbers_ends_with_tensors() -> None:
+    def count() -> Any:
+        return tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2.0), (0, 1.0))
+
+    for i, x in (count(), tf.function(count)()):
+        assert (i.dtype, i.numpy(), x.numpy()) == (tf.int32, 3, 8.0)

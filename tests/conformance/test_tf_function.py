@@ -476,3 +476,138 @@ def test_a_loop_over_layers_inside_a_loop_of_the_program() -> None:
         return x
 
     assert float(power(tf.constant(1.0), tf.constant(3))) == 216.0
+
+
+def test_a_loop_over_tf_range_may_call_a_method_that_takes_data(strategy: Any) -> None:
+    # As the trainers of the Model Garden do: the loop does not show that its body takes data.
+    class Trainer:
+        def __init__(self) -> None:
+            self.traces = 0
+            with strategy.scope():
+                self.total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+
+        def train_step(self, iterator: Any) -> None:
+            self.traces += 1
+
+            def step_fn(inputs: Any) -> None:
+                self.total.assign_add(tf.reduce_sum(inputs))
+
+            strategy.run(step_fn, args=(next(iterator),))
+
+        @tf.function
+        def train_loop(self, iterator: Any, num_steps: Any) -> Any:
+            for _ in tf.range(num_steps):
+                self.train_step(iterator)
+            return num_steps * 2
+
+    dataset = tf.data.Dataset.from_tensor_slices(np.arange(40, dtype=np.float32)).batch(4)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    trainer = Trainer()
+    assert trainer.train_loop(iterator, tf.constant(3)).numpy() == 6
+    assert float(trainer.total) == sum(range(12))
+    traces = trainer.traces
+    trainer.train_loop(iterator, tf.constant(5))
+    assert float(trainer.total) == sum(range(32))
+    assert trainer.traces == traces
+
+
+def test_functions_of_the_host_are_made_by_decorators() -> None:
+    @tf.numpy_function(Tout=[tf.float32, tf.int32])
+    def both(x: Any, y: Any) -> Any:
+        assert type(x) in (np.ndarray, np.float32)
+        return x + y, np.int32(7)
+
+    @tf.py_function(Tout=tf.TensorSpec([2], tf.float32))
+    def doubled(x: Any) -> Any:
+        return x.numpy() * 2
+
+    def call(x: Any) -> Any:
+        return both(x[0], 2.0), doubled(x)
+
+    for function in (call, tf.function(call)):
+        (total, seven), twice = function(tf.constant([1.0, 3.0]))
+        assert (float(total), int(seven), twice.numpy().tolist()) == (3.0, 7, [2.0, 6.0])
+    with pytest.raises(TypeError, match=r"@tf\.py_function\(Tout="):
+        tf.py_function(lambda: 1)
+
+
+def test_methods_of_modules_run_in_a_scope_of_names() -> None:
+    class Block(tf.Module):
+        def __init__(self, name: str | None = None) -> None:
+            super().__init__(name=name)
+            with self.name_scope as scope:
+                self.scope = scope
+
+        @tf.Module.with_name_scope
+        def __call__(self, x: Any) -> Any:
+            assert tf.get_current_name_scope() == "first"
+            return x + 1
+
+    block = Block("first")
+    assert block.scope == "first/"
+    assert int(block(tf.constant(1))) == 2
+
+
+def test_a_variable_that_a_function_makes_may_start_with_a_python_number() -> None:
+    made: list[Any] = []
+
+    @tf.function
+    def scaled(x: Any) -> Any:
+        if not made:
+            made.extend([tf.Variable(2.0), tf.Variable([[1, 2]])])
+        made[0].assign_add(1.0)
+        return made[0] * x + tf.cast(made[1][0, 1], tf.float32)
+
+    assert float(scaled(tf.constant(1.0))) == 5.0
+    assert float(scaled(tf.constant(2.0))) == 10.0
+    assert float(made[0]) == 4.0
+
+
+def test_a_concrete_function_takes_arguments_by_position_that_its_signature_named() -> None:
+    power = tf.function(lambda a, b: a**b)
+    square = power.get_concrete_function(a=tf.TensorSpec([], tf.float32), b=2)
+    assert float(square(tf.constant(10.0))) == float(square(a=tf.constant(10.0))) == 100.0
+    with pytest.raises(TypeError, match="Leave the others out"):
+        square(tf.constant(1.0), tf.constant(2.0))
+
+
+def test_the_size_of_a_tensor_array_is_known_while_a_function_is_compiled() -> None:
+    @tf.function
+    def rows(n: Any) -> Any:
+        return tf.TensorArray(tf.float32, size=n).stack()
+
+    with pytest.raises(rx.errors.TracedValueError, match=r"x\.shape\[0\]"):
+        rows(tf.constant(3))
+
+
+def test_a_compiled_loop_carries_variables_truth_values_and_structures_of_numbers() -> None:
+    x = tf.Variable(2.0)
+
+    @tf.function
+    def loop(n: Any) -> Any:
+        with tf.GradientTape() as tape:
+            # The variable itself, not a tensor: its value must be what the loop starts with.
+            power, above, word, pair = x, False, "a", {"sum": tf.constant(0.0), "parts": [0, 1]}
+            for i in tf.range(n):
+                power = power * x
+                above = tf.logical_or(above, i > 1)
+                word = "b"
+                first, second = pair["parts"]
+                pair = {"sum": pair["sum"] + 1.0, "parts": [second, first + second]}
+        return power, tape.gradient(power, x), above, word, pair
+
+    power, gradient, above, word, pair = loop(3)
+    assert (float(power), float(gradient), bool(above), word) == (16.0, 32.0, True, "b")
+    assert (float(pair["sum"]), [int(p) for p in pair["parts"]]) == (3.0, [2, 3])
+
+
+def test_a_name_that_becomes_a_tensor_in_a_compiled_loop_needs_one_before_it() -> None:
+    @tf.function
+    def last(n: Any) -> Any:
+        found = None
+        for i in tf.range(n):
+            found = i * 2
+        return found
+
+    with pytest.raises(rx.errors.InvalidArgumentError, match=r"'found'.*None.*tf\.zeros"):
+        last(tf.constant(3))

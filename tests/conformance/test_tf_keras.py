@@ -424,3 +424,69 @@ def test_programs_run_after_the_changes_for_strategies_were_taken_back_and_made_
     with tf.GradientTape() as tape:
         total = tf.reduce_sum(layer(tf.ones((1, 3))))
     assert tape.gradient(total, layer.kernel).numpy().tolist() == [[1.0, 1.0]] * 3
+
+
+def test_a_mask_that_a_model_deletes_is_not_applied_by_its_loss(scope: Any) -> None:
+    class Tagger(tf.keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = tf.keras.layers.Embedding(5, 3, mask_zero=True)
+            self.out = tf.keras.layers.Dense(4)
+
+        def call(self, x: Any) -> Any:
+            logits = self.out(self.embedding(x) * tf.sqrt(3.0))
+            # As in TensorFlow's tutorial on transformers: the loss has a mask of its own.
+            with contextlib.suppress(AttributeError):
+                del logits._keras_mask
+            return logits
+
+    def loss(y: Any, y_pred: Any) -> Any:
+        losses = tf.keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
+        weights = tf.cast(y != 0, losses.dtype)
+        return tf.reduce_sum(losses * weights) / tf.reduce_sum(weights)
+
+    x = np.asarray([[1, 2, 0], [3, 4, 0]] * 4, np.int32)
+    with scope:
+        model = Tagger()
+        model.compile("sgd", loss, metrics=[loss])
+    history = model.fit(x, x % 4, batch_size=4, epochs=2, verbose=0).history
+    assert history["loss"][1] < history["loss"][0]
+    assert not hasattr(model(tf.constant(x)), "_keras_mask")
+
+
+def test_iterations_of_accumulating_optimizers_are_tensors(scope: Any) -> None:
+    with scope:
+        model = dense_model()
+        model.compile(tf.keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
+    model.fit(X, Y, batch_size=len(X) // 4, epochs=1, verbose=0)
+    assert model.optimizer.iterations.numpy() == 2
+
+
+@pytest.mark.parametrize("eagerly", [False, True], ids=["compiled", "eager"])
+def test_losses_of_layers_are_found_after_the_tape_of_a_step(scope: Any, eagerly: bool) -> None:
+    class Penalty(tf.keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            self.add_loss(tf.reduce_mean(x**2))
+            return x
+
+    class Trainer(tf.keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = dense_model(Penalty())
+            self.penalty = tf.keras.metrics.Mean(name="penalty")
+
+        def train_step(self, x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self.inner(x)) + sum(self.inner.losses)
+            variables = self.inner.trainable_variables
+            self.optimizer.apply_gradients(
+                zip(tape.gradient(loss, variables), variables, strict=True)
+            )
+            self.penalty.update_state(sum(self.inner.losses))
+            return {"penalty": self.penalty.result()}
+
+    with scope:
+        model = Trainer()
+        model.compile("sgd", run_eagerly=eagerly)
+    found = model.fit(X, batch_size=len(X), verbose=0).history["penalty"]
+    np.testing.assert_allclose(found, [np.mean(X**2)], rtol=1e-5)

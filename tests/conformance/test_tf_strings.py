@@ -73,3 +73,19 @@ def test_large_buckets_keep_all_their_bits() -> None:
 def test_pattern_of_unicode_classes_is_refused_with_advice() -> None:
     with pytest.raises(NotImplementedError, match="punct"):
         tf.strings.regex_replace("a", r"\pL", "")
+
+
+def test_strings_of_numpy_are_compared_by_their_text() -> None:
+    # As programs find the label of a file: TensorFlow's tutorial on loading images.
+    names = np.array(["daisy", "rose"])
+    parts = tf.strings.split("flowers/rose/1.png", "/")
+    assert (parts[-2] == names).numpy().tolist() == [False, True]
+    assert (parts[-2] != np.array([b"rose", b"x"])).numpy().tolist() == [False, True]
+    assert bool(names[1] == parts[-2])
+    files = tf.data.Dataset.from_tensor_slices(["a/rose/1", "b/daisy/2"])
+    labels = files.map(lambda path: tf.argmax(tf.strings.split(path, "/")[-2] == names))
+    assert [int(label) for label in labels] == [1, 0]
+
+
+def test_unstacked_strings_are_tensors() -> None:
+    assert [part.numpy() for part in tf.unstack(tf.constant(["a", "b"]))] == [b"a", b"b"]

@@ -407,3 +407,21 @@ def test_a_tape_around_a_step_of_one_replica(compiled: Any) -> None:
         return tape.gradient(y, [x, v])
 
     assert [float(g) for g in compute(tf.constant(5.0))] == [6.0, 10.0]
+
+
+@pytest.mark.parametrize("compile_", [lambda f: f, tf.function], ids=["eager", "compiled"])
+def test_nothing_that_stop_gradient_returns_leads_to_its_input(compile_: Any) -> None:
+    x, c = tf.Variable(2.0), tf.constant(3.0)
+
+    @compile_
+    def gradients() -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(c)
+            some = tf.stop_gradient(c * c) * c + tf.stop_gradient(c) + tf.stop_gradient(x) * x
+            none = tf.stop_gradient(x) * 5.0
+            inner = tf.stop_gradient({"a": c})["a"] * c
+        return tape.gradient(some, [x, c]), tape.gradient(none, x), tape.gradient(inner, c)
+
+    (of_x, of_c), missing, of_inner = gradients()
+    assert (float(of_x), float(of_c), float(of_inner)) == (2.0, 9.0, 3.0)
+    assert missing is None

@@ -254,3 +254,27 @@ def test_keras_models_are_fitted_and_predict() -> None:
     history = model.fit(data.repeat(), epochs=2, steps_per_epoch=4, verbose=0)
     assert history.history["loss"][1] < history.history["loss"][0]
     assert model.predict(data.map(lambda x, y: x), verbose=0).shape == (16, 1)
+
+
+def test_a_list_that_a_function_of_map_returns_is_a_tuple_of_components() -> None:
+    numbers = tf.data.Dataset.range(3)
+    pairs = numbers.map(lambda x: [x, x / 2])
+    assert [(a.dtype, float(b)) for a, b in pairs][1] == (tf.int64, 0.5)
+    assert [int(x) for x in numbers.map(lambda x: [x, x * 2]).map(lambda a, b: a + b)] == [0, 3, 6]
+    called = numbers.map(
+        lambda x: tf.numpy_function(lambda v: (v, v * 1.5), [x], [tf.int64, tf.float64])
+    )
+    # Below the top, a list is one tensor.
+    assert [(int(a), float(b)) for a, b in called] == [(0, 0.0), (1, 1.5), (2, 3.0)]
+    inner = numbers.map(lambda x: {"a": [x, x]}).batch(3)
+    assert next(iter(inner))["a"].shape == (3, 2)
+    lines = tf.data.Dataset.from_tensors("1,x").map(lambda x: tf.io.decode_csv(x, [0, ""]))
+    number, text = next(iter(lines))
+    assert (int(number), text.numpy()) == (1, b"x")
+
+
+def test_joined_strings_are_tensors() -> None:
+    found = tf.constant("a") + "b"
+    assert (found.dtype, found.numpy()) == (tf.string, b"ab")
+    paths = tf.data.Dataset.from_tensor_slices(["x", "y"]).map(lambda p: "dir/" + p + ".png")
+    assert [p.numpy() for p in paths] == [b"dir/x.png", b"dir/y.png"]

@@ -369,8 +369,6 @@ def test_namespaces_of_version_1_have_their_own_names_beside_those_of_version_2(
     found = v1.image.resize_nearest_neighbor(image, [4, 4]).numpy()
     np.testing.assert_array_equal(found[0, ::2, ::2, 0], image[0, :, :, 0])
     assert v1.image.flip_left_right is tf.image.flip_left_right
-    with pytest.raises(errors.UnsupportedError, match="align_corners"):
-        v1.image.resize_images(image, [4, 4], align_corners=True)
     v1.random.set_random_seed(5)
     first = v1.random_uniform([3]).numpy()
     v1.set_random_seed(5)
@@ -413,3 +411,41 @@ def test_summaries_are_written_with_their_steps(tmp_path: Path) -> None:
         (10, "inside", 0.0),
         (11, "inside", 2.0),
     ]
+
+
+# Recorded from TensorFlow 2.21: method, align_corners, width, pixels.
+_RESIZED: list[tuple[int, bool, int, list[float]]] = [
+    (0, False, 6, [0.0, 6.6667, 13.3333, 20.0, 33.3333, 40.0]),
+    (0, False, 3, [0.0, 13.3333, 33.3333]),
+    (0, True, 6, [0.0, 6.0, 12.0, 18.0, 28.0, 40.0]),
+    (0, True, 3, [0.0, 15.0, 40.0]),
+    (1, False, 6, [0.0, 0.0, 10.0, 20.0, 20.0, 40.0]),
+    (1, False, 3, [0.0, 10.0, 20.0]),
+    (1, True, 6, [0.0, 10.0, 10.0, 20.0, 20.0, 40.0]),
+    (1, True, 3, [0.0, 20.0, 40.0]),
+    (2, False, 6, [0.0, 5.7443, 13.1462, 20.0, 34.2655, 42.2222]),
+    (2, False, 3, [0.0, 13.1462, 34.2655]),
+    (2, True, 6, [0.0, 5.036, 12.2416, 16.5575, 28.8483, 40.0]),
+    (2, True, 3, [0.0, 14.0625, 40.0]),
+    (3, False, 6, [0.0, 5.0, 10.0, 20.0, 30.0, 40.0]),
+    (3, False, 3, [2.5, 15.0, 35.0]),
+    (3, True, 6, [0.0, 3.3333, 10.0, 16.6667, 20.0, 40.0]),
+    (3, True, 3, [3.3333, 16.6667, 40.0]),
+]
+
+
+@pytest.mark.parametrize(("method", "corners", "width", "expected"), _RESIZED)
+def test_version_1_resizes_images_by_its_own_rules(
+    method: int, corners: bool, width: int, expected: list[float]
+) -> None:
+    image = np.array([0, 10, 20, 40], np.uint8).reshape(1, 4, 1)
+    found = tf.compat.v1.image.resize(image, (1, width), method, align_corners=corners)
+    np.testing.assert_allclose(found.numpy().ravel(), expected, atol=1e-3)
+    same = tf.compat.v1.image.resize(image, (1, 4), method, align_corners=corners)
+    assert same.dtype == tf.uint8
+
+
+def test_version_1_refuses_two_rules_for_centres_at_once() -> None:
+    image = np.zeros((1, 2, 2, 1), np.float32)
+    with pytest.raises(errors.InvalidArgumentError, match="align_corners"):
+        tf.compat.v1.image.resize_bilinear(image, (4, 4), True, half_pixel_centers=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.foundation import errors, jax_compat
-from replicax.tf import carries, tape_recording, tape_regions
+from replicax.tf import carries, dispatch, tape_recording, tape_regions
 from replicax.tf.arguments import DTypeLike, Ignored, Value
 from replicax.tf.dispatch import array_dtype, on_host, op, raw_tree, wrap_tree, xp
 from replicax.tf.tensor import Tensor, raw
@@ -217,7 +217,14 @@ def while_loop(
         final, rounds = first, 0
         while (most is None or rounds < most) and bool(raw(cond(*final))):
             final, rounds = step(final), rounds + 1
+        final = tape_recording.map_leaves(_as_tensor, final)
     return type(loop_vars)(final) if is_sequence else final[0]
+
+
+def _as_tensor(value: Value) -> Any:
+    """Returns a tensor for what a loop in Python ended with: a number or an array."""
+    is_value = isinstance(value, bool | int | float | np.ndarray | np.generic)
+    return Tensor(dispatch.default_array(value)) if is_value else value
 
 
 def _compiled_while(

@@ -18,6 +18,7 @@ from replicax.tf.dispatch import on_host, wrap_tree
 from replicax.tf.distributed_tensors import as_tensors
 from replicax.tf.dtypes import as_dtype, device_dtype
 from replicax.tf.tensor import TensorShape
+from replicax.tracing.bodies import takes_data_in_loop
 from replicax.tracing.concrete import ConcreteFunction
 from replicax.tracing.function import Function, functions_run_eagerly
 from replicax.tracing.signature import TensorSpec as PlainSpec
@@ -72,6 +73,13 @@ class TensorFunction(Function[..., Any]):
         except TypeError:
             _refuse_strings(self.name, (given, named))
             raise
+        except errors.TracingError as error:
+            if not is_outermost or not converted.has_loops or not takes_data_in_loop(error):
+                raise
+        # A loop over `tf.range` calls a function that takes data, which its source does not show.
+        # The call has changed nothing, so it starts again, with the loop on the host.
+        converted.takes_data = True
+        return loops.call_on_host(converted.function, wrap_tree(args), wrap_tree(kwargs))
 
     @override
     def __get__(self, instance: object, owner: type | None = None) -> Any:

@@ -6,6 +6,7 @@ back to the host, each time the program runs.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -30,9 +31,12 @@ __all__ = ["numpy_function", "print", "py_function"]
 
 
 def py_function(
-    func: Callable[..., Any], inp: Sequence[Any], Tout: DTypeLike, name: str | None = None
+    func: Callable[..., Any] | None = None,
+    inp: Sequence[Any] | None = None,
+    Tout: DTypeLike | None = None,
+    name: str | None = None,
 ) -> Any:
-    """Calls a Python function with tensors that have values.
+    """Calls a Python function with tensors that have values; `@py_function(Tout=...)` wraps one.
 
     In a compiled function it is called on the host when the program runs. The shapes of results
     must be known there: `Tout` may be a `tf.TensorSpec`; for a plain type, the function is called
@@ -49,17 +53,19 @@ def py_function(
     np.float32(3.0)
     """
     del name
-    return _call(func, list(inp), Tout, with_tensors=True)
+    if func is None:
+        return _decorator(py_function, Tout=Tout)
+    return _call(func, _inputs("py_function", inp), Tout, with_tensors=True)
 
 
 def numpy_function(
-    func: Callable[..., Any],
-    inp: Sequence[Any],
-    Tout: DTypeLike,
+    func: Callable[..., Any] | None = None,
+    inp: Sequence[Any] | None = None,
+    Tout: DTypeLike | None = None,
     stateful: bool = True,
     name: str | None = None,
 ) -> Any:
-    """Calls a Python function with NumPy arrays.
+    """Calls a Python function with NumPy arrays; `@numpy_function(Tout=...)` wraps one.
 
     In a compiled function, shapes of results are found as `py_function` finds them. Results have
     no gradient.
@@ -75,7 +81,31 @@ def numpy_function(
     [1, 3]
     """
     del name
-    return _call(func, list(inp), Tout, with_tensors=False, stateful=stateful)
+    if func is None:
+        return _decorator(numpy_function, Tout=Tout, stateful=stateful)
+    inputs = _inputs("numpy_function", inp)
+    return _call(func, inputs, Tout, with_tensors=False, stateful=stateful)
+
+
+def _decorator(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(func)
+        def wrapped(*inputs: Any) -> Any:
+            return call(func, inputs, **options)
+
+        return wrapped
+
+    return decorate
+
+
+def _inputs(name: str, inp: Sequence[Any] | None) -> list[Any]:
+    if inp is None:
+        raise errors.ArgumentTypeError(
+            f"`tf.{name}` needs the inputs of the function",
+            "`inp` was not given",
+            f"Pass inp=[x], or decorate the function with @tf.{name}(Tout=...).",
+        )
+    return list(inp)
 
 
 def _call(

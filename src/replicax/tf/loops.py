@@ -34,6 +34,7 @@ from replicax.tf import carries, tape_recording, tape_regions
 from replicax.tf.arguments import Value
 from replicax.tf.dispatch import wrap_tree
 from replicax.tf.local_functions import LocalFunctions
+from replicax.tf.ops import creation
 from replicax.tf.spans import Span
 from replicax.tf.tensor import Tensor
 from replicax.tf.tensor_array import TensorArray
@@ -54,6 +55,7 @@ class Converted:
 
     Attributes:
       function: The function with its loops converted; the original one if it has none.
+      has_loops: Whether it has loops that can run on the host.
       takes_data: Whether a loop over `tf.range` takes data: then the function runs on the host.
       iterables: The roots of what other loops iterate over, such as ("self", "train_data").
     """
@@ -61,6 +63,7 @@ class Converted:
     def __init__(self, original: Callable[..., Any]) -> None:
         self.function = original
         self.original = original
+        self.has_loops = False
         self.takes_data = False
         self.iterables: list[tuple[str, ...]] = []
         tree = _parsed(original)
@@ -68,6 +71,7 @@ class Converted:
             return
         finder = _LoopFinder(original, tree)
         if finder.loops:
+            self.has_loops = True
             self.takes_data = finder.takes_data
             self.iterables = finder.iterables
             self.function = _compiled(original, tree, finder)
@@ -107,7 +111,7 @@ class Unconverted(Converted):
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self.function = self.original = original
-        self.takes_data = False
+        self.has_loops = self.takes_data = False
         self.iterables = []
 
 
@@ -494,11 +498,14 @@ class Loop:
         return state
 
     def _run_compiled(self, span: Span, state: dict[str, Any]) -> dict[str, Any]:
-        before = {n: _as_array(v) for n, v in state.items() if n in self._writes}
+        before = {n: _as_carried(v) for n, v in state.items() if n in self._writes}
         names = [n for n, v in before.items() if _is_carried(v)]
+        # What a round leaves in names that the loop does not carry.
+        others: dict[str, Any] = {}
 
         def round_(number: Value, values: list[Any]) -> list[Any]:
             found = self._body(number, state | dict(zip(names, values, strict=True)))
+            others.update({n: v for n, v in found.items() if n in before and n not in names})
             return [found.get(name) for name in names]
 
         first = [before[name] for name in names]
@@ -518,7 +525,37 @@ class Loop:
                 final = tape_regions.run(run, known)
             else:
                 final = run()
-        return state | dict(zip(names, carries.like(first, final), strict=True))
+        _require_no_tensors(others, before)
+        return state | others | dict(zip(names, carries.like(first, final), strict=True))
+
+
+def _require_no_tensors(values: dict[str, Any], before: dict[str, Any]) -> None:
+    """Raises if a loop makes a tensor of a name that held something else before."""
+    for name, value in values.items():
+        has_tensor = any(isinstance(leaf, Tensor | jax.Array) for leaf in _leaves(value))
+        if has_tensor and value is not before[name]:
+            raise errors.InvalidArgumentError(
+                f"A compiled loop over tf.range needs a tensor for {name!r} before its first round",
+                f"{name} is {before[name]!r} there, and a tensor after a round",
+                "Start from a tensor of the final shape and dtype, such as tf.zeros(...).",
+            )
+
+
+def _leaves(value: Value) -> list[Any]:
+    found: list[Any] = []
+    tape_recording.map_leaves(found.append, value)
+    return found
+
+
+def _as_carried(value: Value) -> Any:
+    """Returns tensors for numbers, truth values and variables, which a round may replace."""
+
+    def carried(leaf: Value) -> Any:
+        if tape_recording.is_variable(leaf):
+            return creation.identity(leaf)
+        return Tensor(jnp.asarray(leaf)) if isinstance(leaf, bool) else _as_array(leaf)
+
+    return tape_recording.map_leaves(carried, value)
 
 
 def wrap_values(state: dict[str, Any]) -> dict[str, Any]:
@@ -545,13 +582,12 @@ def _as_array(value: Value) -> Any:
 def _is_carried(value: Value) -> bool:
     if isinstance(value, TensorArray):
         return True
-    leaves: list[Any] = []
-    tape_recording.map_leaves(leaves.append, value)
+    leaves = _leaves(value)
     return bool(leaves) and all(isinstance(x, Tensor | jax.Array | np.ndarray) for x in leaves)
 
 
 def _carried(name: str, value: Value, before: Value) -> Any:
-    value = carries.arrays(_as_array(value))
+    value = carries.arrays(_as_carried(value))
     shapes = [(np.shape(leaf), leaf.dtype) for leaf in jax.tree.leaves(before)]
     found = [(np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in jax.tree.leaves(value)]
     if shapes != found:

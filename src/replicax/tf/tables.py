@@ -84,11 +84,12 @@ _TOP = {
     **_from(".tensor_array", "TensorArray"),
     **_from(".tensor_spec", "TensorSpec"),
     **_from(".variable", "Variable"),
+    **_from(".module", "Module"),
     **_from(".sparse", "SparseTensor"),
     **_from(".strings", "as_string"),
     **_from(".debugging", "Assert assert_equal assert_greater assert_less assert_rank"),
     **_from(
-        "replicax", "IndexedSlices Module VariableAggregation VariableSynchronization device "
+        "replicax", "IndexedSlices VariableAggregation VariableSynchronization device "
         "variable_creator_scope"
     ),
 }  # fmt: skip

@@ -130,7 +130,7 @@ def _array(leaf: Value) -> Any:
         return leaf
     array = tape_recording.resolved(leaf._raw)
     mask = getattr(leaf, "_keras_mask", None)
-    if mask is not None:
+    if mask is not None or leaf.has_deleted_mask:
         tape_keras_internals.set_mask(array, raw(mask))
     return array
 

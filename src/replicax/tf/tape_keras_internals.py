@@ -15,6 +15,7 @@ from keras.src.losses import loss as loss_module
 
 from replicax.tf.arguments import Value
 from replicax.tf.tape_recording import map_leaves, suspended
+from replicax.tf.tensor import raw
 
 __all__ = ["loss_module"]
 
@@ -61,9 +62,15 @@ def own_losses(layers: Sequence[Any]) -> list[list[Any]]:
 
 def set_losses(layers: Sequence[Any], losses: Sequence[Sequence[Any]]) -> None:
     """Replaces the losses that each layer has added."""
+    scope = get_stateless_scope()
     for layer, own in zip(layers, losses, strict=True):
         layer._loss_ids.clear()
         layer._losses[:] = own
+        # In a step that Keras compiles, code after the tape finds losses by the scope.
+        if scope is not None:
+            for array in map(raw, own):
+                scope.add_loss(array)
+                layer._loss_ids.add(id(array))
 
 
 def build(

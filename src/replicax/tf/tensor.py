@@ -184,7 +184,7 @@ class Tensor:
     ([2], tf.float32, 2.0)
     """
 
-    __slots__ = ("__weakref__", "_keras_mask", "_raw")
+    __slots__ = ("__weakref__", "_mask", "_raw")
     __array_priority__ = 100
 
     if TYPE_CHECKING:
@@ -251,6 +251,29 @@ class Tensor:
         return Reference(self)
 
     experimental_ref = ref
+
+    @property
+    def _keras_mask(self) -> Any:
+        """The mask that Keras left; programs delete it, so that losses do not apply it."""
+        found = getattr(self, "_mask", None)
+        if found is None:
+            raise AttributeError("Keras left no mask at this tensor")
+        return found
+
+    @_keras_mask.setter
+    def _keras_mask(self, mask: Value) -> None:
+        self._mask = mask
+
+    @_keras_mask.deleter
+    def _keras_mask(self) -> None:
+        # Raises if there is none.
+        _ = self._keras_mask
+        self._mask = None
+
+    @property
+    def has_deleted_mask(self) -> bool:
+        """Whether the mask that Keras left was taken away."""
+        return getattr(self, "_mask", self) is None
 
     # Values.
 

@@ -80,7 +80,7 @@ class TensorArray:
         self.dtype = as_dtype(dtype)
         self.dynamic_size = bool(dynamic_size)
         self.element_shape = TensorShape(element_shape)
-        self._rows: list[Any] = [None] * int(raw(0 if size is None else size))
+        self._rows: list[Any] = [None] * _number_of_rows(size)
         # All rows in one tensor; then `_rows` is empty.
         self._joined: Any = None
         if self.element_shape.is_fully_defined() and element_shape is not None and self._rows:
@@ -277,3 +277,15 @@ def _unflatten_array(facts: Facts, children: tuple[Any, ...]) -> TensorArray:
 
 
 jax.tree_util.register_pytree_node(TensorArray, _flatten_array, _unflatten_array)
+
+
+def _number_of_rows(size: Value) -> int:
+    count = raw(0 if size is None else size)
+    if jax_compat.is_traced(count):
+        raise errors.TracedValueError(
+            "The size of a TensorArray must be known while the function is compiled",
+            "the program computes it",
+            "Take it from the shape of a tensor (`x.shape[0]`), pass a Python int, or allocate as "
+            "many rows as there can be and use `tf.sequence_mask`.",
+        )
+    return int(count)

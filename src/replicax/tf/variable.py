@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.foundation import jax_compat
 from replicax.foundation.options import VariableAggregation
 from replicax.tf import dispatch, tape_recording
 from replicax.tf.arguments import DTypeLike, Ignored, ShapeLike, Value, VariableLike
@@ -328,7 +329,8 @@ def _as_initial(value: Value, dtype: DTypeLike) -> Any:
     value = tape_recording.map_leaves(raw, value)
     if value is None or isinstance(value, np.ndarray) or hasattr(value, "aval"):
         return value if not isinstance(value, np.ndarray) else _on_device(value, dtype)
-    return _on_device(np.asarray(dispatch.default_array(value)), dtype)
+    with jax_compat.eagerly():
+        return _on_device(np.asarray(dispatch.default_array(value)), dtype)
 
 
 def _on_device(value: np.ndarray, dtype: DTypeLike) -> np.ndarray:

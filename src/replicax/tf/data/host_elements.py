@@ -139,6 +139,8 @@ def on_host(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn, updated=())
     def call(*parts: Any) -> Any:
-        return as_element(dispatch.call_on_host(fn, map(as_tensors, parts)))
+        found = dispatch.call_on_host(fn, map(as_tensors, parts))
+        # As in TensorFlow: what `tf.py_function` and its like return are several components.
+        return as_element(tuple(found) if type(found) is list else found)
 
     return call

@@ -1,4 +1,6 @@
-"""Images in other sizes, by the rule that a pixel is a square whose centre is at one half.
+"""Images in other sizes.
+
+A pixel is a square whose centre is at one half; version 1 had other rules, see `Rule`.
 
 All methods but the nearest pixel are separable: a row of the result is a weighted sum of a few rows
 of the image, then a column of columns. A plan holds these rows and weights for one axis.
@@ -10,7 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,10 @@ from replicax.tf.image.pixels import pixels, require_images
 from replicax.tf.ops.operands import Array, Namespace, Value, integer, integers
 
 __all__ = ["ResizeMethod", "resize", "resize_with_pad"]
+
+# Where the pixels of the result are in the image: "half" is version 2; with "start" the first
+# pixels of both lie on each other, with "corners" the last ones too.
+Rule = Literal["half", "start", "corners"]
 
 
 class ResizeMethod:
@@ -77,6 +83,14 @@ def _cubic(x: np.ndarray) -> np.ndarray:
     return np.where(x <= 1, near, np.where(x < 2, far, 0))
 
 
+def _old_cubic(x: np.ndarray) -> np.ndarray:
+    """The kernel of version 1, which is steeper."""
+    x = np.abs(x)
+    near = (1.25 * x - 2.25) * x * x + 1
+    far = ((-0.75 * x + 3.75) * x - 6) * x + 3
+    return np.where(x <= 1, near, np.where(x < 2, far, 0))
+
+
 def _mitchell(x: np.ndarray) -> np.ndarray:
     x = np.abs(x)
     near = ((7 / 6 * x - 2) * x) * x + 8 / 9
@@ -105,20 +119,28 @@ _KERNELS: dict[str, tuple[float, Callable[[np.ndarray], np.ndarray]]] = {
 
 
 @functools.lru_cache(maxsize=512)
-def _plan(method: str, size: int, new: int, antialias: bool) -> _Plan:
+def _plan(method: str, size: int, new: int, antialias: bool, rule: Rule = "half") -> _Plan:
     if method == "area":
-        return _area(size, new)
+        return _area(size, new, _scale(size, new, rule))
     if not antialias and method == "bilinear":
-        return _bilinear(size, new)
+        return _bilinear(size, _positions(size, new, rule))
     if not antialias and method == "bicubic":
-        return _bicubic(size, new)
+        return _bicubic(size, _positions(size, new, rule), rule)
     return _by_kernel(*_KERNELS[method], size, new, antialias)
 
 
-def _centres(size: int, new: int) -> np.ndarray:
+def _scale(size: int, new: int, rule: Rule) -> np.float32:
+    if rule == "corners" and new > 1:
+        return np.float32(size - 1) / np.float32(new - 1)
+    return np.float32(size) / np.float32(new)
+
+
+def _positions(size: int, new: int, rule: Rule) -> np.ndarray:
     """Returns where the pixels of the result are in the image, from the centre of its first."""
-    scale = np.float32(size) / np.float32(new)
-    return (np.arange(new, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
+    scale, numbers = _scale(size, new, rule), np.arange(new, dtype=np.float32)
+    if rule == "half":
+        return (numbers + np.float32(0.5)) * scale - np.float32(0.5)
+    return numbers * scale
 
 
 def _finished(indices: np.ndarray, weights: np.ndarray, size: int) -> _Plan:
@@ -131,8 +153,7 @@ def _finished(indices: np.ndarray, weights: np.ndarray, size: int) -> _Plan:
     return _Plan(indices, weights, dense)
 
 
-def _bilinear(size: int, new: int) -> _Plan:
-    at = _centres(size, new)
+def _bilinear(size: int, at: np.ndarray) -> _Plan:
     below = np.floor(at)
     share = at - below
     first = np.maximum(below, 0).astype(np.int32)
@@ -141,13 +162,15 @@ def _bilinear(size: int, new: int) -> _Plan:
     return plan._replace(is_blend=True)
 
 
-def _bicubic(size: int, new: int) -> _Plan:
-    at = _centres(size, new)
+def _bicubic(size: int, at: np.ndarray, rule: Rule) -> _Plan:
     below = np.floor(at)
     distance = np.rint((at - below) * _TABLE_SIZE) / _TABLE_SIZE
     offsets = np.arange(-1, 3)[:, None]
     indices = below[None].astype(np.int32) + offsets
-    weights = _cubic(offsets - distance[None].astype(np.float64))
+    distances = offsets - distance[None].astype(np.float64)
+    if rule != "half":
+        return _finished(np.clip(indices, 0, size - 1), _old_cubic(distances), size)
+    weights = _cubic(distances)
     weights = np.where((indices >= 0) & (indices < size), weights, 0)
     return _finished(np.clip(indices, 0, size - 1), _normalized(weights), size)
 
@@ -158,8 +181,7 @@ def _normalized(weights: np.ndarray) -> np.ndarray:
     return np.where(is_usable, weights / np.where(is_usable, total, 1), 0)
 
 
-def _area(size: int, new: int) -> _Plan:
-    scale = np.float32(size) / np.float32(new)
+def _area(size: int, new: int, scale: np.float32) -> _Plan:
     start = np.arange(new, dtype=np.float32) * scale
     end = np.arange(1, new + 1, dtype=np.float32) * scale
     first, last = np.floor(start).astype(int), np.ceil(end).astype(int)
@@ -239,10 +261,11 @@ def _product(ns: Namespace, left: np.ndarray, right: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=512)
-def _nearest(size: int, new: int) -> np.ndarray:
-    scale = np.float32(size) / np.float32(new)
-    at = (np.arange(new, dtype=np.float32) + np.float32(0.5)) * scale
-    return np.minimum(np.floor(at).astype(np.int32), size - 1)
+def _nearest(size: int, new: int, rule: Rule = "half") -> np.ndarray:
+    at = np.arange(new, dtype=np.float32) + np.float32(0.5 if rule == "half" else 0)
+    at *= _scale(size, new, rule)
+    at = np.floor(at + np.float32(0.5)) if rule == "corners" else np.floor(at)
+    return np.minimum(at.astype(np.int32), size - 1)
 
 
 def _method(method: Value) -> str:
@@ -293,10 +316,18 @@ def resize(
     >>> resize(np.asarray([[[0.0], [2.0]]], np.float32), (1, 4)).numpy()[0, :, 0]
     array([0. , 0.5, 1.5, 2. ], dtype=float32)
     """
-    return _resized(images, size, method, preserve_aspect_ratio, antialias)
+    return resized(images, size, method, preserve_aspect_ratio, antialias)
 
 
-def _resized(images: Value, size: Value, method: Value, keep_ratio: bool, smooth: bool) -> Array:
+def resized(
+    images: Value,
+    size: Value,
+    method: Value,
+    keep_ratio: bool,
+    smooth: bool = False,
+    rule: Rule = "half",
+) -> Array:
+    """Returns images in another size by one of the rules for where pixels are."""
     ns, x = pixels(images)
     require_images(x, "resize")
     how, old = _method(method), (x.shape[-3], x.shape[-2])
@@ -308,11 +339,11 @@ def _resized(images: Value, size: Value, method: Value, keep_ratio: bool, smooth
     if keep_ratio:
         new = _kept_ratio(old, new)
     if how == "nearest":
-        rows, columns = _nearest(old[0], new[0]), _nearest(old[1], new[1])
+        rows, columns = _nearest(old[0], new[0], rule), _nearest(old[1], new[1], rule)
         return ns.take(ns.take(x, rows, axis=x.ndim - 3), columns, axis=x.ndim - 2)
     for axis, before, after in ((-3, old[0], new[0]), (-2, old[1], new[1])):
         if before != after or how in ("gaussian", "mitchellcubic"):
-            x = _applied(ns, x, _plan(how, before, after, bool(smooth)), axis)
+            x = _applied(ns, x, _plan(how, before, after, bool(smooth), rule), axis)
     return x.astype(np.float32)
 
 
@@ -328,6 +359,18 @@ def resize_with_pad(
     >>> resize_with_pad(np.ones((2, 4, 1), np.float32), 4, 4).numpy()[:, 0, 0]
     array([0., 1., 1., 0.], dtype=float32)
     """
+    scale = functools.partial(resize, antialias=antialias)
+    return resized_with_pad(image, target_height, target_width, method, scale)
+
+
+def resized_with_pad(
+    image: Value,
+    target_height: Value,
+    target_width: Value,
+    method: Value,
+    scale: Callable[..., Value],
+) -> Value:
+    """Returns images that a function made fit into a size, with zeros around them."""
     height, width = np.shape(image)[-3:-1] if not hasattr(image, "shape") else image.shape[-3:-1]
     new = integer(target_height, "target_height"), integer(target_width, "target_width")
     old = np.float32(height), np.float32(width)
@@ -337,5 +380,5 @@ def resize_with_pad(
     top, left = (
         max(0, math.floor((n - e) / 2)) for n, e in zip(new, map(float, exact), strict=True)
     )
-    found = resize(image, fitted, method, antialias=antialias)
+    found = scale(image, fitted, method)
     return pad_to_bounding_box(found, top, left, *new)

@@ -9,6 +9,7 @@ from replicax.foundation.replacements import Replace, Replacements
 from replicax.tf import tape_keras, tape_keras_internals
 from replicax.tf.keras import (
     callback_changes,
+    dataset_functions,
     files,
     layer_changes,
     model_changes,
@@ -43,6 +44,7 @@ def _make(replace: Replace) -> None:
         model_changes,
         own_steps,
         callback_changes,
+        dataset_functions,
         files,
         shape_inference,
     ):

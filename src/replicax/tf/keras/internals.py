@@ -12,7 +12,13 @@ from keras.src.legacy.saving import legacy_h5_format
 from keras.src.losses.losses import LossFunctionWrapper as LossFunctionWrapper
 from keras.src.metrics.reduction_metrics import MeanMetricWrapper as MeanMetricWrapper
 from keras.src.trainers import data_adapters as data_adapters
-from keras.src.utils import tracking
+from keras.src.utils import (
+    dataset_utils,
+    image_dataset_utils,
+    text_dataset_utils,
+    timeseries_dataset_utils,
+    tracking,
+)
 from keras.src.utils.module_utils import h5py
 
 from replicax.tf.keras.argument_types import KerasObject, Value
@@ -26,6 +32,9 @@ BACKEND = backend
 Tracker = tracking.Tracker
 # The modules that call functions of TensorFlow by the name `tf`.
 LEGACY_MODULES = (legacy_backend, legacy_layers)
+DATASET_MODULES = (image_dataset_utils, text_dataset_utils, timeseries_dataset_utils)
+# The module of the functions that those call, and the one that reads images.
+DATASET_FUNCTIONS, IMAGE_DATASETS = dataset_utils, image_dataset_utils
 
 CURRENT_LEARNING_RATE = "_get_current_learning_rate"
 SYMBOLIC_BUILD = "_symbolic_build"
@@ -98,3 +107,10 @@ def first_batch(iterator: KerasObject) -> Any:
 def add_metric(layer: keras.layers.Layer, metric: keras.Metric) -> None:
     """Adds a metric to those of a layer, also after it was built."""
     layer._metrics.append(metric)
+
+
+def rescale_split_sizes(
+    left_size: float | None, right_size: float | None, num_rows: int
+) -> tuple[int, int]:
+    """Returns how many rows the two parts of a dataset have; either may be a share or None."""
+    return dataset_utils._rescale_dataset_split_sizes(left_size, right_size, num_rows)

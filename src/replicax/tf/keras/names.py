@@ -70,10 +70,6 @@ ADDED: dict[str, dict[str, str]] = {
     "optimizer_v2.rmsprop": {"RMSprop": "keras.optimizers:RMSprop"},
     "optimizers.experimental": _from("keras.optimizers", f"{_OPTIMIZERS} AdamW"),
     "optimizers.legacy": _from("keras.optimizers", _OPTIMIZERS),
-    "preprocessing": _from(f"{_OWN}.directory_datasets", "image_dataset_from_directory"),
-    "utils": {
-        **_from(f"{_OWN}.directory_datasets", "image_dataset_from_directory"),
-    },
     "utils.data_utils": _from("keras.utils", "get_file Sequence"),
     "utils.conv_utils": _from(
         _SHAPES,

@@ -32,6 +32,7 @@ def install(replace: Replace) -> None:
     replace(optimizer, "__init__", _init)
     replace(optimizer, "lr", lambda _: property(_learning_rate, _set_learning_rate))
     replace(optimizer, "learning_rate", lambda _: property(_learning_rate, _set_rate(_)))
+    replace(optimizer, "iterations", _iterations)
     replace(optimizer, internals.CURRENT_LEARNING_RATE, _current_rate)
     replace(optimizer, "_decayed_lr", lambda _: _decayed_rate)
     replace(optimizer, "weights", lambda _: property(lambda self: self.variables))
@@ -74,6 +75,19 @@ def _learning_rate(self: Any) -> Any:
     found = getattr(self, internals.CURRENT_LEARNING_RATE)()
     is_value = isinstance(found, jax.Array) and not in_stateless_scope()
     return wrap_tree(found) if is_value else found
+
+
+def _iterations(original: property) -> property:
+    """Returns the variable, or a tensor: gradients that are accumulated make it a quotient."""
+    assert original.fget is not None
+    get = original.fget
+
+    def iterations(self: Any) -> Any:
+        found = get(self)
+        is_value = isinstance(found, jax.Array) and not in_stateless_scope()
+        return wrap_tree(found) if is_value else found
+
+    return property(iterations, original.fset)
 
 
 def _set_learning_rate(self: Any, value: Value) -> None:

@@ -245,7 +245,8 @@ def unstack(
             "Leave it out.",
         )
     front = (builtins.slice(None),) * place
-    return [found[(*front, i)] for i in range(found.shape[place])]
+    # With the ellipsis, NumPy returns an array for a scalar string, too.
+    return [found[(*front, i, ...)] for i in range(found.shape[place])]
 
 
 @op

@@ -134,7 +134,8 @@ def identity_n(input: Value, name: str | None = None) -> list[Array]:
     return [_placed(array(value)) for value in input]
 
 
-@op
+# Tapes do not record it: where nothing else leads to a source, its gradient is None, not zero.
+@op(differentiable=False)
 def stop_gradient(input: Value, name: str | None = None) -> Value:
     """Returns the value as a constant for gradients."""
     if isinstance(input, dict):
@@ -143,7 +144,11 @@ def stop_gradient(input: Value, name: str | None = None) -> Value:
 
 
 def _stopped(value: Array) -> Array:
-    return jax.lax.stop_gradient(value) if isinstance(value, jax.Array) else value
+    if not isinstance(value, jax.Array):
+        return value
+    stopped = jax.lax.stop_gradient(value)
+    # Tapes know arrays by identity.
+    return jax_compat.alias(stopped) if stopped is value else stopped
 
 
 @quiet_op

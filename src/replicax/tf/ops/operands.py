@@ -97,8 +97,10 @@ def array(value: Value, dtype: DTypeLike = None) -> Array:
     (dtype('int32'), dtype('float32'), dtype('float32'))
     """
     if isinstance(value, np.ndarray | np.generic | jax.Array):
+        if value.dtype.kind in "SU" and (dtype is None or np.dtype(dtype).kind in "OSU"):
+            return _bytes_of(value)
         if dtype is None or value.dtype == dtype:
-            return _bytes_of(value) if value.dtype.kind in "SU" else value
+            return value
         return value.astype(np.dtype(dtype))
     if isinstance(value, IndexedSlices):
         return array(value.map_arrays(array_of).to_dense(), dtype)
@@ -246,6 +248,9 @@ def _fits(value: Value, dtype: np.dtype) -> bool:
     return type(value) is int and 0 <= value <= _LARGEST_INT8 and dtype.kind in "fiu"
 
 
+_TEXT = np.dtype(object)
+
+
 def common_dtype(values: Sequence[Value], op: str) -> np.dtype | None:
     """Returns the dtype of the operands, or raises an error that says `tf.cast`."""
     on_device = [np.dtype(v.dtype) for v in values if isinstance(v, jax.Array)]
@@ -262,6 +267,8 @@ def common_dtype(values: Sequence[Value], op: str) -> np.dtype | None:
 
 
 def _only(found: list[np.dtype], op: str) -> np.dtype:
+    # NumPy's own arrays of text are strings, too.
+    found = [_TEXT if dtype.kind in "SU" else dtype for dtype in found]
     dtype = found[0]
     for other in found[1:]:
         if other == dtype:

@@ -1,15 +1,23 @@
-"""Functions of `tf.compat.v1.image` that version 2 does not have, beside those that it has."""
+"""Functions of `tf.compat.v1.image` that version 2 does not have, or has with other rules."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import numpy as np
 
 from replicax.foundation import errors
 from replicax.tf import image as v2
 from replicax.tf.arguments import Number, Value
+from replicax.tf.dispatch import on_host, op
+from replicax.tf.image.pixels import pixels as pixels_of
+from replicax.tf.image.resizing import Rule, resized, resized_with_pad
+from replicax.tf.ops.operands import integers
 
 _OWN = [
     "extract_image_patches",
+    "resize",
     "resize_area",
     "resize_bicubic",
     "resize_bilinear",
@@ -21,6 +29,7 @@ _OWN = [
 ]
 
 
+@op
 def resize_images(
     images: Value,
     size: Number,
@@ -29,36 +38,39 @@ def resize_images(
     preserve_aspect_ratio: bool = False,
     name: str | None = None,
 ) -> Any:
-    """Resizes images; pixels have their centres at half numbers, as in version 2.
+    """Resizes images by the rules of version 1; images of the wanted size stay as they are.
 
     Args:
       images: Images, or one.
       size: The new height and width.
       method: A name or number of `ResizeMethod`.
-      align_corners: Not offered as True.
+      align_corners: Whether the last pixels lie on each other, as the first ones do.
       preserve_aspect_ratio: Whether the images are only made to fit the size.
       name: Accepted for portability.
     """
-    del name
-    _refuse_corners(align_corners)
-    return v2.resize(images, size, _method(method), preserve_aspect_ratio)
+    _, pixels = pixels_of(images)
+    is_same = not preserve_aspect_ratio and pixels.shape[-3:-1] == tuple(integers(size, "size"))
+    # In functions of datasets TensorFlow seldom knows the shape, and converts to float32.
+    if is_same and not on_host():
+        return pixels
+    return resized(images, size, method, preserve_aspect_ratio, rule=_rule(align_corners, False))
 
 
-def _refuse_corners(align_corners: bool) -> None:
-    if align_corners:
-        raise errors.UnsupportedError(
-            "Images are resized with pixels that have their centres at half numbers",
-            "align_corners=True was given",
-            "Remove it; values near the edges differ a little.",
+resize = resize_images
+
+
+def _rule(align_corners: bool, half_pixel_centers: bool) -> Rule:
+    if align_corners and half_pixel_centers:
+        raise errors.InvalidArgumentError(
+            "Pixels have their centres at half numbers, or the corners are aligned",
+            "align_corners and half_pixel_centers are both True",
+            "Leave one of them out.",
         )
-
-
-def _method(method: Value) -> Any:
-    numbered = ("bilinear", "nearest", "bicubic", "area")
-    return numbered[method] if isinstance(method, int) else method
+    return "corners" if align_corners else "half" if half_pixel_centers else "start"
 
 
 def _resizing(method: str) -> Any:
+    @op
     def resize(
         images: Value,
         size: Number,
@@ -66,8 +78,9 @@ def _resizing(method: str) -> Any:
         name: str | None = None,
         half_pixel_centers: bool = False,
     ) -> Any:
-        del name, half_pixel_centers
-        return resize_images(images, size, method, align_corners)
+        rule = _rule(align_corners, half_pixel_centers)
+        found = resized(images, size, method, False, rule=rule)
+        return found if method == "nearest" else found.astype(np.float32)
 
     resize.__doc__ = f"Resizes images by the method {method!r}."
     return resize
@@ -92,8 +105,8 @@ def resize_image_with_pad(
     align_corners: bool = False,
 ) -> Any:
     """Resizes images in their proportions, and pads them with zeros."""
-    _refuse_corners(align_corners)
-    return v2.resize_with_pad(image, target_height, target_width, _method(method))
+    scale = functools.partial(resize_images, align_corners=align_corners)
+    return resized_with_pad(image, target_height, target_width, method, scale)
 
 
 def transpose_image(image: Value, name: str | None = None) -> Any:
