@@ -41,8 +41,7 @@ from replicax.values.distributed_values import (
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout
 
-# Resolved destinations: every device that gets a copy of the result.
-Targets: TypeAlias = Sequence[Device]
+Targets: TypeAlias = Sequence[Device]  # Resolved: every device that gets a copy of the result.
 
 
 class CrossDeviceOps:
@@ -53,6 +52,10 @@ class CrossDeviceOps:
 
     Attributes:
       options: The options of reductions that have none of their own.
+
+    Raises:
+      InvalidArgumentError: An operation is not a ReduceOp, or IndexedSlices are gathered.
+      UnsupportedError: A subclass does not define `reduce_implementation`.
     """
 
     options = CommunicationOptions()

@@ -22,6 +22,9 @@ _Nest = TypeVar("_Nest")
 class ReplicaContext:
     """The API of the code that `Strategy.run` calls once per replica.
 
+    Raises:
+      InvalidArgumentError: The number of the replica is not a number.
+
     >>> import replicax as rx
     >>> strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)
     >>> def replica_fn():
@@ -89,6 +92,9 @@ class ReplicaContext:
 
         Returns:
           This replica's part of what `merge_fn` returned.
+
+        Raises:
+          ArgumentTypeError: `merge_fn` is not callable.
         """
         frame = guards.require_replica("merge_call", self)
         if not callable(merge_fn):

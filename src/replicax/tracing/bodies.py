@@ -26,6 +26,8 @@ from replicax.tracing.iterators import Feed
 from replicax.tracing.structures import Structure
 from replicax.variables.remote import RemoteVariableBase
 
+_TAKES_DATA = "_takes_data_in_loop"
+
 
 class _NoElements:
     """Rejects `next(iterator)` where the number of elements taken is unknown."""
@@ -42,12 +44,19 @@ class _NoElements:
         raise self._error()
 
     def _error(self) -> errors.TracingError:
-        return errors.TracingError(
+        error = errors.TracingError(
             "`next(iterator)` in compiled code must be called once per element",
             f"it is called inside the body of {self._what}",
             "Take the element before, and pass it in; or call it in the body of rx.scan or "
             "rx.fori_loop with a known number of rounds, outside of other loops.",
         )
+        setattr(error, _TAKES_DATA, True)
+        return error
+
+
+def takes_data_in_loop(error: errors.TracingError) -> bool:
+    """Tells whether an error is about `next(iterator)` where the number of rounds is unknown."""
+    return getattr(error, _TAKES_DATA, False)
 
 
 class BodyOverlay(capturing.CapturingOverlay):

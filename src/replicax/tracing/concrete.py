@@ -116,8 +116,15 @@ class ConcreteFunction:
             self._fitted(name, spec, rest.pop(0) if rest and takes_it else _take(named, name, spec))
             for name, spec, takes_it in zip(self._names, self._args, takes, strict=True)
         ]
+        # Arrays that the signature names may be given by position, too.
         by_name = {
-            name: self._fitted(name, spec, _take(named, name, spec))
+            name: self._fitted(
+                name,
+                spec,
+                rest.pop(0)
+                if rest and name not in named and _has_arrays(spec)
+                else _take(named, name, spec),
+            )
             for name, spec in self._kwargs.items()
         }
         if rest or named:

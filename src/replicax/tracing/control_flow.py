@@ -130,6 +130,11 @@ def scan(
       reverse: Whether to start from the last row.
       unroll: The number of rounds that are compiled into one.
 
+    Raises:
+      InvalidArgumentError: `xs` and `length` do not give one number of rounds.
+      ArgumentTypeError: The body does not return a pair.
+      TracingError: The iterator is captured, not an argument of the compiled function.
+
     >>> import numpy as np, replicax as rx
     >>> total = rx.Variable(0.0)
     >>> @rx.function
@@ -210,6 +215,10 @@ def while_loop(cond_fun: Callable[[C], ArrayLike], body_fun: Callable[[C], C], i
         types.
       init_val: The first value.
 
+    Raises:
+      TracingError: The condition writes variables.
+      ArgumentTypeError: It does not return a boolean scalar.
+
     >>> import replicax as rx
     >>> v = rx.Variable(100.0)
     >>> @rx.function
@@ -263,6 +272,9 @@ def cond(
       false_fun: Called if it is false; returns the same structure, shapes and types.
       *operands: The arguments of the functions.
 
+    Raises:
+      InvalidArgumentError: `pred` is not a scalar.
+
     >>> import numpy as np, replicax as rx
     >>> v = rx.Variable(1.0)
     >>> @rx.function
@@ -283,6 +295,10 @@ def switch(index: ArrayLike, branches: Sequence[Callable[..., Any]], *operands: 
       index: An integer scalar.
       branches: The functions; all return the same structure, shapes and types.
       *operands: Their arguments.
+
+    Raises:
+      InvalidArgumentError: `index` is not a scalar, or there are no branches.
+      ArgumentTypeError: `index` is not an integer.
 
     >>> import numpy as np, replicax as rx
     >>> v = rx.Variable(1.0)

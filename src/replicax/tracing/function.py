@@ -400,6 +400,9 @@ def function(
         array with its second value, where the function can use it as one. Shapes are fixed
         in XLA programs: an array of a new shape always causes a new trace.
 
+    Raises:
+      ArgumentTypeError: `func` is not callable.
+
     >>> import replicax as rx
     >>> counter = rx.Variable(0.0)
     >>> @rx.function

@@ -227,6 +227,10 @@ def value_and_grad(
         None instead of leaves that are no variables, such as the functions of an equinox module.
       has_aux: Whether `fun` returns more than the scalar.
 
+    Raises:
+      ArgumentTypeError: `variables` is left out, or holds something else.
+      InvalidArgumentError: The function does not return a scalar.
+
     >>> import replicax as rx
     >>> w = rx.Variable(3.0)
     >>> rx.value_and_grad(lambda x: w * w * x, w)(2.0)
@@ -302,6 +306,10 @@ def grad(
     fun: Callable[..., Any], variables: Tree = None, *, has_aux: bool = False
 ) -> Callable[..., Any]:
     """Like `value_and_grad`, but returns the gradients only (and aux, if there is any).
+
+    Raises:
+      ArgumentTypeError: `variables` is left out, or holds something else.
+      InvalidArgumentError: The function does not return a scalar.
 
     >>> import replicax as rx
     >>> w = rx.Variable(3.0)

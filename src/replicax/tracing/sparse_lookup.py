@@ -48,6 +48,11 @@ def embedding_lookup_sparse(
       max_norm: If given, longer rows are scaled down to this length first.
       name: Accepted for portability.
 
+    Raises:
+      InvalidArgumentError: The ids have more dimensions, the weights do not fit them, or `combiner`
+        does not exist.
+      ArgumentTypeError: The ids are not integers.
+
     >>> import replicax as rx
     >>> table = rx.Variable([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
     >>> ids = rx.SparseTensor([[0, 0], [0, 1], [1, 0]], [0, 1, 3], dense_shape=(2, 2))
@@ -89,6 +94,11 @@ def safe_embedding_lookup_sparse(
       default_id: The row of examples without ids; zeros if None.
       max_norm: As there.
       name: Accepted for portability.
+
+    Raises:
+      InvalidArgumentError: There is no table, the weights do not fit the ids, or `combiner` does
+        not exist.
+      ArgumentTypeError: The ids are not integers.
 
     >>> import replicax as rx
     >>> table = rx.Variable([[1.0], [3.0]])

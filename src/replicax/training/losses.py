@@ -36,6 +36,11 @@ def compute_average_loss(
         replica's examples, times the number of replicas, which is right if all have the same
         number; pass it where the last batch of an epoch may be smaller.
 
+    Raises:
+      InvalidArgumentError: The loss is a scalar, or weights or batch size do not fit it.
+      ArgumentTypeError: `global_batch_size` is not a whole number.
+      ContextError: This is not replica code.
+
     >>> float(compute_average_loss([2.0, 4.0], global_batch_size=4))
     1.5
     """
@@ -61,6 +66,9 @@ def scale_regularization_loss(regularization_loss: Losses) -> jax.Array:
     """Sums a loss that every replica computes alike, and divides by the number of replicas.
 
     The sum of the result over all replicas counts the loss once.
+
+    Raises:
+      ContextError: This is not replica code.
 
     >>> float(scale_regularization_loss([1.0, 2.0]))
     3.0

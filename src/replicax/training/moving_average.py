@@ -65,6 +65,10 @@ class ExponentialMovingAverage:
 
         Args:
           var_list: Floating-point variables; all variables of earlier calls if None.
+
+        Raises:
+          InvalidArgumentError: The first call has no variables.
+          ArgumentTypeError: There is something else than variables of floating-point types.
         """
         variables = self._checked(var_list)
         decay = self._current_decay()

@@ -34,6 +34,10 @@ def replica_key(key: ArrayLike, *data: ArrayLike) -> Any:
       In replica code, the key of that replica. In cross-replica code the keys of all replicas,
       as a `PerReplica` that can be an argument of `run`.
 
+    Raises:
+      ContextError: This is neither replica nor cross-replica code.
+      ArgumentTypeError: `key` is neither a key nor a whole number.
+
     >>> import jax
     >>> import replicax as rx
     >>> strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)
@@ -68,6 +72,9 @@ class Generator(Module):
     Create it with the model, in the scope of the strategy. It advances in each call of a compiled
     function, where `random` and `np.random` would return the numbers of the trace again, and
     checkpoints include its position.
+
+    Raises:
+      InvalidArgumentError: The seed is not a whole number, or too large.
 
     >>> import jax
     >>> import replicax as rx

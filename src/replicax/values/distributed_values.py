@@ -64,6 +64,10 @@ class DistributedValues:
 class PerReplica(DistributedValues, ArrayOperators):
     """A different value on each replica; replica code that captures one computes with its own.
 
+    Raises:
+      InvalidArgumentError: There is not one component for each replica, their ranks differ between
+        workers, or it is used as one array.
+
     >>> import replicax as rx
     >>> strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)
     >>> values = strategy.experimental_distribute_values_from_function(

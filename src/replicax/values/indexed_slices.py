@@ -41,7 +41,11 @@ class IndexedSlices:
         return self.values.dtype
 
     def to_dense(self) -> jax.Array:
-        """Adds the rows into an array of zeros."""
+        """Adds the rows into an array of zeros.
+
+        Raises:
+          InvalidArgumentError: The shape is unknown.
+        """
         if self.dense_shape is None:
             raise errors.InvalidArgumentError(
                 "`to_dense` needs to know the shape of the dense array",

@@ -24,6 +24,9 @@ class SparseTensor:
       values: Shape (entries,).
       dense_shape: The shape of the array.
 
+    Raises:
+      ArgumentTypeError: `dense_shape` is not of whole numbers.
+
     >>> ids = SparseTensor([[0, 0], [0, 1], [2, 0]], [7, 3, 5], dense_shape=(3, 2))
     >>> ids.shape
     (3, 2)

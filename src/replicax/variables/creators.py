@@ -174,6 +174,9 @@ def install(*creator: Creator) -> None:
 def variable_creator_scope(variable_creator: Creator) -> Iterator[None]:
     """Lets `variable_creator(next_creator, **kwargs)` make the variables created inside.
 
+    Raises:
+      ContextError: An inner scope is still open when this one ends.
+
     >>> import replicax as rx
     >>> def frozen(next_creator, **kwargs):
     ...     return next_creator(**{**kwargs, "trainable": False})

@@ -25,7 +25,14 @@ AnyPartitioner = Callable[..., Any]
 
 
 class Partitioner:
-    """Base class of partitioners; any callable of the same signature will do."""
+    """Base class of partitioners; any callable of the same signature will do.
+
+    >>> class InHalves(Partitioner):
+    ...     def __call__(self, shape, dtype, axis=0):
+    ...         return [2 if i == axis else 1 for i in range(len(shape))]
+    >>> InHalves()((100, 8), "float32")
+    [2, 1]
+    """
 
     def __repr__(self) -> str:
         settings = (f"{name.lstrip('_')}={value}" for name, value in vars(self).items())
@@ -42,6 +49,10 @@ class Partitioner:
 
 class FixedShardsPartitioner(Partitioner):
     """Cuts every variable into the same number of parts, or one per row if it has fewer.
+
+    Raises:
+      ArgumentTypeError: The number is not whole.
+      InvalidArgumentError: It is below 1.
 
     >>> partitioner = FixedShardsPartitioner(num_shards=2)
     >>> partitioner([10, 3], "float32")
@@ -62,6 +73,10 @@ class MinSizePartitioner(Partitioner):
     """Cuts into as many parts as there can be, each with at least so many bytes.
 
     A variable that is too small for two such parts stays whole.
+
+    Raises:
+      ArgumentTypeError: A number is not whole.
+      InvalidArgumentError: It is below 1.
 
     >>> partitioner = MinSizePartitioner(min_shard_bytes=256 << 10, max_shards=2)
     >>> partitioner([100_000, 10], "float32")
@@ -100,6 +115,10 @@ class MaxSizePartitioner(Partitioner):
     """Cuts into as few parts as there can be, none with more than so many bytes.
 
     A row is never cut, and `max_shards` wins over the size.
+
+    Raises:
+      ArgumentTypeError: A number is not whole.
+      InvalidArgumentError: It is below 1.
 
     >>> partitioner = MaxSizePartitioner(max_shard_bytes=4)
     >>> partitioner([6, 1], "float32")

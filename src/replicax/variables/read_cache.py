@@ -39,6 +39,9 @@ def cache_variable_reads() -> Iterator[None]:
     for compiled functions that are called inside, and for a scope inside a compiled function.
     Rows of tables are not kept.
 
+    Raises:
+      InvalidArgumentError: Such a scope is open already.
+
     >>> with cache_variable_reads():
     ...     pass
     """

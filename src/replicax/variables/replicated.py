@@ -199,6 +199,11 @@ class AggregatingVariable(LocalVariable):
 class SyncOnReadVariable(ReplicatedVariable):
     """A variable with independent copies, which are combined when read from outside.
 
+    Raises:
+      UnsupportedError: A scatter method was called.
+      InvalidArgumentError: `assign_add` or `assign_sub` is called outside of replica code, or
+        copies are combined without a rule.
+
     >>> import replicax as rx
     >>> strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)
     >>> with strategy.scope():

@@ -40,6 +40,11 @@ class ShardedVariable(RemoteVariableBase):
       variables: The parts, in order; they differ in nothing but the number of rows.
       name: The name of the whole.
 
+    Raises:
+      ArgumentTypeError: There are no parts, or they are not variables.
+      InvalidArgumentError: Their types or shapes do not fit together; or workers use parts that are
+        not on servers.
+
     >>> import replicax as rx
     >>> parts = [rx.Variable([[0.0], [1.0]]), rx.Variable([[2.0]])]
     >>> table = ShardedVariable(parts, name="table")

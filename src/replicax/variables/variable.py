@@ -45,8 +45,8 @@ class _VariableMeta(type):
     @property
     def __signature__(cls) -> inspect.Signature:
         """The arguments of the constructor, for `help()` and editors."""
-        signature = inspect.signature(cls.__init__)
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
+        found = inspect.signature(cls.__init__)
+        return found.replace(parameters=list(found.parameters.values())[1:])
 
 
 class Variable(ArraySurface, UnsharedState, metaclass=_VariableMeta):
@@ -56,14 +56,18 @@ class Variable(ArraySurface, UnsharedState, metaclass=_VariableMeta):
       initial_value: An array-like, or a function without arguments that returns one.
       trainable: Whether optimizers change it; by default yes, unless synchronized ON_READ.
       name: Its name; need not be unique.
-      dtype: Its type, if not that of the initial value.
-      shape: Its shape, if the initial value is to be checked against one.
+      dtype, shape: Its type and shape, if the initial value is to be converted or checked.
       synchronization: When copies are brought into agreement.
       aggregation: How the replicas' writes (or ON_READ copies) become one value.
       constraint: What optimizers apply to each new value.
-      per_worker_variable: Whether, with a `ParameterServerStrategy`, each worker has a copy of its
-        own, which is not synchronized; `read_all()` returns all of them. Other strategies have
-        one worker, and make no difference.
+      per_worker_variable: Whether each worker of a `ParameterServerStrategy` has a copy of its own,
+        which is not synchronized; `read_all()` returns all. Other strategies have one worker.
+
+    Raises:
+      ContextError: An update runs under a strategy that does not own it; `initial_value` is read.
+      InvalidArgumentError: A value, or the indices of an update, do not fit the variable.
+      ArgumentTypeError: A scatter method was given something else than IndexedSlices.
+      UnsupportedError: A subclass was called.
 
     >>> v = Variable(1.0, name="v")
     >>> v.assign_add(2.0)
@@ -92,8 +96,7 @@ class Variable(ArraySurface, UnsharedState, metaclass=_VariableMeta):
     is_remote = False
 
     def __init_subclass__(cls) -> None:
-        # To JAX a variable is its value: `jnp` functions and transformations take it as
-        # an argument, read when they are called.
+        # To JAX a variable is its value, read when functions of `jnp` and transformations get it.
         jax.tree_util.register_pytree_node(
             cls,
             lambda variable: ((variable.read_value(),), None),
@@ -114,8 +117,7 @@ class Variable(ArraySurface, UnsharedState, metaclass=_VariableMeta):
         per_worker_variable: bool = False,
         **ignored: Unpack[creators.IgnoredArguments],
     ) -> None:
-        # Documents the arguments of `rx.Variable`, which the metaclass passes to the creators. Only
-        # a subclass without an `__init__` gets here.
+        # For the signature of `rx.Variable`: the metaclass passes the arguments to the creators.
         raise errors.UnsupportedError(
             "Variables are made with rx.Variable, in the scope of a strategy",
             f"{type(self).__name__} was called",

@@ -45,6 +45,10 @@ class AUC(Counts):
       label_weights: The weight of each column.
       from_logits: Whether predictions are logits, to which a sigmoid is applied.
 
+    Raises:
+      InvalidArgumentError: An option is not one of its choices, or `num_labels` or thresholds are
+        missing.
+
     >>> m = AUC(num_thresholds=3)
     >>> float(m([0, 0, 1, 1], [0.0, 0.5, 0.3, 0.9]))
     0.75

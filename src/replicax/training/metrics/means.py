@@ -76,6 +76,9 @@ class WeightedMean(Metric):
 class Mean(WeightedMean):
     """The weighted mean of values.
 
+    Raises:
+      InvalidArgumentError: The weights do not fit the values.
+
     >>> m = Mean()
     >>> m.update_state([1.0, 3.0, 5.0])
     >>> m.update_state([7.0])
@@ -92,6 +95,9 @@ class Mean(WeightedMean):
 
 class MeanTensor(Metric):
     """The mean of tensors of one shape, element by element.
+
+    Raises:
+      InvalidArgumentError: The values have another shape, or the weights do not fit them.
 
     >>> m = MeanTensor(shape=(2,))
     >>> m.update_state([0.0, 4.0])
@@ -218,6 +224,9 @@ class BinaryAccuracy(MeanOfTwo):
 class SparseCategoricalAccuracy(MeanOfTwo):
     """How often the largest score is that of the label, where labels are class numbers.
 
+    Raises:
+      InvalidArgumentError: There is not one class number per row of scores.
+
     >>> float(SparseCategoricalAccuracy()([2, 1], [[0.1, 0.6, 0.3], [0.05, 0.95, 0.0]]))
     0.5
     """
@@ -231,6 +240,9 @@ class SparseCategoricalAccuracy(MeanOfTwo):
 
 class CategoricalAccuracy(MeanOfTwo):
     """How often the largest score is that of the label, where labels are one-hot.
+
+    Raises:
+      InvalidArgumentError: Labels and scores have different shapes.
 
     >>> float(CategoricalAccuracy()([[0, 0, 1], [0, 1, 0]], [[0.1, 0.9, 0.8], [0.05, 0.95, 0]]))
     0.5
@@ -254,6 +266,9 @@ class _TopKAccuracy(MeanOfTwo):
 class SparseTopKCategoricalAccuracy(_TopKAccuracy):
     """How often the label is among the `k` largest scores, where labels are class numbers.
 
+    Raises:
+      InvalidArgumentError: There is not one class number per row of scores.
+
     >>> m = SparseTopKCategoricalAccuracy(k=1)
     >>> float(m([2, 1], [[0.1, 0.9, 0.8], [0.05, 0.95, 0.0]]))
     0.5
@@ -268,6 +283,9 @@ class SparseTopKCategoricalAccuracy(_TopKAccuracy):
 
 class TopKCategoricalAccuracy(_TopKAccuracy):
     """How often the label is among the `k` largest scores, where labels are one-hot.
+
+    Raises:
+      InvalidArgumentError: Labels and scores have different shapes.
 
     >>> m = TopKCategoricalAccuracy(k=2)
     >>> float(m([[0, 0, 1], [0, 1, 0]], [[0.1, 0.9, 0.8], [0.05, 0.95, 0]]))

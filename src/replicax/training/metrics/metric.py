@@ -46,6 +46,9 @@ class Metric(Module):
       dtype: The type of the state and of the result; float32 by default.
       name: The metric's name; the name of the class by default.
 
+    Raises:
+      NotImplementedError: A subclass does not define `update_state` or `result`.
+
     >>> import jax.numpy as jnp
     >>> class Largest(Metric):
     ...     def __init__(self):
@@ -91,6 +94,9 @@ class Metric(Module):
           shape: Its shape.
           initializer: A number, "zeros", "ones", or a function of shape and dtype.
           dtype: Its type; that of the metric by default.
+
+        Raises:
+          InvalidArgumentError: The name is taken, or the initialiser is not one.
         """
         if name in self._weights:
             raise errors.InvalidArgumentError(

@@ -35,6 +35,10 @@ class FBetaScore(Metric):
       name: The metric's name.
       dtype: The type of state and result.
 
+    Raises:
+      InvalidArgumentError: An option is out of its range; labels and predictions do not have the
+        shape (batch, classes); or there is a result before the first batch.
+
     >>> m = FBetaScore(beta=2.0, threshold=0.5)
     >>> m.update_state([[1, 1, 1], [1, 0, 0], [1, 1, 0]],
     ...                [[0.2, 0.6, 0.7], [0.2, 0.6, 0.6], [0.6, 0.8, 0.0]])
@@ -144,6 +148,10 @@ class IoU(Metric):
       sparse_y_true: Whether labels are class numbers; otherwise one-hot.
       sparse_y_pred: Whether predictions are class numbers; otherwise scores.
       axis: The dimension of classes in what is not sparse.
+
+    Raises:
+      InvalidArgumentError: An option is out of its range, or there are not as many labels as
+        predictions.
 
     >>> round(float(IoU(2, [0])([0, 0, 1, 1], [0, 1, 0, 1])), 6)
     0.333333

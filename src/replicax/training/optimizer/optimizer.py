@@ -209,6 +209,9 @@ class Optimizer:
     def slots(self, variable: Variable) -> dict[str, Variable]:
         """Returns the slots of a variable, by name.
 
+        Raises:
+          InvalidArgumentError: The variable is not one of the optimizer.
+
         >>> import optax
         >>> import replicax as rx
         >>> w = rx.Variable([3.0], name="w")
@@ -225,7 +228,11 @@ class Optimizer:
         )
 
     def get_slot(self, variable: Variable, name: str) -> Variable:
-        """Returns one slot of a variable."""
+        """Returns one slot of a variable.
+
+        Raises:
+          NotFoundError: There is no such slot.
+        """
         return _named(self.slots(variable), name, f"slot of {variable.name!r}")
 
     @property
@@ -235,7 +242,11 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> jax.Array:
-        """The learning rate, if `optax.inject_hyperparams` made it part of the state."""
+        """The learning rate, if `optax.inject_hyperparams` made it part of the state.
+
+        Raises:
+          NotFoundError: The transformation keeps no such hyperparameter.
+        """
         return _named(self.hyperparams, "learning_rate", "hyperparameter").read_value()
 
     @learning_rate.setter
@@ -313,6 +324,10 @@ class Optimizer:
           **extra_args: Further arguments of the transformation's `update`, such as the
             `value` of the loss for `optax.polyak_sgd`. Arrays are summed over replicas like
             the gradients.
+
+        Raises:
+          ContextError: This is the update of a variable, or the scope of another strategy.
+          InvalidArgumentError: A gradient does not fit its variable.
         """
         found = by_variable(gradients, variables, self._structure, self._trained)
         frame = frames.current()

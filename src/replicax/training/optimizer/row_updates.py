@@ -14,8 +14,8 @@ class RowBlock:
     """The rows of a sparse gradient, each once, in order.
 
     Their number is the number of ids in the gradient, which compiled code must know. Where
-    ids repeat, or lie outside of the table, the last rows are unused: they hold zeros and have
-    ids beyond the table, so that updates of them are dropped.
+    ids repeat, or lie outside of the table, the last rows are unused: their gradients are zero and
+    their ids beyond the table, so that updates of them are dropped.
 
     Attributes:
       gradient: The gradient of each row.
@@ -33,20 +33,17 @@ class RowBlock:
         group = jnp.cumsum(is_new) - 1
         beyond = num_rows + jnp.arange(count, dtype=ids.dtype)
         first = jnp.full(count, num_rows, ids.dtype)
-        first = first.at[group].set(ordered, indices_are_sorted=True)
-        is_row = first < num_rows
-        self._ids = jnp.where(is_row, first, beyond)
-        summed = jax.ops.segment_sum(
-            slices.values[order], group, num_segments=count, indices_are_sorted=True
-        )
-        fits = is_row.reshape((-1,) + (1,) * (summed.ndim - 1))
-        self.gradient = jnp.where(fits, summed, jnp.zeros_like(summed))
+        first = first.at[group].set(ordered, mode="promise_in_bounds", indices_are_sorted=True)
+        self._ids = jnp.where(first < num_rows, first, beyond)
+        # The gradients stay where they are; their row numbers are put in the order of the
+        # gradients instead. Those beyond the table have no row, and are dropped.
+        row = jnp.where(ordered < num_rows, group, count)
+        row = jnp.zeros_like(row).at[order].set(row, mode="promise_in_bounds", unique_indices=True)
+        self.gradient = jax.ops.segment_sum(slices.values, row, count)
 
     def take(self, table: jax.Array) -> jax.Array:
-        """Returns the rows of a table."""
-        return table.at[self._ids].get(
-            mode="fill", fill_value=0, indices_are_sorted=True, unique_indices=True
-        )
+        """Returns the rows of a table; unused rows hold anything that the table holds."""
+        return table.at[self._ids].get(mode="clip", indices_are_sorted=True, unique_indices=True)
 
     def put(self, table: jax.Array, rows: jax.Array) -> jax.Array:
         """Returns the table with its rows replaced."""
