@@ -5,16 +5,31 @@ device, on every device of a machine, or on workers and parameter servers, witho
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 from replicax.foundation import after_import, settings
+from replicax.foundation.lazy import collections_paused
 from replicax.foundation.spelling import suggestion
 
 if TYPE_CHECKING:
+    from replicax import cluster_resolver as cluster_resolver
+    from replicax import coordinator as coordinator
+    from replicax import data as data
+    from replicax import errors as errors
+    from replicax import experimental as experimental
+    from replicax import metrics as metrics
+    from replicax import models as models
+    from replicax import nn as nn
+    from replicax import optimizers as optimizers
+    from replicax import profiler as profiler
+    from replicax import random as random
+    from replicax import saved_model as saved_model
+    from replicax import summary as summary
+    from replicax import testing as testing
+    from replicax import train as train
     from replicax.public_api import *
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CentralStorageStrategy",
@@ -95,9 +110,10 @@ __all__ = [
 
 # Those that import Keras, or are seldom needed; `from replicax import *` leaves them out.
 _LAZY = ("compat", "contrib", "keras", "ray")
-# Imports everything else, when the first name is used; it gets these from here while it does.
+# Imports classes and functions, when the first name is used.
 _PUBLIC_API = "replicax.public_api"
-_PACKAGES = (
+# Each is imported when it is used, after those.
+NAMESPACES = (
     "cluster_resolver coordinator data errors experimental metrics models nn optimizers profiler "
     "random saved_model summary testing train"
 ).split()
@@ -110,11 +126,15 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # which would take any name for an attribute
 
     def __getattr__(name: str) -> Any:
-        if name in _LAZY or (name in _PACKAGES and _PUBLIC_API in sys.modules):
+        if name in _LAZY:
             return importlib.import_module(f"replicax.{name}")
         if name in __all__:
-            # Fills this module with all of them.
-            importlib.import_module(_PUBLIC_API)
+            # An import frees nothing; collections took a tenth of its time.
+            with collections_paused():
+                # Fills this module with those that are no namespace.
+                importlib.import_module(_PUBLIC_API)
+                if name in NAMESPACES:
+                    return importlib.import_module(f"replicax.{name}")
             return globals()[name]
         todo = suggestion([name], __all__)
         raise AttributeError(f"module 'replicax' has no attribute {name!r}. {todo}".rstrip(". "))

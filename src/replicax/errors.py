@@ -34,6 +34,7 @@ from replicax.foundation.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from replicax.foundation.public_names import show_as_public
 
 __all__ = [
     "AddressInUseError",
@@ -69,3 +70,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+show_as_public(__name__)

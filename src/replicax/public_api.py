@@ -1,28 +1,14 @@
-"""Every public name of `replicax`, with everything that they need: JAX, and most of the library.
+"""The public classes and functions of `replicax`, with everything that they need, such as JAX.
 
 The package imports this module when one of its names is first used, so that what needs none of
-them, such as `replicax run`, starts at once.
+them, such as `replicax run`, starts at once. Its namespaces, such as `replicax.coordinator`, are
+imported when they are used.
 """
 
 from __future__ import annotations
 
 import sys
 
-from replicax import cluster_resolver as cluster_resolver
-from replicax import coordinator as coordinator
-from replicax import data as data
-from replicax import errors as errors
-from replicax import experimental as experimental
-from replicax import metrics as metrics
-from replicax import models as models
-from replicax import nn as nn
-from replicax import optimizers as optimizers
-from replicax import profiler as profiler
-from replicax import random as random
-from replicax import saved_model as saved_model
-from replicax import summary as summary
-from replicax import testing as testing
-from replicax import train as train
 from replicax.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from replicax.collectives.cross_device_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
@@ -92,5 +78,6 @@ from replicax.variables.sharded import ShardedVariable as ShardedVariable
 from replicax.variables.variable import Variable as Variable
 
 _package = sys.modules["replicax"]
-vars(_package).update({name: globals()[name] for name in _package.__all__})
-show_as_public(_package)
+_own = set(_package.__all__) - set(_package.NAMESPACES)
+vars(_package).update({name: globals()[name] for name in _own})
+show_as_public("replicax")

@@ -13,8 +13,9 @@ import replicax
 
 MODULES = [m.name for m in pkgutil.walk_packages(replicax.__path__, "replicax.")]
 ROOMS = sorted({name.split(".")[1] for name in MODULES})
-# The examples of several hundred ops compile as many programs.
-SLOW = ("tf",)
+# The examples of several hundred ops compile as many programs; those of the coordinator start a
+# cluster each, which other tests do too.
+SLOW = ("coordinator", "tf")
 
 
 class Finder(doctest.DocTestFinder):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import runpy
 import types
@@ -11,50 +13,8 @@ from typing import Any
 import replicax as rx
 
 DOCS = Path(__file__).parents[2] / "docs"
+SOURCE = Path(rx.__file__).parent
 PAGES = runpy.run_path(str(DOCS / "reference_names.py"))
-# Names without an example of their own; the guides have one. A new name does not come in here.
-WITHOUT_EXAMPLE = {
-    "replicax.StrategyExtended",  # docs/guides/new-strategy.md
-    "replicax.TPUStrategy",  # needs a TPU
-    "replicax.set_virtual_cpu_devices",  # must run before anything else
-    "replicax.cluster_resolver.GCEClusterResolver",
-    "replicax.cluster_resolver.KubernetesClusterResolver",
-    "replicax.cluster_resolver.KubernetesExecutableLocation",
-    "replicax.cluster_resolver.SlurmClusterResolver",
-    "replicax.cluster_resolver.UnionClusterResolver",
-    "replicax.cluster_resolver.UnionResolver",
-    "replicax.coordinator.ClusterCoordinator",  # needs processes
-    "replicax.coordinator.PerWorkerDataset",
-    "replicax.coordinator.PerWorkerIterator",
-    "replicax.coordinator.RemoteValue",
-    "replicax.coordinator.Watchdog",
-    "replicax.coordinator.WorkerStatus",
-    "replicax.data.ArrayRecordDataset",
-    "replicax.data.FixedLengthRecordDataset",
-    "replicax.data.TFRecordDataset",
-    "replicax.experimental.CollectiveCommunication",
-    "replicax.experimental.CommunicationImplementation",
-    "replicax.experimental.ElasticResult",
-    "replicax.experimental.MultiWorkerMirroredStrategy",
-    "replicax.experimental.TPUStrategy",
-    "replicax.experimental.partitioners.Partitioner",
-    "replicax.keras.DatasetCreator",
-    "replicax.models.EquinoxModel",  # made by the functions, which have examples
-    "replicax.models.LinenModel",
-    "replicax.models.NnxModel",
-    "replicax.profiler.MetricsServer",
-    "replicax.profiler.Trace",
-    "replicax.profiler.draw",
-    "replicax.profiler.merge",
-    "replicax.summary.MLflowTracker",  # needs a package
-    "replicax.summary.SummaryWriter",
-    "replicax.summary.WandbTracker",
-    "replicax.testing.LaunchedProgram",
-    "replicax.testing.LocalCluster",
-    "replicax.testing.Proxy",
-    "replicax.testing.fill",
-    "replicax.testing.small_disk",
-}
 
 
 def documented() -> dict[str, Any]:
@@ -99,8 +59,64 @@ def test_every_public_callable_has_a_signature() -> None:
             assert inspect.signature(value) is not None, path
 
 
+def functions_of(value: Any) -> list[tuple[str, types.FunctionType]]:
+    """The public functions of a public name: itself, or its methods, with what documents each."""
+    if not isinstance(value, type):
+        found = {inspect.getdoc(value) or "": [value]}
+    else:
+        about = inspect.getdoc(value) or ""
+        found = {about: [v for n, v in vars(value).items() if n[0] != "_" or n == "__init__"]}
+    functions = []
+    for about, members in found.items():
+        for member in members:
+            wrapped = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            function = inspect.unwrap(wrapped) if callable(wrapped) else wrapped
+            if isinstance(function, types.FunctionType):
+                functions.append((f"{about}\n{inspect.getdoc(function) or ''}", function))
+    return functions
+
+
+@functools.cache
+def parsed(path: str) -> ast.Module:
+    return ast.parse(Path(path).read_text())
+
+
+def raised_in(function: types.FunctionType) -> set[str]:
+    """The errors that a function raises, and the private ones of its module that it calls."""
+    code = function.__code__
+    if not code.co_filename.startswith(str(SOURCE)):
+        return set()
+    module = parsed(code.co_filename)
+    defined = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
+    (own,) = (
+        node
+        for node in defined
+        if min([node.lineno, *(d.lineno for d in node.decorator_list)]) == code.co_firstlineno
+    )
+    called = {called_name(node.func) for node in ast.walk(own) if isinstance(node, ast.Call)}
+    helpers = [n for n in defined if n.name in called and n.name[0] == "_" and n.name[1] != "_"]
+    raised = [n.exc for f in (own, *helpers) for n in ast.walk(f) if isinstance(n, ast.Raise)]
+    names = [called_name(node.func) for node in raised if isinstance(node, ast.Call)]
+    return {name for name in names if name in rx.errors.__all__}
+
+
+def called_name(node: ast.expr) -> str:
+    return getattr(node, "attr", None) or getattr(node, "id", "")
+
+
+def test_every_public_name_says_which_errors_it_raises() -> None:
+    without = [
+        f"{path}.{function.__name__}: {error}"
+        for path, value in documented().items()
+        if callable(value) and ".compat." not in path and ".contrib." not in path
+        for about, function in functions_of(value)
+        for error in sorted(raised_in(function))
+        if error not in about.partition("Raises:")[2]
+    ]
+    assert without == []
+
+
 def test_every_public_name_has_an_example() -> None:
     names = {p: v for p, v in documented().items() if callable(v) and ".compat." not in p}
     names = {p: v for p, v in names.items() if ".contrib." not in p}
-    without = {path for path, value in names.items() if ">>>" not in examples_of(value)}
-    assert without <= WITHOUT_EXAMPLE
+    assert [path for path, value in names.items() if ">>>" not in examples_of(value)] == []

@@ -626,3 +626,19 @@ def test_a_checkpoint_moves_between_numbers_of_devices(
         subprocess.run(
             [sys.executable, str(PROGRAMS / "checkpoint_move.py"), *args], check=True, timeout=250
         )
+
+
+def test_a_checkpoint_may_be_an_object_of_another_one(tmp_path: Path) -> None:
+    inner = rx.train.Checkpoint(x=rx.Variable(3.0), note="first")
+    path = rx.train.Checkpoint(net=inner, a=rx.Variable(1.0)).save(tmp_path / "ckpt")
+    other = rx.train.Checkpoint()
+    status = other.restore(path)
+    other.net = rx.train.Checkpoint(note="")
+    other.net.x = rx.Variable(0.0)
+    assert (float(other.net.x), other.net.note) == (3.0, "first")
+    other.a = rx.Variable(0.0)
+    status.assert_consumed()
+    # A part of a checkpoint by its path, as TensorFlow's guide restores a layer.
+    part = rx.Variable(0.0)
+    rx.train.Checkpoint(net=rx.train.Checkpoint(x=part)).restore(path).expect_partial()
+    assert float(part) == 3.0

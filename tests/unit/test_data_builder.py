@@ -436,6 +436,21 @@ def test_a_fresh_process_goes_on_in_the_middle_of_a_shuffled_epoch(lines: list[s
     assert run([result[0] for result in first]) == first
 
 
+def test_an_iterator_that_is_left_open_is_closed_when_the_program_exits() -> None:
+    code = textwrap.dedent(
+        """
+        import sys
+        import replicax as rx
+        # The modules of Grain are removed before this reference.
+        sys.kept = iter(rx.data.Dataset.range(100).map(lambda x: x + 1, num_parallel_calls=2))
+        next(sys.kept)
+        """
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
+    assert done.stderr == ""
+
+
 # Files.
 
 

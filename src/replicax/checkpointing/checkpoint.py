@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,10 @@ class Checkpoint:
     (3, 'first try')
     """
 
+    # Called with name and value of every object that is added: the restored values of a checkpoint
+    # that this one is an object of wait for them.
+    on_new_child: Callable[[str, Any], None] | None = None
+
     def __init__(self, **objects: object) -> None:
         self.__dict__["_objects"] = {}
         self.__dict__["_counter"] = 0
@@ -53,16 +58,21 @@ class Checkpoint:
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> None:
+        if name == "on_new_child":
+            self.__dict__[name] = value
+            return
         if hasattr(type(self), name) or name.startswith("_"):
             raise errors.InvalidArgumentError(
                 "An object in a Checkpoint needs a name of its own",
                 f"{name!r} is private or a part of Checkpoint itself",
                 "Choose another name.",
             )
-        _require_savable(name, value, self._put(name))
+        _require_savable(name, value, self.child_setter(name))
         self._objects[name] = value
         if self._last_restore is not None:
-            self._last_restore.give(child_name("", name), value, self._put(name))
+            self._last_restore.give(child_name("", name), value, self.child_setter(name))
+        if self.on_new_child is not None:
+            self.on_new_child(name, value)
 
     def __getattr__(self, name: str) -> Any:
         objects = self.__dict__.get("_objects", {})
@@ -75,7 +85,16 @@ class Checkpoint:
             raise AttributeError(name)
         del self._objects[name]
 
-    def _put(self, name: str) -> Setter:
+    def checkpoint_children(self) -> dict[str, object]:
+        """Returns the objects by name: a checkpoint may be an object of another one.
+
+        >>> Checkpoint(step=3).checkpoint_children()
+        {'step': 3}
+        """
+        return dict(self._objects)
+
+    def child_setter(self, name: str) -> Setter:
+        """Returns a function that replaces an object, as a restore does with plain values."""
         return lambda new: self._objects.__setitem__(name, new)
 
     @property
@@ -118,6 +137,11 @@ class Checkpoint:
         nothing changes. Objects that are created later are restored when they are created. With
         None (no checkpoint yet) nothing happens. Several workers restore the same checkpoint: if
         one of them cannot read it, or reads another one, all raise, and nothing changes.
+
+        Raises:
+          TracingError: This code is being compiled.
+          CheckpointError: There is no such checkpoint, or it cannot be read.
+          DataLossError: It is damaged.
         """
         _require_plain_code("Checkpoint.restore")
         source = None if path is None else Path(path)
@@ -148,7 +172,11 @@ class Checkpoint:
         is_copied: bool,
         spare: np.ndarray | None = None,
     ) -> Snapshot:
-        """Reads all values, as save `number`; see `snapshot.take`."""
+        """Reads all values, as save `number`; see `snapshot.take`.
+
+        Raises:
+          TracingError: This code is being compiled.
+        """
         _require_plain_code(api)
         # Only the chief reads the values; the initial ones of new variables are agreed by all.
         gate.settle()
@@ -169,7 +197,7 @@ class Checkpoint:
         counter = ValueSlot(_COUNTER, self._counter, self._put_counter)
         graph.slots[_COUNTER] = counter
         for name, value in self._objects.items():
-            graph.add(child_name("", name), value, self._put(name))
+            graph.add(child_name("", name), value, self.child_setter(name))
         return graph
 
     def _put_counter(self, value: object) -> None:

@@ -51,6 +51,9 @@ class CheckpointManager:
       best_metric: A name from the `metrics` given to `save`; "-loss" if less is better.
       save_async: Whether `save` returns after copying the values and writes in the background.
 
+    Raises:
+      InvalidArgumentError: `checkpoint_name` is a path, or an interval has no `step_counter`.
+
     >>> import replicax as rx, tempfile
     >>> v = rx.Variable(1.0)
     >>> with CheckpointManager(Checkpoint(v=v), tempfile.mkdtemp(), max_to_keep=2) as manager:
@@ -203,6 +206,9 @@ class CheckpointManager:
 
         Returns:
           The path of the checkpoint, or None if it was not time yet.
+
+        Raises:
+          CheckpointError: The directory cannot be written.
         """
         writers = self._together()
         now = None if self._step_counter is None else int(self._step_counter)
@@ -348,6 +354,9 @@ class CheckpointManager:
 
         A damaged one is skipped with a warning, and listed in `status.fallbacks`. Without any
         checkpoint nothing happens, and the path of the status is None.
+
+        Raises:
+          DataLossError: All checkpoints are damaged.
         """
         writers = self._together()
         if writers.is_alone:

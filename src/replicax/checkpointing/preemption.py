@@ -87,6 +87,7 @@ class PreemptionCheckpointHandler:
     Raises:
       InvalidArgumentError: If a Checkpoint is given without a directory.
       UnsupportedError: If the cluster has parameter servers.
+      ArgumentTypeError: If something else is to be saved.
 
     >>> import replicax as rx, tempfile
     >>> step = rx.Variable(0)

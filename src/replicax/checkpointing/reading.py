@@ -120,6 +120,10 @@ def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
     Reads the manifest and the bytes of this array only. Takes TensorFlow checkpoints and
     SavedModels as `list_variables` does; a name there may be the path of an object.
 
+    Raises:
+      CheckpointError: There is no such checkpoint, or it cannot be read.
+      NotFoundError: There is no such array in it.
+
     >>> import replicax as rx, tempfile
     >>> path = rx.train.Checkpoint(v=rx.Variable([1.0, 2.0])).write(tempfile.mkdtemp() + "/a")
     >>> load_variable(path, "v")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,7 +79,11 @@ class RestoreStatus:
         return tuple(sorted(self._pending)) if self._is_partial else ()
 
     def assert_consumed(self) -> Self:
-        """Raises unless every object was restored and every value was used."""
+        """Raises unless every object was restored and every value was used.
+
+        Raises:
+          StructureError: A value of the checkpoint has no object, or an object no value.
+        """
         self.assert_existing_objects_matched()
         left = self.pending or self.unused
         if left or self.path is None:
@@ -91,7 +95,11 @@ class RestoreStatus:
         return self
 
     def assert_existing_objects_matched(self) -> Self:
-        """Raises unless every object of the Checkpoint was restored."""
+        """Raises unless every object of the Checkpoint was restored.
+
+        Raises:
+          StructureError: An object has no value.
+        """
         missing = self.missing
         if missing:
             left = self.pending or self.unused
@@ -139,7 +147,11 @@ class RestoreStatus:
     # Restoring.
 
     def load(self, path: Path, writers: Writers) -> Self:
-        """Restores every object on all processes, or raises and changes nothing."""
+        """Restores every object on all processes, or raises and changes nothing.
+
+        Raises:
+          CheckpointError: The parameter servers cannot read the checkpoint any more.
+        """
         graph = self._walk()
         saved, matched, rows, arrays = together.read(
             path, lambda: self._read(graph, path), lambda found: found[0].digest, writers
@@ -243,7 +255,8 @@ class _NewChild:
 
     def __call__(self, name: str, value: object) -> None:
         # Not through the object's own `__setattr__`, which would call here again.
-        put = functools.partial(object.__setattr__, self._parent, name)
+        setter_of = getattr(self._parent, "child_setter", None)
+        put = setter_of(name) if setter_of else partial(object.__setattr__, self._parent, name)
         self._status.give(child_path(self._path, name), value, put)
 
     def __reduce__(self) -> Any:

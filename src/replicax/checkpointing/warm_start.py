@@ -40,6 +40,11 @@ def warm_start(
       objects: Objects by name, as `rx.train.Checkpoint` takes them: a variable in them is named
         by its path, such as "model/dense/kernel".
 
+    Raises:
+      InvalidArgumentError: A name or an expression matches no variable.
+      ArgumentTypeError: `vars_to_warm_start` holds something else.
+      NotFoundError: There is no checkpoint, or no such array in it.
+
     >>> import tempfile
     >>> import replicax as rx
     >>> old = rx.Variable([1.0, 2.0], name="kernel")

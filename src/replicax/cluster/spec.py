@@ -26,6 +26,11 @@ class ClusterSpec:
 
     Addresses must be unique, unless the server selects the port (0) itself.
 
+    Raises:
+      ArgumentTypeError: A job, its tasks or an address has another type.
+      InvalidArgumentError: A job or a task occurs twice, or two tasks share an address; or a method
+        names a job or task that is not there.
+
     >>> cluster = ClusterSpec({"worker": ["a:2222", "b:2222"], "ps": {1: "c:2222"}})
     >>> cluster.jobs, cluster.num_tasks("worker"), cluster.task_address("ps", 1)
     (['worker', 'ps'], 2, 'c:2222')

@@ -13,6 +13,7 @@ from replicax.cluster_resolver.slurm import SlurmClusterResolver as SlurmCluster
 from replicax.cluster_resolver.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
 from replicax.cluster_resolver.tpu import TPUClusterResolver as TPUClusterResolver
 from replicax.cluster_resolver.union import UnionResolver as UnionResolver
+from replicax.foundation.public_names import show_as_public
 
 # The name that older programs use.
 UnionClusterResolver = UnionResolver
@@ -33,3 +34,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+show_as_public(__name__)

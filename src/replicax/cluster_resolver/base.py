@@ -68,6 +68,9 @@ class ClusterResolver(abc.ABC):
           task_type: The job of the task.
           task_id: The index of the task.
           config_proto: Accepted for portability.
+
+        Raises:
+          UnsupportedError: The accelerators of another task were asked for.
         """
         del config_proto
         known = self._accelerators_per_task()

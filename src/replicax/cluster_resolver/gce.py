@@ -37,6 +37,12 @@ class GCEClusterResolver(ClusterResolver):
       credentials: The credentials, or "default" for those of the environment.
       service: The client to use instead of the credentials, as made by
         `googleapiclient.discovery.build("compute", "v1")`.
+
+    >>> resolver = GCEClusterResolver(
+    ...     "my-project", "us-central1-a", "my-group", 8470, service=object()
+    ... )  # without `service`: the credentials of the environment
+    >>> resolver.task_type, resolver.task_id
+    ('worker', 0)
     """
 
     def __init__(
@@ -64,7 +70,12 @@ class GCEClusterResolver(ClusterResolver):
 
     @override
     def cluster_spec(self) -> ClusterSpec:
-        """Queries Compute Engine for the machines that run now."""
+        """Queries Compute Engine for the machines that run now.
+
+        Raises:
+          NotReadyError: A machine has no address yet.
+          UnavailableError: The list of the group does not end.
+        """
         return ClusterSpec(
             {
                 self._job or _DEFAULT_JOB: [

@@ -22,7 +22,11 @@ _EXTRA = "kubernetes"
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where this program runs, which decides how it finds the Kubernetes API."""
+    """Where this program runs, which decides how it finds the Kubernetes API.
+
+    >>> KubernetesExecutableLocation.OFF_CLUSTER
+    <KubernetesExecutableLocation.OFF_CLUSTER: 1>
+    """
 
     # In a pod of the cluster: the service account of the pod is used.
     WITHIN_CLUSTER = 0
@@ -44,6 +48,17 @@ class KubernetesClusterResolver(ClusterResolver):
       override_client: The client to use, such as `kubernetes.client.CoreV1Api()` with loaded
         credentials; created by default.
       executable_location: Where this program runs.
+
+    Raises:
+      InvalidArgumentError: `executable_location` is not a member of that enum.
+
+    >>> from types import SimpleNamespace as Reply
+    >>> status = Reply(phase="Running", pod_ip="10.0.0.1", host_ip="10.0.1.1")
+    >>> pod = Reply(metadata=Reply(name="w0"), status=status)
+    >>> client = Reply(list_pod_for_all_namespaces=lambda **options: Reply(items=[pod]))
+    >>> resolver = KubernetesClusterResolver({"worker": ["job-name=train"]}, override_client=client)
+    >>> resolver.cluster_spec()
+    ClusterSpec({'worker': ['10.0.0.1:8470']})
     """
 
     def __init__(
@@ -72,7 +87,11 @@ class KubernetesClusterResolver(ClusterResolver):
 
     @override
     def cluster_spec(self) -> ClusterSpec:
-        """Queries Kubernetes for the pods; all of them must be running."""
+        """Queries Kubernetes for the pods; all of them must be running.
+
+        Raises:
+          NotReadyError: A pod does not run yet, or has no address.
+        """
         return ClusterSpec(
             {
                 job: _addresses(job, self._pods(selectors), self._port)

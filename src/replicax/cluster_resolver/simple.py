@@ -25,6 +25,9 @@ class SimpleClusterResolver(ClusterResolver):
         `{"GPU": 8}`; by default, those of this task are counted.
       rpc_layer: The scheme that `master` puts before `://`.
 
+    Raises:
+      ArgumentTypeError: An argument has another type.
+
     >>> cluster = ClusterSpec({"ps": ["a:2222"], "worker": ["b:2222", "c:2222"]})
     >>> resolver = SimpleClusterResolver(cluster, task_type="worker", task_id=1)
     >>> resolver.master("ps", 0)

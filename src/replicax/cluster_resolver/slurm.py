@@ -52,6 +52,21 @@ class SlurmClusterResolver(ClusterResolver):
       auto_set_gpu: Whether `cluster_spec()` narrows CUDA_VISIBLE_DEVICES to the GPUs of
         this task. To have an effect, it must be called before JAX starts.
       rpc_layer: The scheme that `master` puts before `://`.
+
+    Raises:
+      ContextError: The variables of Slurm are missing, or do not fit the jobs, the GPUs or the
+        ranks.
+
+    >>> import os
+    >>> from unittest import mock
+    >>> step = {  # as srun sets them
+    ...     "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1",
+    ...     "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1", "SLURM_LOCALID": "0",
+    ... }
+    >>> with mock.patch.dict(os.environ, step):
+    ...     resolver = SlurmClusterResolver(auto_set_gpu=False)
+    ...     resolver.cluster_spec(), resolver.task_id
+    (ClusterSpec({'worker': ['node1:8888', 'node2:8888']}), 1)
     """
 
     def __init__(
@@ -85,7 +100,11 @@ class SlurmClusterResolver(ClusterResolver):
 
     @override
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster; narrows CUDA_VISIBLE_DEVICES to this task's GPUs."""
+        """Returns the cluster; narrows CUDA_VISIBLE_DEVICES to this task's GPUs.
+
+        Raises:
+          ContextError: The tasks of the step are not those of the jobs.
+        """
         allocation = self._allocation()
         if self._auto_set_gpu:
             _narrow_gpus(allocation.local_rank, self._gpus_per_task, self._gpus_per_node)

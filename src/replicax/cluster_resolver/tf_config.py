@@ -28,6 +28,10 @@ class TFConfigClusterResolver(ClusterResolver):
       rpc_layer: The scheme that `master` puts before `://`; overrides TF_CONFIG.
       environment: The kind of environment where the task runs; overrides TF_CONFIG.
 
+    Raises:
+      InvalidArgumentError: TF_CONFIG is not JSON, or does not describe a cluster.
+      ArgumentTypeError: A part of TF_CONFIG has another type.
+
     >>> TFConfigClusterResolver(task_type="worker", task_id=0).task_type
     'worker'
     """

@@ -87,6 +87,10 @@ class TPUClusterResolver(ClusterResolver):
         `googleapiclient.discovery.build("tpu", "v2")`.
       discovery_url: The URL of the description of the API; TPU_API_DISCOVERY_URL overrides it.
 
+    Raises:
+      InvalidArgumentError: No TPU is named, its variables are wrong, or only one part of the
+        coordinator is given.
+
     >>> TPUClusterResolver("grpc://10.0.0.1:8470,grpc://10.0.0.2:8470").cluster_spec()
     ClusterSpec({'worker': ['10.0.0.1:8470', '10.0.0.2:8470']})
     """

@@ -29,6 +29,19 @@ class UnionResolver(ClusterResolver):
       *args: The resolvers.
       **kwargs: `task_type`, `task_id` and `rpc_layer`, which override those of the first
         resolver.
+
+    Raises:
+      InvalidArgumentError: There is no resolver, or an option that does not exist.
+      ArgumentTypeError: An argument is not a resolver.
+      DuplicateTaskError: `cluster_spec` finds a task that two resolvers describe differently.
+
+    >>> import replicax as rx
+    >>> workers, servers = (
+    ...     rx.cluster_resolver.SimpleClusterResolver(rx.train.ClusterSpec({job: [address]}))
+    ...     for job, address in (("worker", "a:2222"), ("ps", "b:2222"))
+    ... )
+    >>> rx.cluster_resolver.UnionResolver(workers, servers).cluster_spec()
+    ClusterSpec({'ps': ['b:2222'], 'worker': ['a:2222']})
     """
 
     def __init__(self, *args: ClusterResolver, **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
 """Datasets with the interface of tf.data, run by Grain."""
 
+from replicax.foundation.public_names import show_as_public
 from replicax.input.dataset.dataset import Dataset as Dataset
 from replicax.input.dataset.elements import DatasetSpec as DatasetSpec
 from replicax.input.dataset.options import AutoShardPolicy as AutoShardPolicy
@@ -33,3 +34,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+show_as_public(__name__)

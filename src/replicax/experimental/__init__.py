@@ -15,6 +15,7 @@ from replicax.contexts.replica_context import ValueContext as ValueContext
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import CommunicationImplementation as CommunicationImplementation
 from replicax.foundation.options import CommunicationOptions as CommunicationOptions
+from replicax.foundation.public_names import show_as_public
 from replicax.launch.elastic import ElasticResult as ElasticResult
 from replicax.launch.elastic import ElasticRun as ElasticRun
 from replicax.launch.elastic import KeepGlobalBatch as KeepGlobalBatch
@@ -48,6 +49,10 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
     Args:
       communication: The preferred collective library.
       cluster_resolver: The cluster and this task; by default those of TF_CONFIG.
+
+    >>> strategy = MultiWorkerMirroredStrategy(CommunicationImplementation.RING)
+    >>> strategy.extended.num_replicas_in_sync >= 1
+    True
     """
 
     def __init__(
@@ -60,7 +65,12 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
 
 
 class TPUStrategy(tpu.TPUStrategy):
-    """`rx.TPUStrategy` with the older name of its second argument."""
+    """`rx.TPUStrategy` with the older name of its second argument.
+
+    >>> import jax
+    >>> if jax.default_backend() == "tpu":
+    ...     strategy = TPUStrategy(device_assignment=jax.devices()[:1])
+    """
 
     def __init__(
         self,
@@ -96,3 +106,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+show_as_public(__name__)

@@ -40,6 +40,9 @@ class DistributedDataset:
     It can be iterated any number of times, each time from the start, also inside an
     `rx.function`. It has no transformations: apply them before distributing.
 
+    Raises:
+      InvalidArgumentError: The dataset has no `batch` step.
+
     >>> import numpy as np
     >>> import replicax as rx
     >>> strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)

@@ -42,7 +42,11 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns the size of the part of a global batch for one replica."""
+        """Returns the size of the part of a global batch for one replica.
+
+        Raises:
+          InvalidArgumentError: The size is not a multiple of the number of replicas.
+        """
         if global_batch_size % self.num_replicas_in_sync:
             raise errors.InvalidArgumentError(
                 f"The global batch size must be a multiple of {self.num_replicas_in_sync}, the "

@@ -1,5 +1,6 @@
 """Metrics with state per replica, combined when it is read."""
 
+from replicax.foundation.public_names import show_as_public
 from replicax.training.metrics.confusion import FalseNegatives as FalseNegatives
 from replicax.training.metrics.confusion import FalsePositives as FalsePositives
 from replicax.training.metrics.confusion import Precision as Precision
@@ -73,3 +74,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+show_as_public(__name__)

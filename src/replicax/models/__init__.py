@@ -9,6 +9,7 @@ changed: statistics of BatchNorm, positions of random streams. Keras models need
 `replicax.keras`.
 """
 
+from replicax.foundation.public_names import show_as_public
 from replicax.models.equinox import EquinoxModel as EquinoxModel
 from replicax.models.equinox import from_equinox as from_equinox
 from replicax.models.linen import LinenModel as LinenModel
@@ -28,3 +29,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+show_as_public(__name__)

@@ -27,6 +27,15 @@ class LinenModel(Module):
     Attributes:
       state: The variables of all collections, in dictionaries as `init` returns them.
       rngs: The random streams, by name.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import replicax as rx
+    >>> from flax import linen
+    >>> module = linen.Dense(3)
+    >>> model = rx.models.from_linen(module, module.init(jax.random.key(0), jnp.ones((1, 2))))
+    >>> model(jnp.ones((5, 2))).shape, sorted(model.state)
+    ((5, 3), ['params'])
     """
 
     def __init__(

@@ -24,6 +24,9 @@ class NnxModel(Module, Generic[M]):
 
     Attributes:
       state: The variables, in dictionaries with the names of the module's attributes.
+
+    Raises:
+      UnsupportedError: A call has changed a static attribute of the module.
     """
 
     def __init__(self, graph: nnx.GraphDef[M], template: nnx.State, state: StateVariables) -> None:

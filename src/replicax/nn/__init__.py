@@ -1,5 +1,6 @@
 """Neural-network operations with distributed or sparse implementations."""
 
+from replicax.foundation.public_names import show_as_public
 from replicax.tracing.gradients import embedding_lookup as embedding_lookup
 from replicax.tracing.sparse_lookup import embedding_lookup_sparse as embedding_lookup_sparse
 from replicax.tracing.sparse_lookup import (
@@ -19,3 +20,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+show_as_public(__name__)

@@ -9,6 +9,7 @@ from replicax.contexts import frames, guards
 from replicax.contexts.frames import Frame
 from replicax.exporting import files, loading, saving
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.public_names import show_as_public
 from replicax.strategies.default import DefaultStrategy
 
 __all__ = ["contains_saved_model", "load", "save"]
@@ -45,6 +46,7 @@ def save(obj: object, export_dir: str | os.PathLike[str], signatures: object = N
       InvalidArgumentError: If a function in `signatures` has no specs, or cannot be the
         code of one replica, or `export_dir` holds something else.
       CheckpointError: If the files cannot be written.
+      ContextError: This code is being compiled, or is replica code.
 
     >>> import tempfile
     >>> import replicax as rx
@@ -87,6 +89,7 @@ def load(export_dir: str | os.PathLike[str]) -> Any:
       NotFoundError: If there is no saved model.
       DataLossError: If a file is not what was written.
       CheckpointError: If a file cannot be read, or has a newer format.
+      ContextError: This code is being compiled, or is replica code.
 
     >>> import tempfile
     >>> import replicax as rx
@@ -120,3 +123,6 @@ def _require_eager(api: str) -> None:
             "it is called inside rx.function or a JAX transformation",
             "Call it outside.",
         )
+
+
+show_as_public(__name__)

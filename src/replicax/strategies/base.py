@@ -97,6 +97,10 @@ class Strategy:
           kwargs: Keyword arguments.
           options: Accepted for portability.
 
+        Raises:
+          InvalidArgumentError: `args` is not a tuple or list.
+          ArgumentTypeError: `fn` is not callable.
+
         >>> import replicax as rx
         >>> rx.OneDeviceStrategy("CPU:0").run(lambda x: x * 2, args=(3,))
         6
@@ -144,6 +148,9 @@ class Strategy:
           axis: None to combine across replicas only; or the dimension(s), usually 0, along
             which to combine inside each replica as well. MEAN then divides by the true
             number of elements, also for a partial batch.
+
+        Raises:
+          ArgumentTypeError: There is no `axis`.
         """
         op = resolve_reduce_op(reduce_op)
         if axis is _REQUIRED:

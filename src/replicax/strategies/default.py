@@ -247,6 +247,10 @@ def in_cross_replica_context() -> bool:
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Makes a strategy current everywhere, without a `with` block; None undoes it.
 
+    Raises:
+      ContextError: A scope is open.
+      ArgumentTypeError: It is neither a strategy nor None.
+
     >>> import replicax as rx
     >>> rx.experimental_set_strategy(rx.OneDeviceStrategy("CPU:0"))
     >>> rx.has_strategy()

@@ -45,6 +45,19 @@ class StrategyExtended:
       cross_device_ops: Combines values of several devices.
       placement: Creates variables.
       executor: Runs replica code.
+
+    Raises:
+      UnsupportedError: It was made without a layout, and has to know its replicas.
+
+    >>> import jax
+    >>> import replicax as rx
+    >>> from replicax.strategies.placement import CopyPerReplica
+    >>> class FirstDevice(rx.Strategy):
+    ...     def __init__(self):
+    ...         layout = rx.ReplicaLayout(jax.devices()[:1])
+    ...         super().__init__(rx.StrategyExtended(self, layout, placement=CopyPerReplica()))
+    >>> FirstDevice().num_replicas_in_sync
+    1
     """
 
     def __init__(
@@ -308,6 +321,10 @@ class StrategyExtended:
 
         Args:
           colocate_with_variable: A variable of this strategy, or a result of `non_slot_devices`.
+
+        Raises:
+          ContextError: This is not the scope of this strategy.
+          InvalidArgumentError: The variable is not of this strategy.
         """
         if frames.current().hooks is not self:
             raise errors.ContextError(
@@ -356,6 +373,9 @@ class StrategyExtended:
           args: Arguments that are equal on all replicas; mirrored ones are unwrapped.
           kwargs: Keyword arguments, likewise.
           group: If False, results come as one tuple per leaf, with a result per copy.
+
+        Raises:
+          InvalidArgumentError: The variable is not of this strategy.
         """
         guards.require_same_strategy("extended.update", self.container_strategy)
         frame = frames.current()
@@ -389,7 +409,11 @@ class StrategyExtended:
         kwargs: Mapping[str, Tree] | None = None,
         group: bool = True,
     ) -> Tree:
-        """Calls `fn(*args)` on the devices that `non_slot_devices` returned."""
+        """Calls `fn(*args)` on the devices that `non_slot_devices` returned.
+
+        Raises:
+          InvalidArgumentError: `colocate_with` is not the result of `non_slot_devices`.
+        """
         self._require_own_cross_replica("extended.update_non_slot")
         if not isinstance(colocate_with, tuple | list):
             raise errors.InvalidArgumentError(

@@ -51,6 +51,11 @@ class MirroredStrategy(Strategy):
       cross_device_ops: How values of several devices are combined.
       virtual_replicas: If more than 1, that many replicas share the single device.
 
+    Raises:
+      ArgumentTypeError: An option has another type.
+      InvalidArgumentError: A device is not there, or virtual replicas are asked for on several
+        devices.
+
     >>> import replicax as rx
     >>> strategy = rx.MirroredStrategy(["CPU:0"], virtual_replicas=2)
     >>> strategy.run(lambda: rx.get_replica_context().replica_id_in_sync_group)

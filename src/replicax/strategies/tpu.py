@@ -35,6 +35,16 @@ class TPUStrategy(Strategy):
       experimental_device_assignment: The devices to use, if not all TPU cores.
       experimental_spmd_xla_partitioning: Accepted for portability; programs are always
         partitioned by XLA.
+
+    Raises:
+      InvalidArgumentError: There is no TPU.
+
+    >>> import jax
+    >>> import replicax as rx
+    >>> has_tpu = jax.default_backend() == "tpu"
+    >>> strategy = rx.TPUStrategy() if has_tpu else rx.MirroredStrategy(["cpu:0"])
+    >>> strategy.run(lambda: 2.0 * 3.0)
+    6.0
     """
 
     def __init__(
@@ -65,7 +75,11 @@ class TPUStrategy(Strategy):
         return self._resolver
 
     def experimental_assign_to_logical_device(self, tensor: _T, logical_device_id: int) -> _T:
-        """Returns the tensor; a replica has one logical device."""
+        """Returns the tensor; a replica has one logical device.
+
+        Raises:
+          InvalidArgumentError: There is no such logical device.
+        """
         if not 0 <= logical_device_id < _LOGICAL_DEVICES:
             raise errors.InvalidArgumentError(
                 f"`logical_device_id` must be in [0, {_LOGICAL_DEVICES})",
@@ -81,7 +95,11 @@ class TPUStrategy(Strategy):
     def experimental_split_to_logical_devices(
         self, tensor: _Array, partition_dimensions: Sequence[int]
     ) -> _Array:
-        """Returns the tensor; a replica has one logical device."""
+        """Returns the tensor; a replica has one logical device.
+
+        Raises:
+          InvalidArgumentError: The parts do not fit the tensor, or the one logical device.
+        """
         rank, parts = np.ndim(tensor), list(partition_dimensions)
         if len(parts) != rank or math.prod(parts) != _LOGICAL_DEVICES:
             raise errors.InvalidArgumentError(

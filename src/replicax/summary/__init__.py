@@ -11,6 +11,7 @@ MLflow, or what implements `Tracker`. One task of a group writes, the chief. `re
 metrics for Prometheus show the newest scalars, also without a writer.
 """
 
+from replicax.foundation.public_names import show_as_public
 from replicax.summary.trackers import CsvTracker as CsvTracker
 from replicax.summary.trackers import MLflowTracker as MLflowTracker
 from replicax.summary.trackers import Tracker as Tracker
@@ -52,3 +53,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+show_as_public(__name__)

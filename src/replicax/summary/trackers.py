@@ -80,6 +80,10 @@ class CsvTracker:
     Args:
       path: The file; its directory is created.
 
+    Raises:
+      InvalidArgumentError: A scalar is not one number.
+      ContextError: It is closed.
+
     Example:
       >>> import tempfile
       >>> folder = tempfile.TemporaryDirectory()
@@ -155,6 +159,12 @@ class WandbTracker:
 
     Args:
       run: A run, which `wandb.init` has returned.
+
+    >>> import replicax as rx
+    >>> def record(run):  # run = wandb.init(project="digits")
+    ...     with rx.summary.create_writer(rx.summary.WandbTracker(run)) as writer:
+    ...         with writer.as_default(step=1):
+    ...             rx.summary.scalar("loss", 0.5)
     """
 
     def __init__(self, run: Any) -> None:
@@ -197,6 +207,12 @@ class MLflowTracker:
 
     Args:
       run_id: The id of the run; None for the active one, or a new one.
+
+    >>> import replicax as rx
+    >>> def record():  # to the active run, or a new one
+    ...     with rx.summary.create_writer(rx.summary.MLflowTracker()) as writer:
+    ...         with writer.as_default(step=1):
+    ...             rx.summary.scalar("loss", 0.5)
     """
 
     def __init__(self, run_id: str | None = None) -> None:

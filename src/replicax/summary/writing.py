@@ -42,6 +42,16 @@ class SummaryWriter:
     Args:
       open_trackers: Opens the trackers, when something is written; None drops everything.
       about: Where they write, for messages.
+
+    Raises:
+      ContextError: It is closed.
+
+    >>> import tempfile
+    >>> import replicax as rx
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with rx.summary.create_file_writer(folder) as writer, writer.as_default(step=1):
+    ...         rx.summary.scalar("loss", 0.5)
+    True
     """
 
     def __init__(
@@ -143,6 +153,9 @@ def create_file_writer(
       every_task: Whether every task of a group writes, each to a directory of its own. By default
         the chief writes, and the others drop summaries.
 
+    Raises:
+      UnsupportedError: The directory is remote.
+
     Example:
       >>> import tempfile
       >>> import replicax as rx
@@ -176,6 +189,9 @@ def create_file_writer(
 
 def create_writer(*trackers: Tracker) -> SummaryWriter:
     """Returns a writer that passes summaries to trackers; on workers other than the chief, none.
+
+    Raises:
+      ArgumentTypeError: A tracker lacks a method.
 
     Example:
       >>> import tempfile

@@ -10,6 +10,7 @@ from replicax.checkpointing.status import RestoreStatus as RestoreStatus
 from replicax.checkpointing.tensorflow_checkpoint import load_tf_checkpoint as load_tf_checkpoint
 from replicax.checkpointing.warm_start import warm_start as warm_start
 from replicax.cluster.spec import ClusterSpec as ClusterSpec
+from replicax.foundation.public_names import show_as_public
 from replicax.training.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
 
 __all__ = [
@@ -29,3 +30,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+show_as_public(__name__)

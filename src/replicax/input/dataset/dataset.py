@@ -121,7 +121,11 @@ class Dataset(GroupingSteps, StoringSteps):
         seed: int | None = None,
         name: str | None = None,
     ) -> Dataset:
-        """Returns the names of files that match, shuffled unless `shuffle` is False."""
+        """Returns the names of files that match, shuffled unless `shuffle` is False.
+
+        Raises:
+          NotFoundError: No file matches.
+        """
         patterns = [file_pattern] if isinstance(file_pattern, str) else list(file_pattern)
         found = sorted({name for pattern in patterns for name in glob.glob(os.fspath(pattern))})
         if not found:
@@ -203,6 +207,9 @@ class Dataset(GroupingSteps, StoringSteps):
           stop_on_empty_dataset: Whether the end of a chosen dataset ends the iteration;
             otherwise choices of a dataset that has ended are skipped.
 
+        Raises:
+          InvalidArgumentError: There are no datasets to choose from.
+
         >>> evens, odds = Dataset.range(0, 6, 2), Dataset.range(1, 6, 2)
         >>> choices = Dataset.range(2).repeat()
         >>> [int(x) for x in Dataset.choose_from_datasets([evens, odds], choices)]
@@ -234,6 +241,9 @@ class Dataset(GroupingSteps, StoringSteps):
           stop_on_empty_dataset: Whether the end of a drawn dataset ends the iteration; otherwise
             the others continue.
           rerandomize_each_iteration: Whether each iteration has other draws.
+
+        Raises:
+          InvalidArgumentError: There are no datasets to choose from.
         """
         found = _require_datasets("sample_from_datasets", datasets)
         numbers = Dataset.random(seed, rerandomize_each_iteration)
@@ -359,7 +369,11 @@ class Dataset(GroupingSteps, StoringSteps):
         return self._then(lambda plan: steps.skip(plan, number))
 
     def shard(self, num_shards: int, index: int, name: str | None = None) -> Dataset:
-        """Keeps the elements `index`, `index + num_shards`, and so on."""
+        """Keeps the elements `index`, `index + num_shards`, and so on.
+
+        Raises:
+          InvalidArgumentError: `index` is not below the number of shards.
+        """
         num, own = _shard_arguments(num_shards, index)
         return self._then(lambda plan: steps.shard(plan, num, own))
 
@@ -509,7 +523,11 @@ class Dataset(GroupingSteps, StoringSteps):
     # Shards.
 
     def with_files(self, files: Sequence[str]) -> Dataset:
-        """Returns the same steps over other files."""
+        """Returns the same steps over other files.
+
+        Raises:
+          NotFoundError: The dataset does not start from files.
+        """
         plan = over_files(self._plan, tuple(files))
         if plan is None:
             raise errors.NotFoundError(
@@ -520,7 +538,11 @@ class Dataset(GroupingSteps, StoringSteps):
         return Dataset(plan)
 
     def shard_records(self, num_shards: int, index: int) -> Dataset:
-        """Returns a shard: of the records of each file, or of the elements before a prefetch."""
+        """Returns a shard: of the records of each file, or of the elements before a prefetch.
+
+        Raises:
+          InvalidArgumentError: `index` is not below the number of shards.
+        """
         num, own = _shard_arguments(num_shards, index)
         plan = over_records(self._plan, num, own)
         if plan is not None:

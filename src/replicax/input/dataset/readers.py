@@ -45,6 +45,9 @@ class TextLineDataset(_Reader):
       filenames: A path, a list of paths, or a dataset of them.
       compression_type: "GZIP" or "ZLIB" for compressed files.
 
+    Raises:
+      NotFoundError: There is no such file.
+
     >>> import pathlib, tempfile
     >>> folder = tempfile.TemporaryDirectory()
     >>> path = pathlib.Path(folder.name, "a.txt")
@@ -69,6 +72,15 @@ class FixedLengthRecordDataset(_Reader):
       header_bytes: The number of bytes before the first record.
       footer_bytes: The number of bytes after the last one.
       compression_type: "GZIP" or "ZLIB" for compressed files.
+
+    Raises:
+      NotFoundError: There is no such file.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.bin"
+    >>> _ = path.write_bytes(b"headaabbcc")
+    >>> list(FixedLengthRecordDataset(path, record_bytes=2, header_bytes=4))
+    [b'aa', b'bb', b'cc']
     """
 
     def __init__(
@@ -99,6 +111,15 @@ class TFRecordDataset(_Reader):
 
     Raises:
       DataLossError: While elements are read: a record is cut, or a checksum differs.
+      NotFoundError: There is no such file.
+
+    >>> import tempfile
+    >>> import replicax.tf as tf
+    >>> path = tempfile.mkdtemp() + "/a.tfrecord"
+    >>> with tf.io.TFRecordWriter(path) as writer:
+    ...     writer.write(b"one")
+    >>> list(TFRecordDataset(path))
+    [b'one']
     """
 
     def __init__(self, filenames: Files | Dataset, compression_type: str | None = None) -> None:
@@ -109,7 +130,19 @@ class TFRecordDataset(_Reader):
 
 
 class ArrayRecordDataset(Dataset):
-    """The records of ArrayRecord files, as `bytes`, with random access."""
+    """The records of ArrayRecord files, as `bytes`, with random access.
+
+    Raises:
+      NotFoundError: There is no such file.
+
+    >>> import tempfile
+    >>> from array_record.python.array_record_module import ArrayRecordWriter
+    >>> path = tempfile.mkdtemp() + "/a.array_record"
+    >>> writer = ArrayRecordWriter(path, "group_size:1")
+    >>> _ = writer.write(b"one"), writer.write(b"two"), writer.close()
+    >>> list(ArrayRecordDataset(path))
+    [b'one', b'two']
+    """
 
     def __init__(self, filenames: Files) -> None:
         super().__init__(_indexed_plan(_checked("ArrayRecord", filenames)))

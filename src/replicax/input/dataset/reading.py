@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +188,17 @@ class ReadableDataset:
         return count
 
 
+# Those that a program has not closed. Threads of Grain can be stopped as long as its modules are
+# whole, so it happens when the interpreter exits, not when it removes its modules.
+_open_iterators: weakref.WeakSet[DatasetIterator] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for iterator in list(_open_iterators):
+        iterator.close()
+
+
 class DatasetIterator(DataIterator):
     """An iterator over a dataset, returned by `iter(dataset)`.
 
@@ -214,6 +227,7 @@ class DatasetIterator(DataIterator):
         self._iterator = plan.open((epoch,))
         # The last state of a closed iterator.
         self._end: dict[str, Any] | None = None
+        _open_iterators.add(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._end is not None else f"epoch {self._epoch}"
@@ -239,7 +253,11 @@ class DatasetIterator(DataIterator):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores a position that `get_state` returned, in this process or another."""
+        """Restores a position that `get_state` returned, in this process or another.
+
+        Raises:
+          InvalidArgumentError: The position is that of a dataset with other steps.
+        """
         found = state.get("pipeline") if isinstance(state, dict) else None
         if found != self._plan.name:
             raise errors.InvalidArgumentError(
