@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
+from replicax.coordinator.engine import open_engines
 from replicax.foundation import runtime
 from replicax.transport.streams import network as streams
 from simulation.network import Network
@@ -208,7 +209,7 @@ def installed(world: World, network: Network) -> Iterator[None]:
         "random_bits": world.random_bits,
     }
     before = {name: getattr(runtime, name) for name in parts}
-    sockets = streams.NETWORK
+    sockets, engines = streams.NETWORK, set(open_engines)
     try:
         for name, part in parts.items():
             setattr(runtime, name, part)
@@ -218,3 +219,6 @@ def installed(world: World, network: Network) -> Iterator[None]:
         for name, part in before.items():
             setattr(runtime, name, part)
         streams.NETWORK = sockets
+        # A simulated program that was killed has not closed its engine.
+        for engine in set(open_engines) - engines:
+            open_engines.discard(engine)

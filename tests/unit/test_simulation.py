@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from replicax.coordinator import engine
 from replicax.coordinator.core import Core
 from replicax.coordinator.outbox import Outbox
 from replicax.coordinator.scheduling import actions as act
@@ -67,6 +68,12 @@ _KINDS = {
     "stop",
     "unknown_key",
 }
+
+
+def test_programs_that_were_killed_leave_nothing_in_this_process() -> None:
+    before = set(engine.open_engines)
+    assert any(simulate(seed).landed.get("coordinator_crash") for seed in range(20))
+    assert set(engine.open_engines) == before
 
 
 def test_bar_29_no_rule_is_broken_and_every_kind_of_fault_hits_running_work() -> None:
