@@ -639,6 +639,21 @@ def test_bar5_a_fenced_worker_drops_everything_and_begins_a_new_life(desk: Desk)
     assert desk.value(desk.run(lambda: 1)) == 1
 
 
+def test_bar5_a_fenced_worker_hears_first_whether_it_was_declared_dead() -> None:
+    with opened() as desk:
+        desk.attach()
+
+        def fenced() -> None:
+            raise errors.FencedError("this incarnation is over")
+
+        assert desk.error(desk.run(fenced)).cause == "fenced"
+        # A new incarnation would not know this connection.
+        desk.ping()
+        desk.pool.send(WORKER, messages.Detach(is_dead=True))
+        assert desk.session.closed.wait(30)
+        assert "declared it dead" in str(desk.worker.ending)
+
+
 def test_a_released_worker_begins_a_new_life(desk: Desk) -> None:
     first_incarnation = desk.incarnations.get(timeout=30)
     desk.run(wait_at_gate)

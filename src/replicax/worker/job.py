@@ -196,6 +196,11 @@ class Job:
         with self._changed:
             self._changed.wait_for(lambda: self._is_ended or self.num_waiting, timeout)
 
+    def wait_until_ended(self, timeout: float) -> None:
+        """Waits for the end of the job."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_ended, timeout)
+
     def record_sent(self, sent: Sequence[Sent]) -> None:
         """Records sent results; those without an error may be requested again."""
         with self._changed:

@@ -32,6 +32,9 @@ _POLL_S = 0.5
 # The service polls every tenth of a second. After a longer pause than this the process was stopped,
 # and the silence of its coordinator does not count.
 _PAUSE_S = 1.0
+# How long a fenced worker waits for its coordinator to say whether the process must exit. The
+# message is on its way, unless the connection was lost.
+_RELEASE_S = 1.0
 # Shorter waits for a server are part of every closure, and not shown to observers.
 _SHOWN_WAIT_S = 0.5
 
@@ -169,6 +172,7 @@ class WorkerTask:
         self._num_run_before += runner.num_run
         self._runner = None
         if runner.is_fenced:
+            job.wait_until_ended(_RELEASE_S)
             self._end_incarnation(job)
         try:
             runner.close()
