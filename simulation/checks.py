@@ -163,8 +163,13 @@ class Checks:
                 self._require_complete(element)
             self._require_typed(element, closure)
 
-    def ended(self, applied_entries: Mapping[int, int]) -> None:
-        """Checks the final state, after all messages have arrived."""
+    def ended(self, applied_entries: Mapping[int, int], waiting: Mapping[int, Values]) -> None:
+        """Checks the final state, after all messages have arrived.
+
+        Args:
+          applied_entries: How many changes each server remembers.
+          waiting: The sums of the gradients that wait for others, if none will come.
+        """
         left = [c for c in self._closures.values() if not c.is_settled]
         if left:
             raise BrokenRuleError(f"{left} were never settled")
@@ -176,6 +181,7 @@ class Checks:
         for element, closure in self._closures.items():
             if closure.state is State.FINISHED:
                 self._require_complete(element)
+                self._require_applied(element, waiting)
 
     # Invariants.
 
@@ -203,6 +209,44 @@ class Checks:
         if closure.state is State.FINISHED or (server, element) not in self._excused:
             raise BrokenRuleError(f"{what} after it was settled: {closure}")
 
+    def stepped(self, server: int, before: Values, after: Values) -> None:
+        """Checks the steps of synchronous training in a request: each is the mean of a round.
+
+        Every closure has a gradient for each server: a mean of k changes the elements of k.
+        """
+        elements: dict[float, set[int]] = {}
+        for part, value in after.items():
+            old = before.get(part, np.zeros_like(value))
+            for element in np.flatnonzero(value != old).tolist():
+                if element in self._plan.writes:
+                    continue
+                if old[element]:
+                    raise BrokenRuleError(
+                        f"part {part} of ps {server} was changed by "
+                        f"{self._plan.name_of(element)} in two steps"
+                    )
+                elements.setdefault(float(value[element]), set()).add(element)
+        for share, found in elements.items():
+            count = round(1.0 / share) if share > 0.0 else 0
+            is_mean = 1 <= count <= (self._plan.num_needed or 0) and abs(share * count - 1) < 1e-6
+            if not is_mean or len(found) % count:
+                raise BrokenRuleError(
+                    f"a step of ps {server} has changed elements {sorted(found)} by {share:g}: it "
+                    "is not the mean of their gradients"
+                )
+
+    def dropped(self, server: int, closures: Iterable[int]) -> None:
+        """Records that a server has dropped a gradient of one of some closures: it came too late.
+
+        It is the one that it does not have.
+        """
+        if not self._world.faults.backup_workers:
+            raise BrokenRuleError(f"ps {server} has dropped a gradient, and each is needed")
+        self._world.landed["gradient_dropped"] += 1
+        numbers = set(closures)
+        elements = [e for e, closure in self._open.items() if closure.id in numbers]
+        self._excused.update((server, element) for element in elements)
+
     def _check_staleness(self, element: int, incarnation: int) -> None:
         """Checks how many others have changed variables since an attempt has read them."""
         if element in self._changed or element in self._plan.writes:
@@ -227,6 +271,15 @@ class Checks:
                 raise BrokenRuleError(
                     f"{self._plan.name_of(element)} finished, but part {part} was changed by it "
                     f"{found:g} times instead of {expected}"
+                )
+
+    def _require_applied(self, element: int, waiting: Mapping[int, Values]) -> None:
+        for server, sums in waiting.items():
+            if (server, element) in self._excused:
+                continue
+            if any(value[element] for value in sums.values()):
+                raise BrokenRuleError(
+                    f"ps {server} still keeps the gradient of {self._plan.name_of(element)}"
                 )
 
     def _require_typed(self, element: int, closure: Closure) -> None:

@@ -11,6 +11,7 @@ from replicax.foundation import runtime
 from replicax.ps.client.variable_client import ParameterClient
 from replicax.variables.remote import Read, RemoteVariable
 from simulation.checks import Checks
+from simulation.optimizer import SumOptimizer
 from simulation.plan import Plan
 from simulation.world import World
 
@@ -27,12 +28,12 @@ def staged(world: World, plan: Plan, checks: Checks) -> Iterator[None]:
         _stages.pop()
 
 
-def step(variables: Sequence[RemoteVariable], element: int) -> None:
+def step(variables: Sequence[RemoteVariable], optimizer: SumOptimizer | None, element: int) -> None:
     """Is sent to the workers by value, like each function of a user, and finds its history here."""
-    sys.modules["simulation.closures"].run(variables, element)
+    sys.modules["simulation.closures"].run(variables, optimizer, element)
 
 
-def run(variables: Sequence[RemoteVariable], element: int) -> None:
+def run(variables: Sequence[RemoteVariable], optimizer: SumOptimizer | None, element: int) -> None:
     """Reads, computes for a while, and updates variables."""
     world, plan, checks = _stages[-1]
     work, client = plan.work_of(element), cast(ParameterClient, variables[0].client)
@@ -44,7 +45,7 @@ def run(variables: Sequence[RemoteVariable], element: int) -> None:
         touched = {plan.servers[part] for part in work.parts}
         client.pull([Read(v) for v in variables if v.server in touched])
     runtime.sleep(work.seconds)
-    for change in plan.changes(element, variables):
+    for change in plan.changes(element, variables, optimizer):
         client.push([change])
     world.note(f"{process} has computed {element}")
     if work.fails:

@@ -20,7 +20,7 @@ INCIDENTS = (
     "server_crash",
 )
 # How the servers keep variables, and how far workers run apart.
-MODES = ("saved_share", "mirror_share", "staleness_share", "lease_share")
+MODES = ("saved_share", "mirror_share", "staleness_share", "lease_share", "sync_share")
 # These end a job unless servers keep variables: most histories go without them.
 FATAL = ("server_crash",)
 # After these another coordinator resumes the job, for which all servers must be available.
@@ -49,6 +49,8 @@ class Faults:
       mirror_share: The share of histories in which each server is the mirror of another.
       staleness_share: The share of histories with bounded staleness.
       staleness: The bound.
+      sync_share: The share of histories with synchronous training, unless staleness is bounded.
+      backup_workers: The number of workers that a step of it does not wait for.
       lease_share: The share of histories in which the servers drop the job soon after its
         coordinator was lost.
       error_share: The share of histories in which some closures raise errors.
@@ -68,6 +70,8 @@ class Faults:
     mirror_share: float = 0.3
     staleness_share: float = 0.2
     staleness: int = 0
+    sync_share: float = 0.25
+    backup_workers: int = 0
     lease_share: float = 0.05
     error_share: float = 0.2
 
@@ -82,10 +86,17 @@ class Faults:
         """Returns the same modes of the job without any fault."""
         return dataclasses.replace(self, **dict.fromkeys(MESSAGE_FAULTS, 0.0), kinds=())
 
-    def drawn(self, chance: random.Random) -> Faults:
-        """Returns the faults of one history: a few kinds can reveal what a mixture hides."""
+    def drawn(self, chance: random.Random, later_chance: random.Random) -> Faults:
+        """Returns the faults of one history: a few kinds can reveal what a mixture hides.
+
+        Args:
+          chance: The random numbers of the history.
+          later_chance: Others, for modes that were added later: seeds stay useful.
+        """
         rates = {name: getattr(self, name) * (chance.random() < 0.7) for name in MESSAGE_FAULTS}
-        modes = {name: float(chance.random() < getattr(self, name)) for name in MODES}
+        modes = {name: float(chance.random() < getattr(self, name)) for name in MODES[:-1]}
+        is_sync = later_chance.random() < self.sync_share and not modes["staleness_share"]
+        modes["sync_share"] = float(is_sync)
         is_saved = bool(modes["saved_share"] or modes["mirror_share"])
         drawn = [kind for kind in self.kinds if chance.random() < 0.5]
         is_fatal = not is_saved and chance.random() < self.fatal_share
@@ -99,6 +110,7 @@ class Faults:
             fatal_share=float(is_fatal),
             **modes,
             staleness=chance.randint(0, 4),
+            backup_workers=later_chance.randint(0, 1) if is_sync else 0,
             error_share=0.1 * (chance.random() < self.error_share),
         )
 
@@ -111,6 +123,11 @@ class Faults:
     def can_lose_servers(self) -> bool:
         """Whether servers may be away for longer than a job without snapshots tolerates."""
         return bool(self.fatal_share or self.keeps_variables)
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether training is synchronous."""
+        return bool(self.sync_share)
 
     @property
     def is_mirrored(self) -> bool:

@@ -28,7 +28,9 @@ from replicax.variables.creators import VariableAttributes
 from replicax.variables.remote import RemoteVariable
 from simulation import closures
 from simulation.checks import Bystander, Checks
+from simulation.faults import Faults
 from simulation.network import Network
+from simulation.optimizer import SumOptimizer
 from simulation.plan import Plan
 from simulation.process import Machine, Process
 from simulation.server import ServerMachine
@@ -94,6 +96,7 @@ class Program(Machine):
         self._strategy: ParameterServerStrategy
         self._engine: Engine | None = None
         self._variables: list[RemoteVariable] = []
+        self._optimizer: SumOptimizer | None = None
 
     @property
     def is_working(self) -> bool:
@@ -145,7 +148,8 @@ class Program(Machine):
         strategy = self._strategy = make_strategy(
             stage.servers,
             stage.workers,
-            consistency=Staleness(faults.staleness) if faults.staleness_share else "async",
+            consistency=_consistency_of(faults),
+            backup_workers=faults.backup_workers,
             lease=_SHORT_LEASE_S if faults.lease_share else _LEASE_S,
             mirror=faults.is_mirrored,
         )
@@ -161,6 +165,8 @@ class Program(Machine):
         for number, server in stage.plan.servers.items():
             found = attributes(f"part {number}", stage.plan.num_elements)
             self._variables.append(extended.create_part(found, initial, server))
+        if faults.is_sync:
+            self._optimizer = SumOptimizer(extended, self._variables)
         self._start_engine(cluster)
         if chance.random() < 0.2:
             self._late_share = 0.2
@@ -204,7 +210,7 @@ class Program(Machine):
         chance, engine = self.world.random, self._engine
         assert engine is not None
         function = serialization.ship(
-            functools.partial(closures.step, self._variables), self._strategy
+            functools.partial(closures.step, self._variables, self._optimizer), self._strategy
         )
         while self.num_left:
             if self._num_writes and chance.random() < 0.15:
@@ -276,11 +282,18 @@ def attributes(name: str, size: int) -> VariableAttributes:
     )
 
 
+def _consistency_of(faults: Faults) -> Literal["async", "sync"] | Staleness:
+    if faults.staleness_share:
+        return Staleness(faults.staleness)
+    return "sync" if faults.is_sync else "async"
+
+
 def make_strategy(
     servers: Sequence[Machine],
     workers: Sequence[Machine],
     *,
     consistency: Literal["async", "sync"] | Staleness = "async",
+    backup_workers: int = 0,
     lease: float = _LEASE_S,
     mirror: bool = False,
 ) -> ParameterServerStrategy:
@@ -289,6 +302,7 @@ def make_strategy(
     return ParameterServerStrategy(
         SimpleClusterResolver(ClusterSpec(urls)),
         consistency=consistency,
+        backup_workers=backup_workers,
         connect_timeout=_CONNECT_S,
         job="simulated",
         lease=lease,

@@ -119,7 +119,7 @@ def simulate(
 def _run(world: World, num_workers: int, num_servers: int, num_closures: int) -> str:
     timing = Timing.fast()
     network = Network(world)
-    plan = Plan(world, num_servers, most_elements(num_closures))
+    plan = Plan(world, num_servers, num_workers, most_elements(num_closures))
     checks = Checks(world, plan, timing.return_s)
     with contextlib.ExitStack() as stack:
         stack.enter_context(threads.installed(world, network))
@@ -144,7 +144,11 @@ def _run_events(stage: Stage, programs: Programs) -> str:
     world.run_until(lambda: False, _AFTERMATH_S)
     # Also a job that ends at once goes on for a while.
     world.run_until(lambda: world.num_events >= _LEAST_EVENTS, _LONGEST_S)
-    stage.checks.ended({s.task.index: s.num_applied_entries for s in servers if s.is_up})
+    up = [server for server in servers if server.is_up]
+    stage.checks.ended(
+        {server.task.index: server.num_applied_entries for server in up},
+        {server.task.index: server.waiting for server in up if outcome == "done"},
+    )
     programs.require_end()
     return outcome
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from typing_extensions import override
 
 from replicax.protocol import messages
 from replicax.protocol.tasks import Role, Task
+from replicax.ps.process.mirror_copies import MirrorCopies
 from replicax.ps.process.mirror_log import State
 from replicax.ps.process.parameter_server import ParameterServerTask
 from replicax.ps.process.snapshot_files import Saved
@@ -83,9 +85,26 @@ class ObservedStore:
         self._handle, self._snapshot, self._restore = store.handle, store.snapshot, store.restore
         store.handle, store.snapshot, store.restore = self.handle, self.snapshot, self.restore
         self._is_restored = False
+        # The values after the last step of synchronous training.
+        self._last_values: Values | None = {}
 
-    def values(self) -> Values | None:
-        """Returns the values of all parts; None if they cannot be read."""
+    def counts(self) -> Values | None:
+        """Returns how often each element of all parts was updated; None if they cannot be read.
+
+        Gradients that wait for others count.
+        """
+        values, waiting = self._values(), self.waiting()
+        if values is None:
+            return None
+        found = {part: self._plan.counts(value) for part, value in values.items()}
+        return {part: count + waiting.get(part, 0.0) for part, count in found.items()}
+
+    def waiting(self) -> Values:
+        """Returns the sums of the gradients that wait for others, by part."""
+        saved = [one for mean in self._store._storage.accumulation.export() for one in mean.sums]
+        return {one.part: np.frombuffer(one.values, one.dtype) for one in saved}
+
+    def _values(self) -> Values | None:
         held = self._store._job
         if held is None or held.awaits_coordinator:
             return None
@@ -111,11 +130,17 @@ class ObservedStore:
         now: float,
     ) -> Reply:
         """Handles a request, and checks what it has changed."""
+        num_dropped = self._num_dropped
         try:
             reply = self._handle(role, incarnation, body, buffers, job=job, epoch=epoch, now=now)
         finally:
             if isinstance(body, messages.Exchange) and body.pushes:
                 self._check_changes(incarnation, epoch)
+                if self._num_dropped > num_dropped:
+                    dropped = [push.closure for push in body.pushes]
+                    self._world.checked(lambda: self._checks.dropped(self._index, dropped))
+            if isinstance(body, messages.Exchange | messages.FlushGradients | messages.Attach):
+                self._check_steps()
         if isinstance(body, messages.Fence):
             for fenced in body.incarnations:
                 self._checks.fenced(self._index, fenced)
@@ -125,13 +150,26 @@ class ObservedStore:
         return reply
 
     def _check_changes(self, incarnation: int, epoch: int) -> None:
-        values = self.values()
+        values = self.counts()
         if values is not None:
             check = self._checks.changed
             self._world.checked(lambda: check(self._index, incarnation, epoch, values))
 
+    def _check_steps(self) -> None:
+        """Checks what steps of synchronous training have changed."""
+        values = self._values()
+        if self._plan.num_needed is None or values is None:
+            return
+        before, self._last_values = self._last_values, values
+        if before is not None:
+            self._world.checked(lambda: self._checks.stepped(self._index, before, values))
+
+    @property
+    def _num_dropped(self) -> int:
+        return self._store._storage.clock.num_dropped
+
     def _check_restored(self) -> None:
-        values, is_restored, self._is_restored = self.values(), self._is_restored, False
+        values, is_restored, self._is_restored = self.counts(), self._is_restored, False
         if is_restored and values is not None:
             check, saved = self._checks.restored, self._saved.candidates()
             self._world.checked(lambda: check(self._index, saved, values))
@@ -142,7 +180,7 @@ class ObservedStore:
         def cut_now() -> None:
             if on_cut is not None:
                 on_cut()
-            elif (values := self.values()) is not None:
+            elif (values := self.counts()) is not None:
                 self._saved.add(values)
 
         return self._snapshot(cut_now)
@@ -151,6 +189,8 @@ class ObservedStore:
         """Restores a snapshot, whose values are checked once they can be read."""
         self._restore(loaded)
         self._is_restored = True
+        # They become readable when a coordinator has attached it.
+        self._last_values = None
 
 
 class ServerMachine(Machine):
@@ -175,6 +215,7 @@ class ServerMachine(Machine):
         self.disk = Disk(self._sync) if world.faults.saved_share else None
         self.saved = SavedValues(0 if plan is None else plan.num_parts(index))
         self._server: ParameterServerTask | None = None
+        self._observed: ObservedStore | None = None
         self.start()
 
     def close(self) -> None:
@@ -194,6 +235,11 @@ class ServerMachine(Machine):
         return 0 if self._server is None else int(self._server._store.counters()["applied_entries"])
 
     @property
+    def waiting(self) -> Values:
+        """The sums of the gradients that wait for others, by part."""
+        return {} if self._observed is None else self._observed.waiting()
+
+    @property
     def is_in_sync(self) -> bool:
         """Whether its mirror has all of its changes, or it has no mirror."""
         server = self._server
@@ -207,11 +253,12 @@ class ServerMachine(Machine):
         server = ParameterServerTask(index, location, snapshots=path, snapshot_every=_SAVE_S)
         self._server = server
         if self._plan is not None and self._checks is not None:
-            ObservedStore(self, server._store, self._plan, self._checks)
+            self._observed = ObservedStore(self, server._store, self._plan, self._checks)
         server.start()
+        # The kernel closes the files of a killed process, and releases the lock of its directory.
+        process.on_exit[-1] = functools.partial(_close_files, server._copies)
         if server._snapshots is not None:
-            # The kernel releases the lock of the directory.
-            process.on_exit[-1] = server._snapshots._files.close
+            process.on_exit[-2] = server._snapshots._files.close
             self.saved.observe(server._snapshots)
         server.run_forever()
         server.close()
@@ -230,3 +277,9 @@ class ServerMachine(Machine):
     def _sync(self) -> None:
         """Takes the time of a disk; a machine may fail before it is over."""
         self.world.sleep(self.world.random.uniform(0.0, _SYNC_S))
+
+
+def _close_files(copies: MirrorCopies) -> None:
+    """Closes the snapshots that are in transfer, without its lock: a killed thread may hold it."""
+    for transfer in (*copies._incoming.values(), *copies._outgoing.values()):
+        transfer.file.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -209,7 +210,7 @@ def installed(world: World, network: Network) -> Iterator[None]:
         "random_bits": world.random_bits,
     }
     before = {name: getattr(runtime, name) for name in parts}
-    sockets, engines = streams.NETWORK, set(open_engines)
+    sockets, engines, finalizers = streams.NETWORK, set(open_engines), _finalizers()
     try:
         for name, part in parts.items():
             setattr(runtime, name, part)
@@ -219,6 +220,17 @@ def installed(world: World, network: Network) -> Iterator[None]:
         for name, part in before.items():
             setattr(runtime, name, part)
         streams.NETWORK = sockets
-        # A simulated program that was killed has not closed its engine.
+        # Simulated processes that were killed have closed nothing; and nothing is to be closed when
+        # their memory is freed, which waits for that.
         for engine in set(open_engines) - engines:
             open_engines.discard(engine)
+        for finalizer in _finalizers() - finalizers:
+            finalizer.detach()
+
+
+def _finalizers() -> set[weakref.finalize[..., Any]]:
+    """Returns the finalizers of strategies and variables."""
+    registry: Any = weakref.finalize._registry  # type: ignore[attr-defined]
+    found: list[weakref.finalize[..., Any]] = list(registry)
+    alive = ((finalizer, finalizer.peek()) for finalizer in found)
+    return {f for f, about in alive if about and type(about[0]).__module__.startswith("replicax")}

@@ -126,7 +126,7 @@ class World:
         self.now = 0.0
         self.random = random.Random(seed)
         self.fault_random = random.Random(f"mischief {seed}")
-        self.faults = faults.drawn(self.random)
+        self.faults = faults.drawn(self.random, random.Random(f"modes {seed}"))
         self.events: list[tuple[float, object]] = []
         self.landed: collections.Counter[str] = collections.Counter()
         self.num_events = 0

@@ -169,11 +169,11 @@ class WorkerTask:
                 self._end("a closure has closed its descriptors")
                 return
             self._end_incarnation(job)
-        self._num_run_before += runner.num_run
-        self._runner = None
         if runner.is_fenced:
             job.wait_until_ended(_RELEASE_S)
             self._end_incarnation(job)
+        self._num_run_before += runner.num_run
+        self._runner = None
         try:
             runner.close()
         except Exception:
