@@ -140,6 +140,9 @@ if not TYPE_CHECKING:  # which would take any name for an attribute
         raise AttributeError(f"module 'replicax' has no attribute {name!r}. {todo}".rstrip(". "))
 
 
+# Tracebacks show the public names of errors, also in programs that never use the namespace.
+importlib.import_module("replicax.errors")
+
 # Keras and replicax may be imported in any order.
 after_import.call(
     "keras",

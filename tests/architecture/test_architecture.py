@@ -9,7 +9,6 @@ import re
 import runpy
 import subprocess
 import sys
-import traceback
 import types
 from pathlib import Path
 
@@ -207,11 +206,19 @@ def test_public_classes_and_functions_show_their_public_path() -> None:
                 assert pickle.loads(pickler.dumps(value)) is value
 
 
-def test_errors_print_as_replicax_errors() -> None:
-    with pytest.raises(rx.errors.InvalidArgumentError) as caught:
-        rx.device("CPU:99").__enter__()
-    (last,) = traceback.format_exception_only(caught.value)
-    assert last.startswith("replicax.errors.InvalidArgumentError: ")
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import replicax as rx; rx.MirroredStrategy(['CPU:99'])",
+        "import replicax.tf as tf; tf.distribute.MirroredStrategy(['CPU:99'])",
+    ],
+    ids=["replicax", "replicax.tf"],
+)
+def test_errors_print_under_their_public_names_in_a_program_that_uses_none(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stderr.splitlines()[-1].startswith("replicax.errors.InvalidArgumentError: ")
 
 
 def test_public_names_are_documented() -> None:
