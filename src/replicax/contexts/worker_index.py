@@ -34,6 +34,11 @@ def experimental_get_current_worker_index() -> int:
     return index
 
 
+def find() -> int | None:
+    """Returns the index of the worker that runs this code; None outside of closures."""
+    return _index.get()
+
+
 @contextlib.contextmanager
 def on_worker(index: int) -> Iterator[None]:
     """Sets the index of the worker for the code inside."""

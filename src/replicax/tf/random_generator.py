@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -170,6 +171,14 @@ class Generator(Module):
         self._lock = threading.Lock()
         self._host = np.random.default_rng(0)
         self.reset(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the lock: closures of a `ClusterCoordinator` may use the generator."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
 
     @classmethod
     def from_seed(cls, seed: Value, alg: AlgorithmLike = None) -> Generator:

@@ -3,7 +3,8 @@
 Stateful functions draw from a stream for each seed of an operation. On devices the position of a
 stream is a variable of the current strategy, so that a compiled function draws other numbers in
 each call, and each replica draws its own. In code that JAX compiles without replicax, where no
-variable can be written, the position comes from the host by a callback.
+variable can be written, and in what runs on a worker of parameter servers, where none can be made,
+the position comes from the host by a callback.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
+from replicax.contexts import worker_index
 from replicax.foundation import errors, placement
 from replicax.strategies.default import get_strategy
 from replicax.tf.dispatch import on_host
@@ -53,6 +55,9 @@ class _Streams:
             return self._on_host[op_seed]
 
     def key(self, op_seed: int | None) -> jax.Array:
+        worker = worker_index.find()
+        if worker is not None:
+            return jax.random.fold_in(self._key_from_host(op_seed), worker)
         strategy = get_strategy()
         with self._lock:
             streams = self._on_devices.setdefault(strategy, {})
@@ -64,8 +69,11 @@ class _Streams:
             # Code outside of replicas draws for all of them at once.
             return placement.uncommitted(key.values[0]) if isinstance(key, PerReplica) else key
         except errors.TracingError:
-            count = io_callback(self._next, jax.ShapeDtypeStruct((), jnp.uint32))
-            return jax.random.fold_in(jax.random.key(self._number(op_seed)), count)
+            return self._key_from_host(op_seed)
+
+    def _key_from_host(self, op_seed: int | None) -> jax.Array:
+        count = io_callback(self._next, jax.ShapeDtypeStruct((), jnp.uint32))
+        return jax.random.fold_in(jax.random.key(self._number(op_seed)), count)
 
     def _number(self, op_seed: int | None) -> int:
         return int(np.random.SeedSequence(self._entropy(op_seed)).generate_state(1)[0])
