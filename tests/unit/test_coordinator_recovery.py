@@ -5,6 +5,7 @@ Pure: no threads, no sockets, no clocks.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from test_coordinator_policy import FAST, Desk, Shipped, of
 from replicax.coordinator.scheduling import actions as act
 from replicax.coordinator.scheduling.closures import Closure, State
 from replicax.coordinator.scheduling.pool import WorkerState
+from replicax.coordinator.scheduling.timing import Timing
 from replicax.foundation import errors
 from replicax.ps.process import mirror_log
 
@@ -426,9 +428,9 @@ def test_bar8_a_closure_that_is_always_late_is_given_up_by_name() -> None:
 # Speculation.
 
 
-def slow_desk() -> tuple[Desk, list[Closure]]:
+def slow_desk(timing: Timing = FAST) -> tuple[Desk, list[Closure]]:
     """Worker 0 is at a closure for long; worker 1 has ended its own."""
-    desk = Desk(2)
+    desk = Desk(2, timing=timing)
     desk.ready(0, 11)
     desk.ready(1, 12)
     closures = desk.put(2)
@@ -483,3 +485,18 @@ def test_bar10_a_closure_with_a_copy_outlives_one_of_its_workers() -> None:
     assert desk.queue.is_idle
     assert closures[0].state is State.FINISHED
     assert desk.policy.pool.workers[0].state is WorkerState.CONNECTING
+
+
+@pytest.mark.parametrize("limit", [2, 3], ids=["poison", "runs again"])
+def test_bar10_a_closure_whose_workers_are_both_lost_is_free_when_both_are_fenced(
+    limit: int,
+) -> None:
+    desk, closures = slow_desk(dataclasses.replace(FAST, poison_limit=limit))
+    desk.now += 0.1
+    desk.policy.pool.speculate(desk.queue, desk.now)
+    desk.do(desk.workers.lost(0, "killed", desk.now))
+    desk.do(desk.workers.lost(1, "killed", desk.now))
+    desk.acknowledge(11)
+    assert closures[0].state is State.IN_FLIGHT, "servers may still accept updates of worker 1"
+    desk.acknowledge(12)
+    assert closures[0].state is (State.FAILED if limit == 2 else State.QUEUED)

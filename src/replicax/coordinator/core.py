@@ -266,7 +266,7 @@ class Core:
                 self._perform([act.Requeue([closure])])
                 return False
         # Another attempt decides, and must have ended before the error is reported.
-        if not self.pool.has_other_attempt(closure):
+        if not self.policy.fencing.has_other_attempt(closure):
             self._perform([act.Fail(closure, rebuild_error(error, worker), cancels=True)])
         return True
 
@@ -366,7 +366,8 @@ class Core:
         for closure in action.closures:
             if closure.pin is not None:
                 self.pool.workers[closure.pin].pinned_closures.append(closure)
-        free = [c for c in action.closures if not self.pool.has_other_attempt(c)]
+        fencing = self.policy.fencing
+        free = [c for c in action.closures if not fencing.has_other_attempt(c)]
         self._record_settled(self.queue.requeue(free))
 
     def _fail(self, action: act.Fail) -> None:

@@ -152,6 +152,14 @@ class Fencing:
                 actions += self.confirm(server.index, fence.incarnation)
         return actions
 
+    def has_other_attempt(self, closure: Closure) -> bool:
+        """Returns whether a worker runs a closure that another one has lost or returned.
+
+        So may a lost worker until all servers have fenced it.
+        """
+        is_unfenced = any(closure in fence.closures for fence in self.pending.values())
+        return is_unfenced or self._pool.has_other_attempt(closure)
+
     def remove_closures(self) -> list[Closure]:
         """Removes and returns all closures of workers, also of fenced ones."""
         removed = self._pool.remove_assigned()
@@ -169,7 +177,7 @@ class Fencing:
         free = []
         pinned = self._pool.workers[fence.worker].pinned_closures
         for closure in fence.closures:
-            if closure.is_settled or self._pool.has_other_attempt(closure):
+            if closure.is_settled or self.has_other_attempt(closure):
                 # The other attempt decides.
                 continue
             if closure.num_deaths >= self._timing.poison_limit:
