@@ -119,7 +119,7 @@ def _summary(tally: Tally, seconds: float | None) -> str:
             f"ended: {_counts(tally.outcomes)}",
             f"faults that hit running work: {_counts(tally.landed)}",
             f"violations: {len(tally.broken)}"
-            + (f", first by seed {min(tally.broken)}" if tally.broken else ""),
+            + (f", by seeds {', '.join(map(str, sorted(tally.broken)))}" if tally.broken else ""),
         )
     )
 

@@ -22,7 +22,7 @@ class Tally:
     Attributes:
       num_histories: The number of histories.
       num_events: The number of their events.
-      fewest_events: The number of events of the shortest one.
+      fewest_events: The number of events of the shortest one that has ended well.
       seconds: Their duration in virtual time.
       outcomes: The number of each outcome.
       landed: The number of faults of each kind that have hit running work, and of recoveries.
@@ -41,7 +41,8 @@ class Tally:
         """Adds a history without a violation."""
         self.num_histories += 1
         self.num_events += history.num_events
-        self.fewest_events = _fewest(self.fewest_events, history.num_events)
+        if history.outcome == "done":
+            self.fewest_events = _fewest(self.fewest_events, history.num_events)
         self.seconds += history.seconds
         self.outcomes[history.outcome] += 1
         self.landed.update(history.landed)

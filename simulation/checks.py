@@ -50,6 +50,8 @@ class Checks:
         self._excused: set[tuple[int, int]] = set()
         self._values: dict[int, Values] = {}
         self._fenced: set[tuple[int, int]] = set()
+        # The incarnations of servers that have dropped the job.
+        self._expired: set[tuple[int, int]] = set()
         # The closures that have changed something; and how many there were when an attempt read.
         self._changed: dict[int, None] = {}
         self._read_at: dict[tuple[int, int], int] = {}
@@ -125,8 +127,11 @@ class Checks:
         ended = [e for e, closure in self._closures.items() if closure.state is State.FINISHED]
         self._excused.update((server, element) for element in (*ended, *self._writes))
 
-    def dropped_job(self) -> None:
+    def dropped_job(self, server: int, incarnation: int) -> None:
         """Records that a server has dropped the job because its lease has expired."""
+        if (server, incarnation) in self._expired:
+            return
+        self._expired.add((server, incarnation))
         if not self._world.faults.lease_share:
             raise BrokenRuleError("a server has dropped a job whose coordinator was not away")
         self._world.landed["lease_expired"] += 1
@@ -156,7 +161,8 @@ class Checks:
         """
         for element, closure in [(e, c) for e, c in self._open.items() if c.is_settled]:
             del self._open[element]
-            if not self._world.faults.is_mirrored:
+            if not self._world.faults.is_mirrored or closure.state is not State.FINISHED:
+                # What was cancelled may still run, and is fenced at such a server later.
                 self._excused.update((server, element) for server in unnoticed())
             if closure.state is State.FINISHED:
                 self._progress_s = self._world.now

@@ -79,7 +79,7 @@ class ObservedStore:
     def __init__(
         self, machine: ServerMachine, store: ParameterStore, plan: Plan, checks: Checks
     ) -> None:
-        self._world, self._index = machine.world, machine.task.index
+        self._machine, self._world, self._index = machine, machine.world, machine.task.index
         self._saved = machine.saved
         self._store, self._plan, self._checks = store, plan, checks
         self._handle, self._snapshot, self._restore = store.handle, store.snapshot, store.restore
@@ -141,6 +141,8 @@ class ObservedStore:
                     self._world.checked(lambda: self._checks.dropped(self._index, dropped))
             if isinstance(body, messages.Exchange | messages.FlushGradients | messages.Attach):
                 self._check_steps()
+            if self._store.expired is not None:
+                self._machine.note_expired()
         if isinstance(body, messages.Fence):
             for fenced in body.incarnations:
                 self._checks.fenced(self._index, fenced)
@@ -264,9 +266,14 @@ class ServerMachine(Machine):
         server.close()
         if process.is_up:
             self.world.note(f"{self} has ended itself: {server.ending}")
-            if self._checks is not None:
-                self.world.checked(self._checks.dropped_job)
+            self.note_expired()
             self.restart_after(self.world.random.uniform(*_AWAY_S))
+
+    def note_expired(self) -> None:
+        """Records that the last process has dropped the job because its lease has expired."""
+        checks, incarnation = self._checks, self.incarnation
+        if checks is not None:
+            self.world.checked(lambda: checks.dropped_job(self.task.index, incarnation))
 
     @override
     def kill(self) -> None:

@@ -608,7 +608,7 @@ def test_bar23_a_part_that_was_half_written_does_not_count(directory: SnapshotDi
 def test_bar23_a_server_that_came_back_empty_never_serves_zeros() -> None:
     caller = Caller()
     for parts in ([], [3]):
-        with refused(errors.PSIncarnationError, "it holds no job since its restart"):
+        with refused(errors.PSIncarnationError, "it holds no job: it was restarted, or the lease"):
             caller.ask(messages.Attach([], {}, parts))
     assert caller.store.job is None
     other = Caller(caller.store, job="other").attach()

@@ -230,7 +230,8 @@ def require_parts(
     """Raises unless the server still holds the parts that the coordinator created on it."""
     if held is None or held.name != name:
         found = "no job" if held is None else f"job {held.name!r}"
-        raise parts_lost(name, f"it holds {found} since its restart", task)
+        why = "it was restarted, or the lease of the job has expired"
+        raise parts_lost(name, f"it holds {found}: {why}", task)
     missing = [number for number in wanted if number not in kept]
     if missing:
         some = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
