@@ -226,6 +226,43 @@ def test_unhashable_argument_is_explained() -> None:
         fn(Odd())
 
 
+@dataclasses.dataclass
+class Plain:
+    """A class that JAX does not know."""
+
+    loss: Any
+    step: int = 0
+
+
+@pytest.mark.strategies("one_device", "mirrored_2", "virtual_2")
+def test_results_that_would_carry_tracers_out_are_refused(strategy: Any) -> None:
+    def replica() -> Plain:
+        return Plain(rx.get_replica_context().replica_id_in_sync_group + 1.0)
+
+    functions = {
+        "function": lambda: Plain(jnp.ones(2) * 2),
+        "nest": lambda: {"a": [Plain({"loss": [jnp.ones(2) * 2]})]},
+        "object in object": lambda: Plain(Plain(jnp.ones(2) * 2)),
+        "run": lambda: strategy.run(replica),
+    }
+    for fn in functions.values():
+        with pytest.raises(TypeError, match=r"Plain is none.*'loss'.*register_dataclass"):
+            rx.function(fn)()
+    with pytest.raises(TypeError, match="Plain is none"):
+        strategy.run(rx.function(replica))
+    # Eagerly there is no trace, and what belongs to a trace around is no result of this one.
+    assert all(
+        float(p.loss) >= 1.0 for p in strategy.experimental_local_results(strategy.run(replica))
+    )
+
+    def around(x: Any) -> Any:
+        plain = Plain(x * 2)
+        return strategy.run(lambda: plain).loss
+
+    np.testing.assert_array_equal(rx.function(around)(jnp.ones(2)), np.full(2, 2.0))
+    assert rx.function(lambda: Plain(3.0))() == Plain(3.0)
+
+
 def test_not_callable_is_refused() -> None:
     with pytest.raises(TypeError, match="needs a function"):
         rx.function(3)  # type: ignore[call-overload]

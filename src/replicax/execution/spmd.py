@@ -24,6 +24,7 @@ from replicax.foundation.options import CommunicationOptions, ReduceOp
 from replicax.foundation.types import Tree
 from replicax.tracing import capture as capturing
 from replicax.tracing.program import note_layout
+from replicax.tracing.structures import require_no_traced_parts
 from replicax.values.distributed_values import (
     Mirrored,
     PerReplica,
@@ -270,6 +271,7 @@ class _Outputs:
             self._arrays += [jnp.asarray(c) for c in children]
             self._scalars += [jnp.ndim(c) == 0 for c in children]
             return _Leaf(start, len(children), treedef)
+        require_no_traced_parts(leaf)
         return _Constant(leaf)
 
     def merge(self, arrays: list[jax.Array], layout: ReplicaLayout) -> Tree:

@@ -94,6 +94,11 @@ def is_traced(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def is_of_current_trace(value: object) -> bool:
+    """Returns whether a value is a tracer of the current trace, not of one around it."""
+    return isinstance(value, jax.core.Tracer) and value._trace is current_trace()
+
+
 # Subclasses of the classes of tracers, by class and names of methods, and the methods of each
 # tracer of such a class by its id, for as long as it exists.
 _tracers_with_methods: dict[tuple[type, tuple[str, ...]], type] = {}

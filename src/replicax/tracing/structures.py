@@ -26,6 +26,8 @@ from replicax.variables.variable import Variable
 
 # Makes a value from the output arrays of a call.
 _Maker: TypeAlias = Callable[[Sequence[jax.Array]], Tree]
+# Objects in attributes of objects that are searched for arrays of a trace.
+_MOST_LEVELS = 2
 
 
 class Structure:
@@ -135,8 +137,12 @@ class Results(Structure):
 
     @override
     def _record(self, leaf: object) -> Tree:
-        is_kept = isinstance(leaf, Variable | TracedPerReplica)
-        return leaf if is_kept else super()._record(leaf)
+        if isinstance(leaf, Variable | TracedPerReplica):
+            return leaf
+        found = super()._record(leaf)
+        if found is leaf:
+            require_no_traced_parts(leaf)
+        return found
 
     @override
     def _record_per_replica(self, leaf: PerReplica) -> Tree:
@@ -213,6 +219,44 @@ class Results(Structure):
         if type(numbered) is tuple and numbered == tuple(range(len(makers))):
             return lambda arrays: tuple([make(arrays) for make in makers])
         return lambda arrays: map_structure(lambda number: makers[number](arrays), numbered)
+
+
+def require_no_traced_parts(result: object) -> None:
+    """Raises if a result that is no structure to JAX has attributes that belong to the trace.
+
+    The arrays in it would not become those of a call: code after the call would find tracers.
+    """
+    name = _traced_attribute(result)
+    if name is not None:
+        kind = type(result).__name__
+        raise errors.ArgumentTypeError(
+            "A result of a compiled function must be a structure of arrays that JAX knows",
+            f"{kind} is none, and its attribute {name!r} holds an array of the trace",
+            "Return a tuple, a named tuple or a dict, or register the class, for example with "
+            "`jax.tree_util.register_dataclass`.",
+        )
+
+
+def _traced_attribute(value: object, level: int = 0) -> str | None:
+    """Returns the name of an attribute that holds a tracer, also in a structure or object."""
+    if isinstance(value, ArraySurface | type) or callable(value):
+        return None
+    own = getattr(value, "__dict__", None)
+    names = list(own) if isinstance(own, dict) else []
+    names += [n for cls in type(value).__mro__ for n in _slots_of(cls) if hasattr(value, n)]
+    for name in names:
+        for leaf in leaves_of(getattr(value, name, None)):
+            own_value = leaf.local if isinstance(leaf, TracedPerReplica) else leaf
+            if any(map(jax_compat.is_of_current_trace, jax.tree.leaves(own_value))):
+                return name
+            if level < _MOST_LEVELS and _traced_attribute(leaf, level + 1) is not None:
+                return name
+    return None
+
+
+def _slots_of(cls: type) -> tuple[str, ...]:
+    found = vars(cls).get("__slots__", ())
+    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def _first_shard(index: int) -> _Maker:
