@@ -236,6 +236,48 @@ def test_captured_iterators_are_refused(kind: str, where: str) -> None:
         rx.function(functions[where])()
 
 
+class Shelf:
+    """Takes elements where code names no method."""
+
+    it = iter(range(9))
+
+    def __getitem__(self, index: int) -> int:
+        return next(Shelf.it)
+
+    def __add__(self, other: Any) -> Any:
+        return next(Shelf.it) + other
+
+    @staticmethod
+    def taken() -> int:
+        return next(Shelf.it)
+
+    @classmethod
+    def taken_by_class(cls) -> int:
+        return next(cls.it)
+
+
+shelf = Shelf()
+take_next = iter([1.0, 2.0]).__next__
+send = numbers().send
+
+
+@pytest.mark.parametrize(
+    "takes",
+    [
+        lambda: take_next(),
+        lambda: send(None),
+        lambda: shelf[0],
+        lambda: shelf + 1,
+        lambda: Shelf.taken(),
+        lambda: Shelf.taken_by_class(),
+    ],
+    ids=["next", "send", "getitem", "add", "staticmethod", "classmethod"],
+)
+def test_iterators_behind_methods_are_refused(takes: Any) -> None:
+    with pytest.raises(rx.errors.TracingError, match="argument of the function"):
+        rx.function(lambda: takes() + jnp.zeros(()))()
+
+
 def test_an_iterator_that_is_not_advanced_is_no_error() -> None:
     loader = Loader()
     step = rx.function(lambda x: x * loader.num_classes)
@@ -245,6 +287,8 @@ def test_an_iterator_that_is_not_advanced_is_no_error() -> None:
 rng = np.random.default_rng(0)
 python_rng = random.Random(0)
 legacy_rng = np.random.RandomState(0)
+bits = np.random.PCG64(0)
+seeds = np.random.SeedSequence(0)
 
 
 def draw() -> float:
@@ -261,6 +305,8 @@ def draw() -> float:
         (lambda: rng.normal(), "rng"),
         (lambda: python_rng.random(), "python_rng"),
         (lambda: legacy_rng.rand(), "legacy_rng"),
+        (lambda: float(bits.random_raw()), "bits"),
+        (lambda: float(seeds.spawn(1)[0].generate_state(1)[0]), "seeds"),
     ],
 )
 def test_random_numbers_of_python_are_refused(draws: Any, label: str) -> None:

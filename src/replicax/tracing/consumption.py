@@ -239,6 +239,10 @@ def _state_of(generator: NumberGenerator) -> bytes:
         return pickle.dumps(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
         return pickle.dumps(generator.get_state(legacy=False))
+    if isinstance(generator, np.random.BitGenerator):
+        return pickle.dumps(generator.state)
+    if isinstance(generator, np.random.SeedSequence):
+        return pickle.dumps(generator.n_children_spawned)
     return bytes(generator.get_state().numpy())
 
 

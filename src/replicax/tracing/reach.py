@@ -41,7 +41,18 @@ _MOST_COMPARED = 64
 _MOST_VISITS = 20_000
 _NUMBERS = (bool, int, float, complex, str, bytes, np.generic, type(Ellipsis), type(NotImplemented))
 _LEAVES = (*_NUMBERS, jax.Array, np.ndarray, Feed, ArraySurface)
+_GENERATORS = (
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    np.random.SeedSequence,
+)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+# Special methods that make objects, or describe them, rather than compute.
+_MAKERS = frozenset(
+    ("__new__", "__init__", "__init_subclass__", "__repr__", "__class__", "__reduce__")
+)
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _LIBRARIES = tuple(
     os.path.join(sysconfig.get_path(name), "")
@@ -56,7 +67,12 @@ class TorchGenerator(Protocol):
 
 
 NumberGenerator: TypeAlias = (
-    random.Random | np.random.Generator | np.random.RandomState | TorchGenerator
+    random.Random
+    | np.random.Generator
+    | np.random.RandomState
+    | np.random.BitGenerator
+    | np.random.SeedSequence
+    | TorchGenerator
 )
 _Function: TypeAlias = Callable[..., Any]
 
@@ -196,12 +212,19 @@ class Reach:
         if _is_generator_of_numbers(owner):
             self._note_drawing(owner, label)
         elif isinstance(value, type):
-            if self._is_own_class(value):
-                self._follow_method(value, "__init__", label)
+            self._visit_class(value, attributes, label)
+        elif is_iterator(owner) and not isinstance(value, types.MethodType):
+            # A method such as `__next__`, without code that names the iterator.
+            self._visit(owner, attributes, label)
         elif isinstance(value, _FUNCTIONS) or _wrapped(value) is not None:
             self._follow(value, label)
         else:
             self._visit_object(value, attributes, label)
+
+    def _visit_class(self, cls: type, attributes: frozenset[str], label: str) -> None:
+        if self._is_own_class(cls):
+            for name in sorted(attributes | {"__init__"}):
+                self._follow_member(cls, name, attributes, f"{label}.{name}", cls)
 
     def _visit_module(
         self, module: types.ModuleType, attributes: frozenset[str], label: str
@@ -247,10 +270,19 @@ class Reach:
         for name in sorted(attributes & own.keys()):
             self._bind(Binding(own, name, own[name], f"{label}.{name}", value))
             self._visit(own[name], attributes, f"{label}.{name}")
-        for name in sorted((attributes | {"__call__"}) - own.keys()):
-            self._follow_method(cls, name, f"{label}.{name}", value)
+        names = attributes | _special_methods(cls)
+        for name in sorted(names - own.keys()):
+            self._follow_member(cls, name, attributes, f"{label}.{name}", value)
 
-    def _follow_method(self, cls: type, name: str, label: str, instance: object = None) -> None:
+    def _follow_member(
+        self,
+        cls: type,
+        name: str,
+        attributes: frozenset[str],
+        label: str,
+        instance: object = None,
+    ) -> None:
+        """Follows a method or property of a class, or an object that is its attribute."""
         for base in cls.__mro__:
             found = vars(base).get(name)
             if found is None:
@@ -265,6 +297,8 @@ class Reach:
                 if instance is not None:
                     names = _names_in(found.__code__)
                     self._visit(instance, names.attributes, label.rpartition(".")[0])
+            elif not callable(found):
+                self._visit(found, attributes, label)
             return
 
     def _note_drawing(self, owner: NumberGenerator, label: str) -> None:
@@ -430,7 +464,7 @@ def _dict_of(value: object) -> dict[str, Any]:
 
 
 def _is_generator_of_numbers(value: object) -> TypeIs[NumberGenerator]:
-    if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+    if isinstance(value, _GENERATORS):
         return True
     return type(value).__module__.startswith("torch") and type(value).__name__ == "Generator"
 
@@ -471,6 +505,13 @@ def _top_package(function: _Function) -> str:
     if file is None or not hasattr(package, "__path__"):
         return ""
     return os.path.join(os.path.dirname(file), "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _special_methods(cls: type) -> frozenset[str]:
+    """Returns the methods of a class that code calls without naming them, such as `__getitem__`."""
+    found = (n for base in cls.__mro__[:-1] for n, v in vars(base).items() if callable(v))
+    return frozenset(n for n in found if n.startswith("__") and n.endswith("__")) - _MAKERS
 
 
 @functools.lru_cache(maxsize=4096)
