@@ -96,6 +96,58 @@ def test_methods_are_compiled_once_per_object() -> None:
     assert traces == ["add", "add"]
 
 
+@pytest.mark.parametrize("kind", ["plain", "method", "in_tape", "host_loop"])
+def test_a_returned_variable_is_the_value_that_it_has_at_the_end(kind: str) -> None:
+    class Counter(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = tf.Variable(1.0)
+
+        @tf.function
+        def add(self) -> Any:
+            return {"count": self.count.assign_add(1.0), "same": [self.count]}
+
+    counter = Counter()
+
+    @tf.function
+    def plain() -> Any:
+        return counter.add()
+
+    @tf.function
+    def host_loop() -> Any:
+        for one in tf.data.Dataset.from_tensors(1.0):
+            counter.count.assign_add(one)
+        return {"count": counter.count, "same": [counter.count]}
+
+    if kind == "in_tape":
+        with tf.GradientTape() as tape:
+            found = counter.add()
+        assert float(tape.gradient(found["count"], counter.count)) == 1.0
+    else:
+        found = {"plain": plain, "method": counter.add, "host_loop": host_loop}[kind]()
+    counter.count.assign(10.0)
+    for leaf in (found["count"], found["same"][0]):
+        assert isinstance(leaf, tf.Tensor)
+        assert float(leaf) == 2.0
+
+
+def test_returned_variables_of_a_strategy_and_of_keras_are_values(two: Any) -> None:
+    with two.scope():
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+        optimizer = tf.keras.optimizers.SGD(0.1)
+
+    @tf.function
+    def step() -> Any:
+        two.run(lambda: total.assign_add(2.0))
+        return total, optimizer.iterations
+
+    value, iterations = step()
+    optimizer.iterations.assign(7)
+    total.assign(0.0)
+    assert isinstance(iterations, tf.Tensor)
+    assert (float(value), int(iterations)) == (4.0, 0)
+
+
 def test_a_function_of_structures_and_partials() -> None:
     @tf.function
     def swap(pair: Any) -> Any:

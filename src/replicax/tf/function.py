@@ -18,10 +18,12 @@ from replicax.tf.dispatch import on_host, wrap_tree
 from replicax.tf.distributed_tensors import as_tensors
 from replicax.tf.dtypes import as_dtype, device_dtype
 from replicax.tf.tensor import TensorShape
+from replicax.tf.variable import value_of
 from replicax.tracing.bodies import takes_data_in_loop
 from replicax.tracing.concrete import ConcreteFunction
 from replicax.tracing.function import Function, functions_run_eagerly
 from replicax.tracing.signature import TensorSpec as PlainSpec
+from replicax.variables.sharded import ShardedVariable
 
 
 class TensorFunction(Function[..., Any]):
@@ -43,7 +45,7 @@ class TensorFunction(Function[..., Any]):
         def with_tensors(*args: Any, **kwargs: Any) -> Any:
             given, named = wrap_tree(args), {k: wrap_tree(v) for k, v in kwargs.items()}
             # Arrays: the program's results need not be taken apart in each call.
-            return loops.raw_tree_of_tensors(self._loops().function(*given, **named))
+            return loops.raw_tree_of_tensors(_results(self._loops().function(*given, **named)))
 
         super().__init__(with_tensors, input_signature, name, reduce_retracing)
         if input_signature is not None:
@@ -60,12 +62,14 @@ class TensorFunction(Function[..., Any]):
         if on_host():
             # For elements of datasets: values are known, and Python's loops and branches work.
             return self._original(*args, **kwargs)
-        if tape_recording.recording_tapes() or functions_run_eagerly():
-            return self._loops().function(*args, **kwargs)
         converted = self._loops()
+        if functions_run_eagerly():
+            return converted.function(*args, **kwargs)
+        if tape_recording.recording_tapes():
+            return _results(converted.function(*args, **kwargs))
         is_outermost = frames.current().overlay is None and not loops.on_host()
         if is_outermost and converted.runs_on_host(args, kwargs):
-            return loops.call_on_host(converted.function, wrap_tree(args), wrap_tree(kwargs))
+            return self._call_on_host(args, kwargs)
         given, named = loops.raw_tree_of_tensors((args, kwargs))
         try:
             # Also what is not a tensor in the function, such as the product of two numbers.
@@ -79,7 +83,11 @@ class TensorFunction(Function[..., Any]):
         # A loop over `tf.range` calls a function that takes data, which its source does not show.
         # The call has changed nothing, so it starts again, with the loop on the host.
         converted.takes_data = True
-        return loops.call_on_host(converted.function, wrap_tree(args), wrap_tree(kwargs))
+        return self._call_on_host(args, kwargs)
+
+    def _call_on_host(self, args: Any, kwargs: Any) -> Any:
+        function = self._loops().function
+        return _results(loops.call_on_host(function, wrap_tree(args), wrap_tree(kwargs)))
 
     @override
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -186,6 +194,19 @@ def function(
             "`tf.function` needs a function", f"{func!r} was given", "Pass a callable."
         )
     return TensorFunction(func, input_signature, None, reduces, autograph)
+
+
+def _results(tree: Value) -> Any:
+    """Replaces variables by their values: what a function has returned does not change later.
+
+    Sharded variables stay, as they do in TensorFlow: their parts need not fit on one device.
+    """
+    return tape_recording.map_leaves(_result, tree)
+
+
+def _result(leaf: Value) -> Any:
+    is_read = tape_recording.is_variable(leaf) and not isinstance(leaf, ShardedVariable)
+    return value_of(leaf) if is_read else leaf
 
 
 def _refuse_strings(name: str, arguments: Value) -> None:

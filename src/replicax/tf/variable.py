@@ -25,7 +25,8 @@ _READ = rx_variable.Variable.read_value
 
 
 @op(name="read_value")
-def _read(variable: VariableLike) -> Any:
+def value_of(variable: VariableLike) -> Any:
+    """Returns the current value of a variable, of Keras too, as a tensor."""
     return variable
 
 
@@ -87,13 +88,13 @@ class TensorVariable(rx_variable.Variable):
 
     def value(self) -> Any:
         """Returns the current value as a tensor."""
-        return _read(self)
+        return value_of(self)
 
     def read_value(self) -> Any:
         """Returns the current value as a tensor; to code of this package, as an array."""
         if _is_asked_by_replicax(also_tf=True):
             return _READ(self)
-        return _read(self)
+        return value_of(self)
 
     def numpy(self) -> Any:
         """Returns a NumPy copy of the value; a NumPy number for a scalar."""
@@ -128,7 +129,7 @@ class TensorVariable(rx_variable.Variable):
             return super()._update(kind, plain, read_value)
 
     def __iter__(self) -> Any:
-        return iter(_read(self))
+        return iter(value_of(self))
 
     def __bool__(self) -> bool:
         return bool(self._plain())
@@ -165,7 +166,7 @@ class TensorVariable(rx_variable.Variable):
     def __tf_tensor__(self, dtype: DTypeLike = None, name: str | None = None) -> Any:
         """Returns the value, for functions that convert their arguments."""
         del dtype, name
-        return _read(self)
+        return value_of(self)
 
     @property
     def op(self) -> Any:
