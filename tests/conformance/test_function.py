@@ -289,6 +289,17 @@ def test_input_signature_with_an_open_dimension() -> None:
     assert float(total(jnp.ones((3, 2)))) == 6.0
 
 
+def test_an_input_signature_of_a_64_bit_type_takes_what_jax_makes_of_such_arrays() -> None:
+    @rx.function(input_signature=[rx.TensorSpec((None,), np.int64)])
+    def double(x: Any) -> Any:
+        return x * 2
+
+    numbers = np.arange(3, dtype=np.int64)
+    assert double(numbers).tolist() == double(jnp.asarray(numbers)).tolist() == [0, 2, 4]
+    with pytest.raises(rx.errors.InvalidArgumentError, match="type"):
+        double(numbers.astype(np.float64))
+
+
 def test_input_signature_turns_python_numbers_into_arrays() -> None:
     @rx.function(input_signature=[rx.TensorSpec((), jnp.float32), rx.TensorSpec((), jnp.int32)])
     def product(x: Any, n: Any) -> Any:

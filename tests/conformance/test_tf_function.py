@@ -65,6 +65,42 @@ def test_an_input_signature_converts_and_refuses() -> None:
         total(tf.ones([3, 3]))
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_signature_of_64_bit_types_takes_the_tensors_of_the_program(nested: bool) -> None:
+    ids, scale = tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([], tf.float64)
+
+    @tf.function(input_signature=[{"ids": [ids], "scale": scale}] if nested else [ids, scale])
+    def scaled(*given: Any) -> Any:
+        x, factor = (given[0]["ids"][0], given[0]["scale"]) if nested else given
+        return tf.cast(x, tf.float64) * factor
+
+    rows = np.arange(4, dtype=np.int64).reshape(2, 2)
+    for x in (rows, tf.constant(rows)):
+        factor = tf.constant(2.0, tf.float64)
+        found = scaled({"ids": [x], "scale": factor}) if nested else scaled(x, factor)
+        assert found.numpy().tolist() == [[0.0, 2.0], [4.0, 6.0]]
+    with pytest.raises(ValueError, match="type"):
+        wrong = tf.constant([[1.0]])
+        scaled({"ids": [wrong], "scale": factor}) if nested else scaled(wrong, factor)
+
+
+def test_element_specs_of_64_bit_datasets_are_signatures(two: Any) -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(np.arange(4, dtype=np.int64)).batch(2)
+    batches = two.experimental_distribute_dataset(dataset)
+    assert dataset.element_spec.dtype == tf.int64
+
+    @tf.function(input_signature=[dataset.element_spec])
+    def plain(x: Any) -> Any:
+        return tf.reduce_sum(x)
+
+    @tf.function(input_signature=[batches.element_spec])
+    def distributed(x: Any) -> Any:
+        return two.reduce("SUM", two.run(tf.identity, args=(x,)), axis=0)
+
+    assert [int(plain(x)) for x in dataset] == [1, 5]
+    assert [int(distributed(x)) for x in batches] == [1, 5]
+
+
 @pytest.mark.parametrize(
     "options",
     [{"jit_compile": True}, {"autograph": False}, {"experimental_relax_shapes": True}, {}],

@@ -22,6 +22,7 @@ from replicax.tf.variable import value_of
 from replicax.tracing.bodies import takes_data_in_loop
 from replicax.tracing.concrete import ConcreteFunction
 from replicax.tracing.function import Function, functions_run_eagerly
+from replicax.tracing.signature import PerReplicaSpec
 from replicax.tracing.signature import TensorSpec as PlainSpec
 from replicax.variables.sharded import ShardedVariable
 
@@ -49,7 +50,7 @@ class TensorFunction(Function[..., Any]):
 
         super().__init__(with_tensors, input_signature, name, reduce_retracing)
         if input_signature is not None:
-            self.input_signature = tuple(map(_plain_spec, input_signature))
+            self.input_signature = tape_recording.map_leaves(_plain_spec, tuple(input_signature))
 
     def _loops(self) -> loops.Converted:
         if self._converted is None:
@@ -221,10 +222,15 @@ def _refuse_strings(name: str, arguments: Value) -> None:
 
 def _plain_spec(spec: Value) -> Any:
     """Returns a spec with the shapes and dtypes that compiled functions take."""
-    if isinstance(spec, PlainSpec) or not (hasattr(spec, "shape") and hasattr(spec, "dtype")):
+    if isinstance(spec, PerReplicaSpec):
+        return PerReplicaSpec(tuple(map(_plain_spec, spec.value_specs)))
+    if not (hasattr(spec, "shape") and hasattr(spec, "dtype")):
         return spec
     if hasattr(spec, "__array__") or hasattr(spec, "read_value"):
         return tape_recording.array_of(spec)
+    if as_dtype(spec.dtype).dtype.kind in "OSU":
+        # No array has it: the argument is refused, with advice.
+        return spec
     shape = TensorShape(spec.shape)
     name = getattr(spec, "name", None)
     return PlainSpec(

@@ -442,7 +442,7 @@ def fitted(name: str, spec: _Spec, value: Tree) -> Tree:
     if isinstance(value, int | float | bool | complex):
         value = jnp.asarray(value, spec.dtype)
     array = value if isinstance(value, jax.Array) else jnp.asarray(value)
-    if not spec.accepts(array.shape) or array.dtype != spec.dtype:
+    if not spec.accepts(array.shape) or array.dtype != _array_type(spec):
         raise errors.InvalidArgumentError(
             f"{name} needs an argument of shape {spec.shape} and type {spec.dtype}",
             f"shape {array.shape} and type {array.dtype} were given",
@@ -451,13 +451,18 @@ def fitted(name: str, spec: _Spec, value: Tree) -> Tree:
     return array
 
 
+def _array_type(spec: _Spec) -> np.dtype:
+    """Returns the type of the arrays that fit a spec: of 32 bits, unless JAX has 64-bit types."""
+    return jax.dtypes.canonicalize_dtype(spec.dtype)
+
+
 def _require_components(name: str, spec: object, value: PerReplica) -> None:
     """Raises unless the components of a distributed value fit a spec per replica."""
     if not isinstance(spec, PerReplicaSpec):
         return
     value.require_components(len(spec.value_specs))
     for i, (own, component) in enumerate(zip(spec.value_specs, value.values, strict=True)):
-        if not own.accepts(component.shape) or component.dtype != own.dtype:
+        if not own.accepts(component.shape) or component.dtype != _array_type(own):
             raise errors.InvalidArgumentError(
                 f"{name} needs shape {own.shape} and type {own.dtype} on replica {i}",
                 f"shape {component.shape} and type {component.dtype} were given",
