@@ -490,3 +490,40 @@ def test_losses_of_layers_are_found_after_the_tape_of_a_step(scope: Any, eagerly
         model.compile("sgd", run_eagerly=eagerly)
     found = model.fit(X, batch_size=len(X), verbose=0).history["penalty"]
     np.testing.assert_allclose(found, [np.mean(X**2)], rtol=1e-5)
+
+
+def test_a_variable_may_be_the_result_of_a_metric_or_of_a_step() -> None:
+    class Seen(tf.keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="seen")
+            self.total = self.add_weight(name="total", initializer="zeros")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.total.assign_add(tf.reduce_sum(y_true))
+
+        def result(self) -> Any:
+            return self.total
+
+    class Counting(tf.keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            return {"steps": self.optimizer.iterations}
+
+    metric = Seen()
+    metric.update_state(tf.ones([3]), tf.ones([3]))
+    found = metric.result()
+    metric.total.assign(0.0)
+    assert isinstance(found, tf.Tensor)
+    assert float(found) == 3.0
+
+    x = np.ones((8, 2), np.float32)
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[Seen()])
+    assert model.fit(x, x[:, :1], 4, verbose=0).history["seen"] == [8.0]
+    model = Counting([tf.keras.layers.Dense(1)])
+    model.compile("sgd")
+    assert model.fit(x, x[:, :1], 4, verbose=0).history["steps"] == [2]

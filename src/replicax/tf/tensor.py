@@ -372,7 +372,7 @@ class Tensor:
         shown = self._shown()
         if shown is None:
             return f"Tensor(shape={self.shape}, dtype={self.dtype.name}, traced)"
-        start = "\n" if self.ndim > 1 else ""
+        start = "\n" if "\n" in shown else ""
         return f"tf.Tensor({start}{shown}, shape={self.shape}, dtype={self.dtype.name})"
 
     def __repr__(self) -> str:

@@ -26,6 +26,8 @@ from replicax.tf.function import TensorFunction
 from replicax.tf.keras import internals
 from replicax.tf.keras.argument_types import KerasObject, Value
 from replicax.tf.keras.user_functions import with_tensors
+from replicax.tf.tape_recording import is_variable, map_leaves
+from replicax.tf.variable import value_of
 from replicax.variables.variable import Variable
 
 _tf = lazy.module("replicax.tf")
@@ -241,12 +243,27 @@ def _noting_resets(original: Callable[..., None]) -> Any:
         update = vars(cls).get("update_state")
         if isinstance(update, types.FunctionType) and not cls.__module__.startswith("keras."):
             setattr(cls, "update_state", with_tensors(update))
+        result = vars(cls).get("result")
+        if isinstance(result, types.FunctionType) and not cls.__module__.startswith("keras."):
+            setattr(cls, "result", _with_values_of_variables(result))
         getattr(original, "__func__", original)(cls, **kwargs)
         own = vars(cls).get("reset_states")
         if isinstance(own, types.FunctionType) and "reset_state" not in vars(cls):
             setattr(cls, "reset_state", own)
 
     return classmethod(__init_subclass__)
+
+
+def _with_values_of_variables(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets the result of a metric be one of its variables."""
+
+    @functools.wraps(original)
+    def result(self: Any) -> Any:
+        return map_leaves(
+            lambda leaf: value_of(leaf) if is_variable(leaf) else leaf, original(self)
+        )
+
+    return result
 
 
 def _metric_weight(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ from replicax.tf.keras import internals
 from replicax.tf.keras.argument_types import KerasModel, KerasObject, Value
 from replicax.tf.keras.user_functions import with_tensors
 from replicax.tf.tape import GradientTape
-from replicax.tf.tape_recording import map_leaves
+from replicax.tf.tape_recording import is_variable, map_leaves
 from replicax.tf.tensor import Tensor, raw
 
 _MODEL = ("trainable_variables", "non_trainable_variables")
@@ -109,7 +109,11 @@ class _Step:
             found = function.__get__(model)(wrap_tree(data))
         finally:
             internals.clear_losses(model)
-        return map_leaves(lambda leaf: raw(leaf) if isinstance(leaf, Tensor) else leaf, found)
+        return map_leaves(_array, found)
+
+
+def _array(leaf: Value) -> Any:
+    return raw(leaf) if isinstance(leaf, Tensor) or is_variable(leaf) else leaf
 
 
 def _variables(model: KerasModel, kind: str) -> Sequence[Any]:
