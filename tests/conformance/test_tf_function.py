@@ -79,9 +79,10 @@ def test_a_signature_of_64_bit_types_takes_the_tensors_of_the_program(nested: bo
         factor = tf.constant(2.0, tf.float64)
         found = scaled({"ids": [x], "scale": factor}) if nested else scaled(x, factor)
         assert found.numpy().tolist() == [[0.0, 2.0], [4.0, 6.0]]
+    wrong = tf.constant([[1.0]])
+    arguments = [{"ids": [wrong], "scale": factor}] if nested else [wrong, factor]
     with pytest.raises(ValueError, match="type"):
-        wrong = tf.constant([[1.0]])
-        scaled({"ids": [wrong], "scale": factor}) if nested else scaled(wrong, factor)
+        scaled(*arguments)
 
 
 def test_element_specs_of_64_bit_datasets_are_signatures(two: Any) -> None:

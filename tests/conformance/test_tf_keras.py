@@ -510,7 +510,7 @@ def test_a_variable_may_be_the_result_of_a_metric_or_of_a_step() -> None:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean((self(x) - y) ** 2)
             gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
             return {"steps": self.optimizer.iterations}
 
     metric = Seen()

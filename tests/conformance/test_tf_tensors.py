@@ -102,3 +102,8 @@ def test_ops_of_version_1_and_graphs() -> None:
     np.testing.assert_allclose(clipping.clip_by_average_norm([3.0, 4.0], 0.5).numpy(), [0.6, 0.8])
     parts = [tf.constant([1, 2]), tf.constant([3, 4])]
     assert tf.parallel_stack(parts).numpy().tolist() == [[1, 2], [3, 4]]
+
+
+def test_only_a_text_of_several_lines_starts_on_a_line_of_its_own() -> None:
+    assert str(tf.constant([[1, 2]])) == "tf.Tensor([[1 2]], shape=(1, 2), dtype=int32)"
+    assert str(tf.constant([[1], [2]])) == "tf.Tensor(\n[[1]\n [2]], shape=(2, 1), dtype=int32)"
