@@ -244,15 +244,37 @@ def test_constraints_see_the_whole_table(strategy: Any, run: Any) -> None:
 
 
 @pytest.mark.strategies("mirrored_2", "virtual_2", "central_2")
-def test_rows_of_different_number_per_replica_are_summed(strategy: Any) -> None:
+def test_rows_of_different_number_per_replica_are_summed(strategy: Any, run: Any) -> None:
     with strategy.scope():
         table = rx.Variable(jnp.zeros((4, 1)))
         optimizer = rx.optimizers.Optimizer(optax.sgd(1.0), [table])
     slices = values(
         strategy, lambda i: rx.IndexedSlices(jnp.ones((i + 1, 1)), jnp.arange(i + 1), (4, 1))
     )
-    strategy.run(lambda g: optimizer.apply_gradients([g]), args=(slices,))
+    run(strategy, lambda g: optimizer.apply_gradients([g]), (slices,))
     require_equal(strategy, [table], [[[-2.0], [-1.0], [0.0], [0.0]]])
+
+
+@pytest.mark.strategies("mirrored_2", "virtual_2")
+def test_a_last_batch_of_uneven_parts_updates_its_rows(strategy: Any, run: Any) -> None:
+    with strategy.scope():
+        table = rx.Variable(jnp.zeros((4, 1)))
+        dense = rx.Variable(1.0)
+        optimizer = rx.optimizers.Optimizer(optax.sgd(1.0), [table, dense])
+
+    def step(ids: Any) -> Any:
+        def loss() -> Any:
+            return jnp.sum(rx.nn.embedding_lookup(table, ids)) + dense.value()
+
+        gradients = rx.value_and_grad(loss, [table, dense])()[1]
+        optimizer.apply_gradients(gradients)
+        return rx.get_replica_context().all_reduce("MEAN", gradients[0]).to_dense()
+
+    means = run(strategy, step, (values(strategy, lambda i: jnp.arange(3 - i)),))
+    require_equal(strategy, [table], [[[-2.0], [-2.0], [-1.0], [0.0]]])
+    require_equal(strategy, [dense], [-1.0])
+    for mean in strategy.experimental_local_results(means):
+        np.testing.assert_allclose(mean, [[1.0], [1.0], [0.5], [0.0]])
 
 
 @pytest.mark.strategies("mirrored_2", "central_2")

@@ -127,3 +127,13 @@ def device_of(value: object) -> Device:
     if isinstance(value, jax.Array) and not jax_compat.is_traced(value):
         return next(iter(value.devices()))
     return devices.current()
+
+
+def of_common_type(column: Sequence[Component]) -> list[jax.Array]:
+    """Returns the components of one value as arrays of one type."""
+    arrays = [c if isinstance(c, jax.Array) else jnp.asarray(c) for c in column]
+    dtype = arrays[0].dtype
+    if all(array.dtype == dtype for array in arrays):
+        return arrays
+    dtype = jnp.result_type(*arrays)
+    return [array.astype(dtype) for array in arrays]

@@ -16,6 +16,7 @@ from replicax.collectives.arguments import (
     common_axis,
     device_of,
     gather_of_slices,
+    of_common_type,
     resolve_destinations,
     resolve_pairs,
 )
@@ -293,7 +294,7 @@ class _PackedReduction(CrossDeviceOps):
         for column in columns:
             eager.require_same_shape(column)
         is_dense = [not isinstance(column[0], IndexedSlices) for column in columns]
-        dense = [_of_common_type(c) for c, d in zip(columns, is_dense, strict=True) if d]
+        dense = [of_common_type(c) for c, d in zip(columns, is_dense, strict=True) if d]
         count, pack_bytes = layout.num_replicas, options.bytes_per_pack
 
         def combine(local: Sequence[jax.Array]) -> Sequence[Any]:
@@ -321,9 +322,11 @@ class _PackedReduction(CrossDeviceOps):
         self, op: ReduceOp, values: Sequence[PerReplica], layout: ReplicaLayout, pack_bytes: int
     ) -> list[Component]:
         """Combines stored arrays inside compiled code that acts for all replicas."""
+        joined = in_replica.uneven_rows(op, values, layout)
+        even = [v for v, rows in zip(values, joined, strict=True) if rows is None]
+        values = [_of_one_type(value, layout) for value in even]
         stored: list[jax.Array] = []
         scalars: list[bool] = []
-        values = [_of_one_type(value, layout) for value in values]
         for value in values:
             arrays = value.stored(layout)
             if arrays is None:
@@ -344,7 +347,8 @@ class _PackedReduction(CrossDeviceOps):
             return jax.tree.leaves(results)
 
         outs = iter(layout.map_replicas(on_replica, stored, (), scalars, num_equal=len(stored)))
-        return [jax.tree.unflatten(t, [next(outs) for _ in range(t.num_leaves)]) for t in treedefs]
+        sums = (jax.tree.unflatten(t, [next(outs) for _ in range(t.num_leaves)]) for t in treedefs)
+        return [next(sums) if rows is None else rows for rows in joined]
 
     def _eager(self, batch: _Batch) -> list[Component]:
         by_device: dict[Device, list[int]] = {}
@@ -357,15 +361,6 @@ class _PackedReduction(CrossDeviceOps):
             for i, result in zip(indices, reduced, strict=True):
                 results[i] = result
         return [results[i] for i in range(len(batch.columns))]
-
-
-def _of_common_type(column: Sequence[Component]) -> list[jax.Array]:
-    arrays = [c if isinstance(c, jax.Array) else jnp.asarray(c) for c in column]
-    dtype = arrays[0].dtype
-    if all(array.dtype == dtype for array in arrays):
-        return arrays
-    dtype = jnp.result_type(*arrays)
-    return [array.astype(dtype) for array in arrays]
 
 
 class CollectiveAllReduce(_PackedReduction):

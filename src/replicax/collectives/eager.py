@@ -18,7 +18,7 @@ from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import ReduceOp
 from replicax.foundation.types import Tree
 from replicax.values.distributed_values import Mirrored, register_components
-from replicax.values.indexed_slices import IndexedSlices, concatenate
+from replicax.values.indexed_slices import IndexedSlices
 
 Accumulate = Callable[[Sequence[jax.Array]], jax.Array]
 
@@ -174,10 +174,7 @@ def _combine(op: str, columns: list[list[Component]]) -> list[Component]:
 def _combine_column(op: ReduceOp, column: Sequence[Component], accumulate: Accumulate) -> Component:
     slices = [c for c in column if isinstance(c, IndexedSlices)]
     if slices:
-        joined = concatenate(slices)
-        if op is ReduceOp.SUM:
-            return joined
-        return joined.map_values(lambda v: in_replica.summable(op, v) / len(column))
+        return in_replica.joined_slices(op, slices)
     arrays = [c for c in column if isinstance(c, jax.Array)]
     total = accumulate([in_replica.summable(op, array) for array in arrays])
     return total / len(column) if op is ReduceOp.MEAN else total

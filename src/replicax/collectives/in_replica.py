@@ -12,8 +12,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from replicax.foundation.options import ReduceOp
-from replicax.values.indexed_slices import IndexedSlices
-from replicax.values.layout import AXIS
+from replicax.values.distributed_values import PerReplica
+from replicax.values.indexed_slices import IndexedSlices, concatenate
+from replicax.values.layout import AXIS, ReplicaLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +250,30 @@ def _all_reduce_slices(op: ReduceOp, slices: IndexedSlices, num_replicas: int) -
         values = values / num_replicas
     gathered = all_gather(values, 0), all_gather(jnp.asarray(slices.indices), 0)
     return IndexedSlices(*gathered, dense_shape=slices.dense_shape)
+
+
+def joined_slices(op: ReduceOp, slices: Sequence[IndexedSlices]) -> IndexedSlices:
+    """Joins the rows of all replicas; their mean is the sum of rows that are divided."""
+    joined = concatenate(slices)
+    if op is ReduceOp.SUM:
+        return joined
+    return joined.map_values(lambda v: summable(op, v) / len(slices))
+
+
+def uneven_rows(
+    op: ReduceOp, values: Sequence[PerReplica], layout: ReplicaLayout
+) -> list[IndexedSlices | None]:
+    """Combines rows whose number differs between replicas; None stands for any other value.
+
+    The trace computes the rows of all replicas one after the other, so that nothing has to move.
+    """
+    found: list[IndexedSlices | None] = []
+    for value in values:
+        components = value.values if value.is_split else ()
+        slices = [own for own in components if isinstance(own, IndexedSlices)]
+        is_uneven = slices and len(slices) == len(components) and value.stored(layout) is None
+        found.append(joined_slices(op, slices) if is_uneven else None)
+    return found
 
 
 # The number of kernels, each about 10 ms of compilation.
