@@ -258,6 +258,51 @@ def test_a_function_that_only_reads_copies_runs_on_one_worker(workers: LocalClus
     assert workers.run(evaluate_on_one_worker) == [(6.0, -1.0), (-1.0, 12.0)]
 
 
+def capture_values() -> dict[str, list[Any]]:
+    """Uses values of the replicas that a compiled function captures, eagerly and compiled."""
+    strategy = rx.MultiWorkerMirroredStrategy()
+
+    def per_replica(make: Any) -> Any:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: make(context.replica_id_in_sync_group + 1)
+        )
+
+    even = per_replica(lambda number: np.full((2, 3), number, np.float32))
+    uneven = per_replica(lambda number: np.full((number, 2), number, np.float32))
+    empty = per_replica(lambda number: np.full((number % 2, 2), number, np.int32))
+
+    def with_own(x: Any) -> Any:
+        return jax.grad(lambda y: (y * jnp.sum(even)).sum())(x)
+
+    def all_rows(x: Any) -> Any:
+        return rx.get_replica_context().all_gather(x, axis=0)
+
+    cases = {
+        "mean": lambda: strategy.reduce("MEAN", even, axis=0),
+        "mean of uneven": lambda: strategy.reduce("MEAN", uneven, axis=0),
+        "sum of uneven": lambda: strategy.reduce("SUM", uneven, axis=0),
+        "gather": lambda: strategy.gather(uneven, axis=0),
+        "gather of empty": lambda: strategy.gather(empty, axis=0),
+        "run": lambda: strategy.gather(strategy.run(lambda: even * 10), axis=0),
+        "argument": lambda: strategy.gather(strategy.run(with_own, args=(uneven,)), axis=0),
+        "all rows": lambda: strategy.reduce("SUM", strategy.run(all_rows, args=(uneven,)), None),
+    }
+    return {
+        name: [np.asarray(way()).tolist() for way in (case, rx.function(case))]
+        for name, case in cases.items()
+    }
+
+
+def test_compiled_functions_capture_values_of_all_workers(workers: LocalCluster) -> None:
+    first, second = workers.run(capture_values)
+    assert first == second
+    for name, (eager, compiled) in first.items():
+        assert eager == compiled, name
+    assert first["mean"][0] == [2.5] * 3 and first["mean of uneven"][0] == [3.0, 3.0]
+    assert first["gather of empty"][0] == [[1, 1], [3, 3]]
+    assert first["run"][0] == [[10.0 * (i // 2 + 1)] * 3 for i in range(8)]
+
+
 def count_replicas_of_tpus() -> tuple[int, int, list[int]]:
     """CPU devices stand for the cores of two hosts."""
     cluster = rx.cluster_resolver.TFConfigClusterResolver()

@@ -16,8 +16,8 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.contexts.overlay import Overlay, View
 from replicax.contexts.replica_context import ReplicaContext
-from replicax.contexts.running_replica import own_component_of
 from replicax.execution.replica_program import run_captured
+from replicax.execution.running_replica import own_component_of
 from replicax.execution.unrolled import UnrolledRun
 from replicax.foundation import errors, jax_compat
 from replicax.foundation.options import CommunicationOptions, ReduceOp
@@ -99,6 +99,7 @@ def run_replicas(
         return _run_in_merge_call(frame, fn, args, kwargs)
     note_layout(outer, layout)
     if mode is Mode.REPLICA and _is_ragged(layout, args, kwargs):
+        args, kwargs = map_structure(lambda leaf: _of_all_replicas(leaf, layout), (args, kwargs))
         return UnrolledRun(frame, fn, args, kwargs).run()
     inputs = _Inputs(layout, args, kwargs)
     overlay = capturing.CapturingOverlay(outer, View.LOCAL)
@@ -315,6 +316,14 @@ def _is_ragged(layout: ReplicaLayout, args: tuple[Tree, ...], kwargs: dict[str, 
         if is_arrays and leaf.stored(layout) is None:
             return True
     return False
+
+
+def _of_all_replicas(leaf: Tree, layout: ReplicaLayout) -> Tree:
+    if not isinstance(leaf, PerReplica) or not layout.spans_processes:
+        return leaf
+    if leaf.is_split and _are_one_python_value(leaf.values):
+        return leaf.values[0]
+    return leaf.of_all_replicas(layout)
 
 
 def _are_one_python_value(values: Sequence[object]) -> bool:

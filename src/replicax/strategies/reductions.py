@@ -94,7 +94,10 @@ class Reductions:
         if layout is None or not layout.spans_processes:
             return value
         if isinstance(value, PerReplica) and value.layout is None:
-            return PerReplica(value.values, layout)
+            value = PerReplica(value.values, layout)
+        if isinstance(value, PerReplica) and frames.current().overlay is not None:
+            # The function that is being compiled has captured the values of the local replicas.
+            return value.of_all_replicas(layout)
         if isinstance(value, bool | int | float | complex) and frames.current().overlay is None:
             # Equal on the local replicas; other processes may have another number.
             return PerReplica((value,) * layout.num_local, layout)

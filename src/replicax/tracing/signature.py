@@ -25,6 +25,7 @@ from replicax.values.distributed_values import (
     Mirrored,
     PerReplica,
     TracedPerReplica,
+    without_padding,
 )
 from replicax.values.indexed_slices import IndexedSlices
 from replicax.values.layout import ReplicaLayout
@@ -128,16 +129,7 @@ class PaddedSlot:
 
     def components(self, arrays: Sequence[ArrayLike]) -> list[Tree]:
         """Returns the component of each replica, without padding."""
-        found: list[list[Tree]] = []
-        for replica, shapes in enumerate(self.shapes):
-            leaves: list[Tree] = []
-            for i, shape in enumerate(shapes):
-                stored = jnp.asarray(arrays[self.index + i])
-                most = tuple(max(other[i][d] for other in self.shapes) for d in range(len(shape)))
-                row = stored.reshape((len(self.shapes), *most))[replica]
-                leaves.append(row[tuple(slice(size) for size in shape)])
-            found.append(leaves)
-        return [jax.tree.unflatten(self.treedef, leaves) for leaves in found]
+        return without_padding(arrays[self.index :], self.shapes, self.treedef)
 
 
 class Ragged(Exception):

@@ -28,7 +28,7 @@ NOT_HERE = object()
 
 
 class _Finder:
-    # Set once by contexts/running_replica.py: values import no contexts.
+    # Set once by execution/running_replica.py: values import no contexts.
     find: Callable[[PerReplica], Any] = staticmethod(lambda value: NOT_HERE)
 
 
@@ -251,6 +251,26 @@ class PerReplica(DistributedValues, ArrayOperators):
             arrays.append(layout.assemble([_padded(leaf, most) for leaf in column]))
         return tuple(arrays)
 
+    def of_all_replicas(self, layout: ReplicaLayout) -> PerReplica:
+        """Returns a value of the local replicas as one of all, in the trace around the call.
+
+        All processes call this together. A value that has the components of all replicas already,
+        or whose components are not arrays of one structure, is returned as it is.
+        """
+        if layout.peers is None or self._is_traced():
+            return self
+        stored = self.stored(layout)
+        if stored is not None:
+            copies = [jax.numpy.copy(array) for array in stored]
+            return PerReplica.from_stored(copies, self._scalars, self._treedef, layout)
+        shapes = self.all_shapes(layout)
+        if shapes is None:
+            return self
+        with jax_compat.eagerly():
+            arrays = self.padded(layout)
+        treedef = jax.tree.structure(self.values[0])
+        return PerReplica(without_padding(arrays, shapes, treedef), layout)
+
     def _as_array(self) -> Any:
         own = _Finder.find(self)
         if own is NOT_HERE:
@@ -326,6 +346,10 @@ class TracedPerReplica(PerReplica):
     def require_numbers(self, count: int) -> None:
         """Does nothing: the trace checks its own arrays."""
 
+    def of_all_replicas(self, layout: ReplicaLayout) -> PerReplica:
+        """Returns this value: its trace stands for all replicas."""
+        return self
+
     def __repr__(self) -> str:
         return f"PerReplica:{{ {printing.describe(self.local)} on each replica }}"
 
@@ -397,6 +421,19 @@ def _gathered_shapes(peers: Peers, components: Sequence[Tree]) -> AllShapes:
     if len(structures) > 1:
         return ()
     return tuple(tuple(tuple(shape) for shape, _ in kinds) for _, kinds in replicas)
+
+
+def without_padding(arrays: Sequence[ArrayLike], shapes: AllShapes, treedef: Any) -> list[Tree]:
+    """Returns the components of all replicas in stored arrays that `PerReplica.padded` made."""
+    found: list[list[Tree]] = []
+    for replica, own in enumerate(shapes):
+        leaves: list[Tree] = []
+        for i, shape in enumerate(own):
+            most = tuple(max(other[i][d] for other in shapes) for d in range(len(shape)))
+            row = jax.numpy.asarray(arrays[i]).reshape((len(shapes), *most))[replica]
+            leaves.append(row[tuple(slice(size) for size in shape)])
+        found.append(leaves)
+    return [jax.tree.unflatten(treedef, leaves) for leaves in found]
 
 
 def _padded(leaf: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
+from replicax.collectives import across_processes
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode
 from replicax.foundation import errors, jax_compat
@@ -28,6 +31,9 @@ def own_component_of(value: PerReplica) -> Tree:
     value.require_replicas(frame.layout)
     if frame.replica_id is not None or frame.layout.num_replicas == 1:
         _record_read(frame)
+        if frame.eager_reads is None and frame.layout.spans_processes:
+            # One trace after the other stands for each replica of all processes.
+            value = value.of_all_replicas(frame.layout)
         return value.values[frame.replica_id or 0]
     return _in_trace(value, frame.layout)
 
@@ -54,12 +60,22 @@ def _in_trace(value: PerReplica, layout: ReplicaLayout) -> Tree:
             rows = (layout.num_replicas, *layout.local_shape(array.shape, is_scalar))
             joined = jnp.reshape(array, rows)
         else:
-            with jax_compat.eagerly():
-                components = layout.split(array, is_scalar)
             # Of one device each: an array of a mesh would bring its mesh into the program.
-            joined = jnp.stack(components)
+            joined = jnp.stack(_components_of_all(array, is_scalar, layout))
         parts.append(joined[replica_id])
     return jax.tree.unflatten(value.treedef, parts)
+
+
+def _components_of_all(
+    array: jax.Array, is_scalar: bool, layout: ReplicaLayout
+) -> Sequence[jax.Array]:
+    """Returns the component of each replica of all processes, whose programs must be equal."""
+    with jax_compat.eagerly():
+        components = layout.split(array, is_scalar)
+        if not layout.spans_processes:
+            return components
+        rows = PerReplica([component[None] for component in components], layout)
+        return list(across_processes.gather(rows, 0))
 
 
 set_finder(own_component_of)
