@@ -41,7 +41,6 @@ class Connection:
       incarnation: The incarnation of the peer at the last handshake; None before the first.
       down_since: The time since which the peer is unreachable; None while it is not.
       error: The error with which the peer, or this side, rejected the connection.
-      reason: Why the peer is unreachable.
       first: The number of the oldest request without a reply, or of the next one, if requests are
         numbered consecutively; else 0.
       shared_memory: The memory that is shared with a peer on the same machine.
@@ -65,7 +64,7 @@ class Connection:
         self.incarnation: int | None = None
         self.down_since: float | None = None
         self.error: errors.DistributeError | None = None
-        self.reason = "it cannot be reached"
+        self._reason = "it cannot be reached"
         self.first = 0
         is_local = location.scheme == "ipc"
         self.shared_memory = SharedMemoryClient() if shares_memory and is_local else None
@@ -202,7 +201,10 @@ class Connection:
     # Health.
 
     def observe(self, now: float) -> None:
-        """Notices that the wire has closed, and opens a new one when it is time."""
+        """Notices that the wire has closed, and opens a new one when it is time.
+
+        A rejected connection is not opened again: whoever takes note of its error does that.
+        """
         gap, self._observed_at = now - self._observed_at, now
         if self.down_since is not None and gap > limits.RESET / 2:
             # This process was stopped or busy, and could not connect meanwhile.
@@ -218,14 +220,14 @@ class Connection:
             elif not self.is_ready and now - self._opened_at >= limits.HANDSHAKE:
                 wire.close(f"the handshake took longer than {limits.HANDSHAKE:g} s")
                 self._handle_failure(wire, now)
-        if self._reopen_at is not None and now >= self._reopen_at:
+        if self._reopen_at is not None and now >= self._reopen_at and self.error is None:
             if self.wire is not None:
                 self.wire.close()
             self.open(now)
 
     def _handle_failure(self, wire: base.Wire, now: float) -> None:
         self.is_ready = False
-        self.reason = wire.failure or self.reason
+        self._reason = wire.failure or self._reason
         if self.error is None:
             self.error = wire.error
         if self._was_open:
@@ -234,7 +236,7 @@ class Connection:
             # Tried again since the connection broke, and nothing listens: the process has ended.
             was_connected = self.incarnation is not None and self.down_since is not None
             is_after = self._opened_at >= (self.down_since or 0.0)
-            self._is_refused = was_connected and is_after and self.reason == base.NOTHING_LISTENS
+            self._is_refused = was_connected and is_after and self._reason == base.NOTHING_LISTENS
             self._reopen_at = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, _RETRY[1])
             if self.error is None and now - self._explained_at >= _EXPLAIN_S:
@@ -245,7 +247,7 @@ class Connection:
 
     def _explain(self) -> errors.PermissionDeniedError | None:
         """Returns the error if one side has certificates and the other has none."""
-        if self.reason != base.NOTHING_LISTENS:
+        if self._reason != base.NOTHING_LISTENS:
             return None
         location = self.location
         if location.scheme == "tcp":
@@ -269,6 +271,14 @@ class Connection:
             "this process has none",
             "Pass `keys=DIR` or set REPLICAX_KEYS=DIR, with the certificates of the cluster.",
         )
+
+    @property
+    def reason(self) -> str:
+        """Why the peer is unreachable."""
+        wire = self.wire
+        if wire is not None and wire.failure is None and wire.is_reached and not self.is_ready:
+            return "it accepts connections, but does not complete the handshake"
+        return self._reason
 
     def is_lost(self, now: float) -> bool:
         """Returns whether the peer has ended, or is unreachable for longer than `limits.RESET`."""

@@ -37,6 +37,14 @@ _MOST_BUFFERS = 512
 _MOST_DESCRIPTORS = 2
 _SPACE = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
 
+# What OpenSSL says of peers that do not use TLS, or another version of it.
+_OTHER_PROTOCOLS = (
+    "wrong version number",
+    "http request",
+    "unsupported protocol",
+    "alert protocol version",
+)
+
 _buffers = threading.local()
 # See Note [Descriptors of forked children].
 opened: weakref.WeakSet[StreamWire] = weakref.WeakSet()
@@ -458,7 +466,7 @@ class TlsWire(StreamWire):
             else:
                 super()._fail(error)
             return
-        reason = describe(error)
+        reason = describe(error, self.is_open)
         if not self._has_read and ("certificate" in reason or "TLS 1.3" in reason):
             # With TLS 1.3, a client reads after its own handshake that it was rejected.
             self.error = errors.PermissionDeniedError(
@@ -470,8 +478,8 @@ class TlsWire(StreamWire):
         self.close(reason)
 
 
-def describe(error: ssl.SSLError) -> str:
-    """Returns why a TLS handshake failed.
+def describe(error: ssl.SSLError, was_open: bool = False) -> str:
+    """Returns why a TLS handshake failed, or a connection after its handshake.
 
     Example:
       >>> describe(ssl.SSLError(1, "[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca"))
@@ -480,14 +488,14 @@ def describe(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the certificate of the other side is rejected: {error.verify_message}"
     text = str(error.strerror or error).lower()
-    if "wrong version number" in text or "http request" in text or "unsupported protocol" in text:
+    if any(words in text for words in _OTHER_PROTOCOLS):
         return f"the other side does not use TLS 1.3 ({_short(text)})"
     if "alert" in text and ("cert" in text or "unknown ca" in text):
         found = _short(text).partition("alert ")[2]
         return f"the other side rejects the certificate: {found}"
     if "did not return a certificate" in text:
         return "the other side has sent no certificate"
-    return f"the TLS handshake failed: {_short(text)}"
+    return f"the TLS {'connection' if was_open else 'handshake'} failed: {_short(text)}"
 
 
 def _short(text: str) -> str:
