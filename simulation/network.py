@@ -174,6 +174,7 @@ class Wire(_Pollable):
     def __init__(self, network: Network, process: Process) -> None:
         super().__init__(network)
         self.process = process
+        self.name = "a simulated process"
         process.on_exit[self.fd] = self.abandon
         self.link: Link | None = None
         self.is_reached = self.is_open = False

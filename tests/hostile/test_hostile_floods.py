@@ -303,9 +303,10 @@ def test_pending_connections_are_closed_when_late_or_too_many() -> None:
     pending.discard(3)
     assert pending.take_expired(now=limits.HANDSHAKE + 1.5) == [0, 1]
     assert pending.take_expired(now=limits.HANDSHAKE + 1.5, limit=4) == [2, 4, 5]
-    pending.close_at(9, at=7.0)
-    pending.close_at(77, at=8.0)  # a peer that violates the protocol
+    pending.reject(9, now=7.0 - limits.REJECTION)
+    pending.reject(77, now=8.0 - limits.REJECTION)  # a peer that violates the protocol
     assert pending.take_expired(now=8.0) == [9, 77]
+    assert [pending.is_rejected(fd) for fd in (9, 77, 6)] == [True, True, False]
     pending.add(6, now=100.0)  # the number is used again
     assert pending.take_expired(now=limits.HANDSHAKE + 50.0) == [7, 8]
     assert list(pending) == [6] and len(pending) == 1

@@ -21,6 +21,7 @@ class Wire(Protocol):
     """A connection that carries messages. One thread reads it; any thread may send.
 
     Attributes:
+      name: The other side, for the log.
       is_reached: Whether the other side, or its kernel, has accepted the connection.
       is_open: Whether both sides are connected and authenticated.
       failure: Why it was closed; None while it may carry messages.
@@ -30,6 +31,7 @@ class Wire(Protocol):
       on_change: Called by any thread when `events` changes, and before the descriptor is closed.
     """
 
+    name: str
     is_reached: bool
     is_open: bool
     failure: str | None
@@ -40,42 +42,33 @@ class Wire(Protocol):
 
     def fileno(self) -> int:
         """Returns the descriptor to poll."""
-        ...
 
     @property
     def events(self) -> int:
         """The events to poll for."""
-        ...
 
     def limit(self, most: int) -> None:
         """Sets the size of the largest message that is accepted; larger ones close the wire."""
-        ...
 
     def handle(self) -> None:
         """Handles events: connects, sends what waits, and reads what has arrived."""
-        ...
 
     def receive(self) -> list[memoryview] | None:
         """Returns the header and the body of the next message that was read; None without."""
-        ...
 
     def send(
         self, parts: Sequence[Part], is_urgent: bool = False, descriptors: Sequence[int] = ()
     ) -> None:
         """Sends a message, without waiting; an urgent one overtakes those that wait."""
-        ...
 
     def take_descriptors(self) -> list[int]:
         """Returns the descriptors that came with messages; the caller closes them."""
-        ...
 
     def is_connected(self) -> bool:
         """Returns whether neither side has closed it, also with unread messages."""
-        ...
 
     def close(self, reason: str = "this side has closed the connection") -> None:
         """Closes it. Idempotent."""
-        ...
 
 
 class Listener(Protocol):

@@ -32,6 +32,8 @@ class PendingConnections:
     def __init__(self) -> None:
         # The deadline of each, in the order of arrival.
         self._deadlines: dict[int, float] = {}
+        # Those that were rejected.
+        self._rejected: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -41,16 +43,23 @@ class PendingConnections:
 
     def add(self, fd: int, now: float) -> None:
         """Adds a new connection."""
-        self._deadlines.pop(fd, None)
+        self.discard(fd)
         self._deadlines[fd] = now + limits.HANDSHAKE
 
     def discard(self, fd: int) -> None:
         """Removes a connection that is closed, or whose handshake is complete."""
         self._deadlines.pop(fd, None)
+        self._rejected.discard(fd)
 
-    def close_at(self, fd: int, at: float) -> None:
-        """Schedules the closing of a connection, pending or not."""
+    def reject(self, fd: int, now: float) -> None:
+        """Schedules the closing of a connection, pending or not, whose peer was told why."""
+        at = now + limits.REJECTION
         self._deadlines[fd] = min(at, self._deadlines.get(fd, at))
+        self._rejected.add(fd)
+
+    def is_rejected(self, fd: int) -> bool:
+        """Returns whether the peer was told why its connection is closed."""
+        return fd in self._rejected
 
     def take_expired(self, now: float, limit: int = limits.PENDING_CONNECTIONS) -> list[int]:
         """Removes and returns the connections that must be closed now.

@@ -22,6 +22,7 @@ class MemoryWire:
     """One end of a wire; see `base.Wire` for the attributes. Messages are copied."""
 
     def __init__(self) -> None:
+        self.name = "this process"
         self.is_reached = self.is_open = False
         self.failure: str | None = None
         self.error: errors.DistributeError | None = None

@@ -375,25 +375,32 @@ class Service:
         for fd in self._pending.take_expired(now, limit):
             wire = self._wires.get(fd)
             if wire is not None:
-                if fd not in self._sessions:
-                    text = "closed a connection: there was no handshake, or too many wait for one"
+                if not self._pending.is_rejected(fd):
+                    text = f"closed a connection from {wire.name}: it was silent or slow before "
+                    text += "its handshake, or too many waited for theirs"
                     self._log.warning("silent", text, now)
                 wire.close()
 
     def _serve(self, fd: int, wire: base.Wire) -> None:
         """Handles the events of one connection, and the messages that it brings."""
-        had_session = fd in self._sessions
+        session = self._sessions.get(fd)
         try:
             wire.handle()
-            if wire.failure is not None and not had_session and wire.failure != base.CLOSED:
-                text = f"refused a connection: {wire.failure}"
+            if wire.failure is not None and wire.failure != base.CLOSED:
+                done = "refused a connection" if session is None else f"has lost {session}"
+                text = f"{done} from {wire.name}: {wire.failure}"
                 self._log.warning(wire.failure, text, self._network.now())
             while (message := wire.receive()) is not None:
-                self._handle(fd, wire, message)
+                # A peer may close its connection right after a message, also after its first.
+                session = self._sessions.get(fd, session)
+                if session is not None:
+                    self._handle(fd, session, message)
+                elif wire.failure is None:
+                    self._handshake(fd, wire, message)
         except shared_memory.OutdatedError as error:
             _log.debug("%s: %s", self.task, error)
         except errors.ProtocolError as error:
-            text = f"dropped a malformed message: {error}"
+            text = f"dropped a malformed message from {wire.name}: {error}"
             kind = "stream" if wire.failure is not None else "message"
             self._log.warning(kind, text, self._network.now())
             wire.close("it sent a malformed message")
@@ -401,12 +408,9 @@ class Service:
             # No message may end the listener.
             _log.exception("%s failed to handle a message", self.task)
 
-    def _handle(self, fd: int, wire: base.Wire, message: list[memoryview]) -> None:
-        session = self._sessions.get(fd)
-        if session is None:
-            self._handshake(fd, wire, message)
-            return
-        self._sessions.move_to_end(fd)
+    def _handle(self, fd: int, session: Session, message: list[memoryview]) -> None:
+        if fd in self._sessions:
+            self._sessions.move_to_end(fd)
         envelope, buffers = codec.decode(message, session.reader)
         self.num_bytes_received += len(message[0]) + (sum(envelope.sizes) if buffers else 0)
         body = envelope.body
@@ -419,7 +423,7 @@ class Service:
         session.job, session.epoch = envelope.job, envelope.epoch
         try:
             if type(body) not in self._accepted.get(session.role, ()):
-                self._pending.close_at(fd, self._network.now() + limits.REJECTION)
+                self._pending.reject(fd, self._network.now())
                 raise self._forbidden(session, body)
             if type(body) is messages.GetStacks:
                 # Handled here, so that it works while all other threads are blocked.
@@ -463,7 +467,7 @@ class Service:
             reply = error_replies.hello_first() if hello is None else self._admit(hello, wire)
             if hello is None or type(reply) is not messages.Welcome:
                 wire.send(codec.encode("", 0, self.incarnation, 0, reply))
-                self._pending.close_at(fd, self._network.now() + limits.REJECTION)
+                self._pending.reject(fd, self._network.now())
                 return
             identity = b"%d" % next(_numbers)
             session = Session(identity, hello.role, hello.task, hello.incarnation, wire)
