@@ -203,7 +203,7 @@ class Connection:
     def observe(self, now: float) -> None:
         """Notices that the wire has closed, and opens a new one when it is time.
 
-        A rejected connection is not opened again: whoever takes note of its error does that.
+        A rejected connection is not opened again: the caller, who sees its error, decides that.
         """
         gap, self._observed_at = now - self._observed_at, now
         if self.down_since is not None and gap > limits.RESET / 2:
