@@ -42,10 +42,12 @@ class Wire(Protocol):
 
     def fileno(self) -> int:
         """Returns the descriptor to poll."""
+        ...
 
     @property
     def events(self) -> int:
         """The events to poll for."""
+        ...
 
     def limit(self, most: int) -> None:
         """Sets the size of the largest message that is accepted; larger ones close the wire."""
@@ -63,9 +65,11 @@ class Wire(Protocol):
 
     def take_descriptors(self) -> list[int]:
         """Returns the descriptors that came with messages; the caller closes them."""
+        ...
 
     def is_connected(self) -> bool:
         """Returns whether neither side has closed it, also with unread messages."""
+        ...
 
     def close(self, reason: str = "this side has closed the connection") -> None:
         """Closes it. Idempotent."""
