@@ -21,6 +21,7 @@ from flax import linen, nnx
 import replicax as rx
 
 RATE, STEPS, MOMENTUM = 0.1, 3, 0.75
+ON_READ = rx.VariableSynchronization.ON_READ
 # Not alike on the replicas, so that means of statistics differ from those of one of them.
 X = jax.random.normal(jax.random.key(1), (8, 4)) + jnp.arange(8.0)[:, None]
 Y = jax.random.normal(jax.random.key(2), (8, 2))
@@ -154,6 +155,67 @@ def test_an_nnx_model_with_batch_norm_and_dropout(strategy: Any, is_compiled: bo
     assert int(model.state["dropout"]["rngs"]["count"].read_value()) == STEPS
 
 
+class Layers(nnx.Module):
+    """Layers that are scanned over: their state, and the keys of their dropout, are stacked."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        make = nnx.vmap(Layer, in_axes=0, out_axes=0)
+        self.stacked = nnx.split_rngs(splits=3)(make)(rngs)
+
+    def __call__(self, x: Any) -> Any:
+        run = nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return run(self.stacked, x)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.dropout(self.linear(x))
+
+
+def test_layers_of_nnx_that_are_scanned_over_have_a_key_each(
+    strategy: Any, is_compiled: bool
+) -> None:
+    with strategy.scope():
+        model = rx.models.from_nnx(Layers(nnx.Rngs(0)))
+
+    def fn() -> Any:
+        return model(jnp.ones((1, 4)))
+
+    found = strategy.run(rx.function(fn) if is_compiled else fn)
+    for i, answer in enumerate(strategy.experimental_local_results(found)):
+        plain = Layers(nnx.Rngs(0))
+        key = plain.stacked.dropout.rngs.key
+        key.set_value(jax.vmap(jax.random.fold_in, (0, None))(key.get_value(), i))
+        np.testing.assert_allclose(answer, plain(jnp.ones((1, 4))), rtol=1e-5, atol=1e-6)
+
+
+def test_only_the_parameters_of_a_filter_are_trained(strategy: Any, is_compiled: bool) -> None:
+    def make() -> nnx.Module:
+        return nnx.LoRALinear(4, 2, lora_rank=2, rngs=nnx.Rngs(0))
+
+    graph, lora, others = nnx.split(make(), nnx.LoRAParam, ...)
+    n = strategy.num_replicas_in_sync
+
+    def predict(i: int, lora: Any, state: Any, x: Any) -> Any:
+        return nnx.merge(graph, lora, others)(x), state
+
+    expected, _, losses = reference(n, lora, [None] * n, predict)
+    with strategy.scope():
+        model = rx.models.from_nnx(make(), wrt=nnx.LoRAParam)
+    found = train(strategy, model, model, is_compiled)
+    assert [v.name for v in model.trainable_variables] == ["lora/lora_a", "lora/lora_b"]
+    # A value of the strategy's own kind, not one per replica.
+    assert model.state["kernel"].synchronization is not ON_READ
+    np.testing.assert_allclose(found, losses, rtol=1e-4)
+    found_b, expected_b = model.state["lora"]["lora_b"], expected["lora"]["lora_b"][...]
+    np.testing.assert_allclose(found_b, expected_b, rtol=1e-3)
+    np.testing.assert_array_equal(model.state["kernel"], others["kernel"][...])
+
+
 def test_a_linen_model_with_batch_norm_and_dropout(strategy: Any, is_compiled: bool) -> None:
     n = strategy.num_replicas_in_sync
     net = LinenNet()
@@ -243,6 +305,51 @@ class TestWithoutAStrategy:
         model = rx.models.from_nnx(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
         call = rx.function(model)
         assert (call(jnp.ones(64)) != call(jnp.ones(64))).any()
+
+    def test_state_of_nnx_may_be_numbers_none_and_nested(self) -> None:
+        class Odd(nnx.Module):
+            def __init__(self) -> None:
+                self.calls = nnx.Variable(0)
+                self.scale = nnx.Param(2.0)
+                self.nothing = nnx.Param(None)
+                self.line = nnx.Param({"slope": jnp.ones(2), "offset": jnp.zeros(())})
+
+            def __call__(self, x: Any) -> Any:
+                self.calls.set_value(self.calls.get_value() + 1)
+                line = self.line.get_value()
+                return self.scale * (x * line["slope"] + line["offset"])
+
+        model = rx.models.from_nnx(Odd())
+        names = ["line/offset", "line/slope", "scale"]
+        assert sorted(v.name for v in model.trainable_variables) == names
+        call = rx.function(model)
+        np.testing.assert_array_equal(call(jnp.ones(2)), [2.0, 2.0])
+        model.state["line"]["offset"].assign(1.0)
+        np.testing.assert_array_equal(call(jnp.ones(2)), [4.0, 4.0])
+        assert int(model.state["calls"]) == 2
+
+    def test_state_that_is_neither_an_array_nor_a_number_is_refused(self) -> None:
+        class Named(nnx.Module):
+            def __init__(self) -> None:
+                self.name = nnx.Variable("net")
+
+        with pytest.raises(rx.errors.ArgumentTypeError, match="'name' is a str"):
+            rx.models.from_nnx(Named())
+
+    def test_a_call_that_is_refused_stores_nothing(self) -> None:
+        class Counting(nnx.Module):
+            def __init__(self) -> None:
+                self.calls, self.seen = 0, nnx.Variable(jnp.zeros(()))
+
+            def __call__(self, x: Any) -> Any:
+                self.calls += 1
+                self.seen.set_value(x)
+                return x
+
+        model = rx.models.from_nnx(Counting())
+        with pytest.raises(rx.errors.UnsupportedError, match="static attributes"):
+            model(jnp.ones(()))
+        assert float(model.state["seen"]) == 0.0
 
     def test_state_that_a_call_adds_is_refused(self) -> None:
         class Remembering(nnx.Module):

@@ -87,17 +87,18 @@ def from_equinox(module: M, state: equinox.nn.State | None = None) -> EquinoxMod
             "Use `from_nnx` or `from_linen` for modules of these libraries.",
         )
     arrays, static = equinox.partition((module, state), equinox.is_array)
-    found = StateVariables((*_parameters(arrays[0]), *_state(arrays[1])))
-    return EquinoxModel(static, jax.tree.structure(arrays), found)
+    own = list(_leaves(arrays[0]))
+    parameters = [path for path, array in own if jnp.issubdtype(array.dtype, jnp.inexact)]
+    variables = StateVariables((*own, *_state(arrays[1])), parameters)
+    return EquinoxModel(static, jax.tree.structure(arrays), variables)
 
 
-def _parameters(module: Tree) -> Iterator[tuple[Path, jax.Array, bool]]:
+def _leaves(module: Tree) -> Iterator[tuple[Path, jax.Array]]:
     for keys, array in jax.tree_util.tree_flatten_with_path(module)[0]:
-        is_float = jnp.issubdtype(array.dtype, jnp.inexact)
-        yield (_MODULE, *map(path_part, keys)), array, is_float
+        yield (_MODULE, *map(path_part, keys)), array
 
 
-def _state(state: Tree) -> Iterator[tuple[Path, jax.Array, bool]]:
+def _state(state: Tree) -> Iterator[tuple[Path, jax.Array]]:
     # Equinox names no parts of a state; they have an order.
     for number, array in enumerate(jax.tree.leaves(state)):
-        yield (_STATE, str(number)), array, False
+        yield (_STATE, str(number)), array

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
-
 from replicax.foundation import errors, lazy
 from replicax.foundation.types import Tree
 from replicax.models.state import StateVariables, flatten, unflatten
@@ -101,7 +99,7 @@ def from_linen(
             f"a {type(module).__name__} was given",
             "Use `from_nnx` or `from_equinox` for modules of these libraries.",
         )
-    arrays = ((path, jnp.asarray(leaf)) for path, leaf in flatten(linen.unbox(variables)))
-    state = StateVariables((path, array, path[0] == _PARAMETERS) for path, array in arrays)
+    leaves = dict(flatten(linen.unbox(variables)))
+    state = StateVariables(leaves.items(), [path for path in leaves if path[0] == _PARAMETERS])
     streams = {name: Generator(seed, name) for name, seed in (rngs or {}).items()}
     return LinenModel(module, state, streams)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
+import jax
+
 from replicax.foundation import errors, lazy
-from replicax.foundation.types import Tree
-from replicax.models.state import StateVariables, flatten, unflatten
+from replicax.foundation.types import Tree, TreeDef
+from replicax.models.state import Path, StateVariables
 from replicax.variables.module import Module
+from replicax.variables.pytrees import path_part
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -29,9 +32,9 @@ class NnxModel(Module, Generic[M]):
       UnsupportedError: A call has changed a static attribute of the module.
     """
 
-    def __init__(self, graph: nnx.GraphDef[M], template: nnx.State, state: StateVariables) -> None:
+    def __init__(self, graph: nnx.GraphDef[M], structure: TreeDef, state: StateVariables) -> None:
         super().__init__()
-        self._graph, self._template, self._state = graph, template, state
+        self._graph, self._structure, self._state = graph, structure, state
         self.state = state.nested()
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
@@ -51,16 +54,18 @@ class NnxModel(Module, Generic[M]):
         (10,)
         """
         before = self._state.read()
-        module = self._merge(unflatten(before))
+        module = self._merge(before.values())
         result = function(module)
         graph, after = nnx.split(module)
-        self._state.store(before, dict(flatten(nnx.to_pure_dict(after))))
+        leaves = dict(_leaves(after))
+        self._state.check_paths(leaves)
         if graph != self._graph:
             raise errors.UnsupportedError(
                 "A call must leave the static attributes of an nnx module as they were",
                 "it has changed one",
                 "Use `view` for another mode, and variables of nnx for what changes.",
             )
+        self._state.store(before, leaves)
         return result
 
     def view(self, **attributes: Tree) -> NnxModel[M]:
@@ -76,17 +81,15 @@ class NnxModel(Module, Generic[M]):
         >>> model.view(deterministic=True)(jnp.ones(3))
         Array([1., 1., 1.], dtype=float32)
         """
-        module = self._merge(nnx.to_pure_dict(self._template))
-        graph, template = nnx.split(nnx.view(module, **attributes))
-        return NnxModel(graph, template, self._state)
+        module = self._merge(self._state.shapes())
+        graph, state = nnx.split(nnx.view(module, **attributes))
+        return NnxModel(graph, jax.tree.structure(state), self._state)
 
-    def _merge(self, values: Tree) -> M:
-        state = nnx.clone(self._template)
-        nnx.replace_by_pure_dict(state, values)
-        return nnx.merge(self._graph, state)
+    def _merge(self, leaves: Iterable[Tree]) -> M:
+        return nnx.merge(self._graph, jax.tree.unflatten(self._structure, leaves))
 
 
-def from_nnx(module: M) -> NnxModel[M]:
+def from_nnx(module: M, *, wrt: nnx.filterlib.Filter | None = None) -> NnxModel[M]:
     """Makes the state of an nnx module variables of the strategy in whose scope this runs.
 
     Parameters become trainable variables; optimizers sum their gradients. Statistics of BatchNorm
@@ -95,9 +98,11 @@ def from_nnx(module: M) -> NnxModel[M]:
 
     Args:
       module: An `nnx.Module` that has all its state.
+      wrt: A filter of nnx, such as `nnx.LoRAParam`, for the parameters to train; all by default.
+        The others are variables that are not trainable.
 
     Raises:
-      ArgumentTypeError: It is not an nnx module.
+      ArgumentTypeError: It is not an nnx module, or has state other than arrays and numbers.
       MissingDependencyError: flax is not installed.
 
     >>> import jax.numpy as jnp
@@ -116,8 +121,16 @@ def from_nnx(module: M) -> NnxModel[M]:
             f"a {type(module).__name__} was given",
             "Use `from_linen` or `from_equinox` for modules of these libraries.",
         )
-    graph, template = nnx.split(module)
-    parameters = dict(flatten(nnx.to_pure_dict(nnx.state(module, nnx.Param))))
-    arrays = flatten(nnx.to_pure_dict(template))
-    state = StateVariables((path, array, path in parameters) for path, array in arrays)
-    return NnxModel(graph, template, state)
+    graph, state = nnx.split(module)
+    parameters = {path for path, _ in _leaves(nnx.state(module, nnx.Param))}
+    trainable = parameters if wrt is None else {p for p, _ in _leaves(nnx.state(module, wrt))}
+    variables = StateVariables(_leaves(state), parameters | trainable, trainable)
+    return NnxModel(graph, jax.tree.structure(state), variables)
+
+
+def _leaves(state: nnx.State) -> Iterator[tuple[Path, Tree]]:
+    """Yields the arrays of a state with their paths, in the order of JAX."""
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        # A variable of nnx is one step of the path, which its name in the module stands for.
+        own = [key for key in keys if isinstance(key, jax.tree_util.GetAttrKey)][:1]
+        yield tuple(path_part(key) for key in keys if key not in own), leaf

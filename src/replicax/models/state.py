@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,22 +31,49 @@ class StateVariables:
     """The variables of a model, by path.
 
     Args:
-      arrays: The arrays of the model, and whether each is a parameter.
+      leaves: The arrays and numbers of the model, by path.
+      parameters: The paths of parameters.
+      trainable: The paths of those that optimizers may change; all parameters by default.
+
+    Raises:
+      ArgumentTypeError: A leaf is neither an array nor a number.
     """
 
-    def __init__(self, arrays: Iterable[tuple[Path, jax.Array, bool]]) -> None:
+    def __init__(
+        self,
+        leaves: Iterable[tuple[Path, Tree]],
+        parameters: Collection[Path],
+        trainable: Collection[Path] | None = None,
+    ) -> None:
         self._variables: dict[Path, Variable] = {}
+        self._parameters = frozenset(parameters)
         # How the keys of random streams are made of their data.
         self._key_types: dict[Path, Any] = {}
-        for path, array, is_parameter in arrays:
+        for path, leaf in leaves:
+            array = _array(path, leaf)
             if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
                 self._key_types[path] = jax.random.key_impl(array)
                 array = jax.random.key_data(array)
-            self._variables[path] = _make(path, array, is_parameter)
+            if path in self._parameters:
+                is_trainable = trainable is None or path in trainable
+                self._variables[path] = Variable(array, is_trainable, name=_name(path))
+            else:
+                self._variables[path] = _per_replica(path, array)
 
     def read(self) -> dict[Path, jax.Array]:
         """Returns the present values; keys are those of the current replica."""
         return {path: self._read(path, variable) for path, variable in self._variables.items()}
+
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes and types of the values, without reading them."""
+        return [self._shape(path, variable) for path, variable in self._variables.items()]
+
+    def _shape(self, path: Path, variable: Variable) -> jax.ShapeDtypeStruct:
+        shape = jax.ShapeDtypeStruct(variable.shape, variable.dtype)
+        if path not in self._key_types:
+            return shape
+        wrap = functools.partial(jax.random.wrap_key_data, impl=self._key_types[path])
+        return jax.eval_shape(wrap, shape)
 
     def _read(self, path: Path, variable: Variable) -> jax.Array:
         value = variable.read_value()
@@ -54,7 +82,11 @@ class StateVariables:
         key = jax.random.wrap_key_data(value, impl=self._key_types[path])
         replica = frames.current().replica_context
         number = 0 if replica is None else replica.replica_id_in_sync_group
-        return jax.random.fold_in(key, number)
+        # Layers that are scanned over have a key each.
+        fold_in = jax.random.fold_in
+        for _ in range(key.ndim):
+            fold_in = jax.vmap(fold_in, (0, None))
+        return fold_in(key, number)
 
     def store(self, before: Mapping[Path, jax.Array], after: Mapping[Path, jax.Array]) -> None:
         """Assigns what a call has changed of the state that is neither a parameter nor a key.
@@ -63,15 +95,16 @@ class StateVariables:
           before: What `read` has returned.
           after: The state after the call; what is the same object was not changed.
         """
-        self._check_paths(after)
+        self.check_paths(after)
         for path, value in after.items():
             variable = self._variables[path]
             # Transformations such as nnx.remat return parameters and keys as new, equal arrays.
-            is_fixed = variable.trainable or path in self._key_types
+            is_fixed = path in self._parameters or path in self._key_types
             if not is_fixed and value is not before[path]:
                 variable.assign(value)
 
-    def _check_paths(self, after: Mapping[Path, jax.Array]) -> None:
+    def check_paths(self, after: Mapping[Path, Tree]) -> None:
+        """Raises an `UnsupportedError` if a call has added or removed state."""
         if after.keys() != self._variables.keys():
             different = sorted(map(_name, after.keys() ^ self._variables.keys()))
             raise errors.UnsupportedError(
@@ -111,16 +144,25 @@ def unflatten(flat: Mapping[Path, Tree]) -> Tree:
     return result
 
 
-def _make(path: Path, array: jax.Array | np.ndarray, is_parameter: bool) -> Variable:
-    name = _name(path)
-    if is_parameter:
-        return Variable(array, trainable=True, name=name)
+def _array(path: Path, leaf: Tree) -> jax.Array | np.ndarray:
+    if isinstance(leaf, jax.Array | np.ndarray):
+        return leaf
+    if not isinstance(leaf, bool | int | float | complex | np.generic):
+        raise errors.ArgumentTypeError(
+            "The state of a model must be arrays and numbers",
+            f"{_name(path)!r} is a {type(leaf).__name__}",
+            "Keep it in a plain attribute of the module, which is not state.",
+        )
+    return jnp.asarray(leaf)
+
+
+def _per_replica(path: Path, array: jax.Array | np.ndarray) -> Variable:
     is_float = jnp.issubdtype(array.dtype, jnp.inexact)
     first, mean = VariableAggregation.ONLY_FIRST_REPLICA, VariableAggregation.MEAN
     return Variable(
         array,
         trainable=False,
-        name=name,
+        name=_name(path),
         synchronization=VariableSynchronization.ON_READ,
         aggregation=mean if is_float else first,
     )
