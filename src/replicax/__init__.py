@@ -131,11 +131,11 @@ if not TYPE_CHECKING:  # which would take any name for an attribute
         if name in __all__:
             # An import frees nothing; collections took a tenth of its time.
             with collections_paused():
-                # Fills this module with those that are no namespace.
-                importlib.import_module(_PUBLIC_API)
+                # Fills this module with those that are neither namespaces nor of clusters.
+                public_api = importlib.import_module(_PUBLIC_API)
                 if name in NAMESPACES:
                     return importlib.import_module(f"replicax.{name}")
-            return globals()[name]
+                return globals()[name] if name in globals() else public_api.import_later(name)
         todo = suggestion([name], __all__)
         raise AttributeError(f"module 'replicax' has no attribute {name!r}. {todo}".rstrip(". "))
 

@@ -77,6 +77,9 @@ assert dict(os.environ) == before, "environment changed"
 optional = {"optax", "orbax", "grain", "keras", "flax", "equinox", "matplotlib", "rich"}
 optional |= {"typer", "cryptography"}
 assert not optional & set(sys.modules), optional & set(sys.modules)
+of_clusters = "cluster cluster_resolver group launch process protocol ps transport worker".split()
+found = {name for name in of_clusters if f"replicax.{name}" in sys.modules}
+assert not found, f"{found} are imported for names that need no cluster"
 import threading
 assert threading.active_count() == 1
 import jax

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from replicax.cluster_resolver import ClusterResolver, TFConfigClusterResolver
+from replicax.foundation.public_names import show_in_package
 from replicax.process import roles, shutdown
 from replicax.process.server import Server
 from replicax.strategies.base import Strategy
@@ -62,3 +63,6 @@ def _serve(server: Server) -> NoReturn:
         server.start()
         server.join()
     sys.exit(0 if server.ending is None else shutdown.START_AGAIN)
+
+
+show_in_package(strategy_from_environment)

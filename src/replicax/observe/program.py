@@ -8,9 +8,16 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from replicax.foundation import settings
-from replicax.observe import endpoint, job_directory, process_facts
+from replicax.foundation import lazy, settings
+
+if TYPE_CHECKING:
+    from replicax.observe import endpoint, job_directory, process_facts
+else:
+    endpoint = lazy.module("replicax.observe.endpoint")
+    job_directory = lazy.module("replicax.observe.job_directory")
+    process_facts = lazy.module("replicax.observe.process_facts")
 
 _lock = threading.Lock()
 _is_decided = False

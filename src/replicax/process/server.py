@@ -11,6 +11,7 @@ from typing import Any, Self
 from replicax.cluster import address as addresses
 from replicax.cluster.spec import ClusterSpec
 from replicax.foundation import errors
+from replicax.foundation.public_names import show_in_package
 from replicax.observe import endpoint, job_directory
 from replicax.process import roles
 from replicax.protocol.tasks import Task
@@ -299,3 +300,6 @@ def _missing(name: str, found: str) -> errors.InvalidArgumentError:
         f"it was not given and {found}",
         f"Pass `{name}`.",
     )
+
+
+show_in_package(Server)

@@ -5,26 +5,31 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Self, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
 
 import jax
 from jax.typing import ArrayLike
 
-from replicax.cluster_resolver import TFConfigClusterResolver
 from replicax.contexts import frames, guards
 from replicax.contexts.replica_context import ReplicaContext, ValueContext
-from replicax.foundation import devices, errors, tracebacks
+from replicax.foundation import devices, errors, lazy, tracebacks
 from replicax.foundation.notebook import html_table
 from replicax.foundation.options import ReduceOp, RunOptions, resolve_reduce_op
 from replicax.foundation.types import Tree
 from replicax.input.input_context import InputContext, InputOptions
 from replicax.observe import program
-from replicax.protocol.tasks import Task
 from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.scope import Scope, entered
 from replicax.values import printing
 from replicax.values.distributed_values import DistributedValues
 from replicax.values.regroup import map_structure
+
+if TYPE_CHECKING:
+    from replicax import cluster_resolver
+    from replicax.protocol import tasks
+else:
+    cluster_resolver = lazy.module("replicax.cluster_resolver")
+    tasks = lazy.module("replicax.protocol.tasks")
 
 # The default of `axis`, which is required; None is one of its values.
 _REQUIRED: Any = object()
@@ -32,12 +37,12 @@ _REQUIRED: Any = object()
 
 def _task_of_program() -> str | None:
     """Returns the task of TF_CONFIG, for those who observe this process."""
-    resolver = TFConfigClusterResolver()
+    resolver = cluster_resolver.TFConfigClusterResolver()
     try:
         job, index = resolver.task_type, resolver.task_id
     except errors.DistributeError:
         return None
-    return None if job is None or index is None else str(Task(job, index))
+    return None if job is None or index is None else str(tasks.Task(job, index))
 
 
 class Strategy:

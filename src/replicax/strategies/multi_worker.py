@@ -9,6 +9,7 @@ from replicax.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from replicax.collectives.cross_device_ops import select_cross_device_ops
 from replicax.foundation import device_names, devices, errors, gate
 from replicax.foundation.options import CommunicationImplementation, CommunicationOptions
+from replicax.foundation.public_names import show_in_package
 from replicax.group import group
 from replicax.protocol.tasks import Task
 from replicax.strategies.base import Strategy
@@ -189,3 +190,6 @@ def _require_implementation(layout: ReplicaLayout, options: CommunicationOptions
             f"the devices are of kind {platform!r}",
             "Leave the implementation to AUTO.",
         )
+
+
+show_in_package(MultiWorkerMirroredStrategy)

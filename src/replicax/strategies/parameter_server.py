@@ -24,6 +24,7 @@ from replicax.cluster_resolver.base import ClusterResolver
 from replicax.contexts import frames
 from replicax.foundation import device_names, devices, errors, jax_compat
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
+from replicax.foundation.public_names import show_in_package
 from replicax.foundation.types import Tree
 from replicax.input.input_context import InputContext, InputOptions
 from replicax.protocol import messages
@@ -556,3 +557,6 @@ def _checked_mirror(mirror: object, num_servers: int) -> bool:
         f"it is {mirror!r} in a cluster with {num_servers}",
         "Add a parameter server, or leave it out.",
     )
+
+
+show_in_package(ParameterServerStrategy)

@@ -13,6 +13,7 @@ from replicax.cluster_resolver import ClusterResolver
 from replicax.foundation import devices, errors
 from replicax.foundation.jax_compat import Device
 from replicax.foundation.options import CommunicationOptions
+from replicax.foundation.public_names import show_in_package
 from replicax.strategies.base import Strategy
 from replicax.strategies.mirrored import resolve_worker_devices
 from replicax.strategies.multi_worker import MultiWorkerExtended, layout_of_hosts
@@ -109,3 +110,6 @@ class TPUStrategy(Strategy):
                 "Pass 1 for each dimension.",
             )
         return tensor
+
+
+show_in_package(TPUStrategy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ import numpy as np
 from jax.typing import ArrayLike
 from typing_extensions import override
 
-from replicax.bundle.manifest import Part
 from replicax.contexts import frames
 from replicax.contexts.frames import Frame, Mode, StrategyHooks
 from replicax.contexts.overlay import Change
@@ -26,6 +25,9 @@ from replicax.variables.row_selection import select_rows
 from replicax.variables.slicing import Index, SlicedValue, as_rows
 from replicax.variables.updates import Payload, payload_for
 from replicax.variables.variable import Variable, require_outside_traces
+
+if TYPE_CHECKING:
+    from replicax.bundle.manifest import Part
 
 
 class Read(NamedTuple):

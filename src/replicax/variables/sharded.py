@@ -17,6 +17,7 @@ from replicax.contexts import frames
 from replicax.contexts.frames import Frame
 from replicax.contexts.overlay import Change
 from replicax.foundation import errors, jax_compat
+from replicax.foundation.public_names import show_in_package
 from replicax.foundation.types import Tree
 from replicax.values.array_surface import as_operand
 from replicax.values.indexed_slices import IndexedSlices
@@ -276,3 +277,6 @@ def _checked_parts(variables: Sequence[Variable]) -> list[Variable]:
                 "Convert or reshape the parts.",
             )
     return list(variables)
+
+
+show_in_package(ShardedVariable)
