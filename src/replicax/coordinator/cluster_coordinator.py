@@ -136,7 +136,10 @@ class ClusterCoordinator:
 
     @property
     def engine(self) -> Engine:
-        """Its engine, for other modules of this package."""
+        """Its engine, for other modules of this package.
+
+        :meta private:
+        """
         return self._engine
 
     @property
