@@ -113,3 +113,42 @@ def test_names_that_are_misspelt_or_not_offered() -> None:
     assert not hasattr(rx, "estimator")
     with refused(ValueError, match=r"for several machines use rx\.MultiWorkerMirroredStrategy"):
         rx.MirroredStrategy(["/job:worker/task:0/device:CPU:0", "/job:worker/task:1/device:CPU:0"])
+
+
+@pytest.mark.parametrize("call", ["run", "function", "run a function"])
+def test_arguments_that_contain_themselves_or_are_very_deep(strategy: Any, call: str) -> None:
+    calls: dict[str, Any] = {
+        "run": lambda x: strategy.run(lambda _: 0, args=(x,)),
+        "function": rx.function(lambda _: 0),
+        "run a function": lambda x: strategy.run(rx.function(lambda _: 0), args=(x,)),
+    }
+    endless: list[Any] = [1.0]
+    endless.append({"again": (endless,)})
+    deep: Any = 1.0
+    for _ in range(5000):
+        deep = [deep]
+    for structure in (endless, deep):
+        with refused(rx.errors.StructureError, match="at most 100 levels.*contains itself"):
+            calls[call](structure)
+
+    def recurses(x: Any) -> Any:
+        return recurses(x)
+
+    with pytest.raises(RecursionError):
+        strategy.run(recurses, args=([[1.0]],))
+
+
+def test_arguments_that_are_no_list_and_no_dict(strategy: Any) -> None:
+    for args in (jnp.ones(2), "ab", {"x": 1}, 3):
+        with refused(ValueError, match=r"`args` must be a list or tuple.*args=\(value,\)"):
+            strategy.run(lambda x: x, args=args)
+    with refused(TypeError, match="`kwargs` must be a dict"):
+        strategy.run(lambda x: x, kwargs=[1])
+
+
+def test_attributes_of_arrays_on_values_of_all_replicas(strategy: Any) -> None:
+    loss = strategy.run(lambda: 1.0 * rx.get_replica_context().replica_id_in_sync_group)
+    for name in ("shape", "numpy", "mean"):
+        assert not hasattr(loss, name)
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}'.*strategy\.reduce"):
+            getattr(loss, name)

@@ -430,6 +430,13 @@ def test_T102_remote_values_and_things_that_are_no_functions_are_refused(make: A
             coordinator.schedule(add, args=args, kwargs=kwargs)
     with pytest.raises(TypeError, match="takes a function"):
         coordinator.schedule(3)
+    for args in (3, "ab", np.ones(2), iter([1])):
+        with pytest.raises(ValueError, match=r"`args` must be a list or tuple.*args=\(value,\)"):
+            coordinator.schedule(add, args=args)
+        with pytest.raises(ValueError, match="`args` must be a list or tuple"):
+            coordinator.create_per_worker_value(add, args=args)
+    with pytest.raises(TypeError, match="`kwargs` must be a dict"):
+        coordinator.schedule(add, kwargs=[1])
     with pytest.raises(TypeError, match="picklable"):
         coordinator.schedule(add, args=(threading.Lock(),))
     coordinator.join(timeout=SECONDS)

@@ -30,6 +30,7 @@ from replicax.foundation.types import Tree
 from replicax.protocol.codec import Buffer
 from replicax.strategies.base import Strategy
 from replicax.strategies.parameter_server import ParameterServerExtended
+from replicax.values.regroup import require_arguments
 
 # The interval at which the progress is shown.
 _PROGRESS_S = 0.1
@@ -178,15 +179,16 @@ class ClusterCoordinator:
 
         Raises:
           Exception: The first error of an earlier function. All queued ones are cancelled.
-          InvalidArgumentError: A RemoteValue is among the arguments.
-          ArgumentTypeError: The function cannot be pickled.
+          InvalidArgumentError: `args` is not a tuple or list, or an argument is a RemoteValue.
+          ArgumentTypeError: `kwargs` is no mapping, or the function cannot be pickled.
         """
         if not callable(fn):
             raise errors.ArgumentTypeError(
                 "`schedule` takes a function",
-                f"a {type(fn).__name__} was given",
+                f"{type(fn).__name__} was given",
                 "Pass the function itself, and its arguments in `args` and `kwargs`.",
             )
+        require_arguments(() if args is None else args, kwargs)
         if deadline is not None and not deadline > 0:
             raise errors.InvalidArgumentError(
                 "`deadline` must be a positive number of seconds, or None",
@@ -286,14 +288,16 @@ class ClusterCoordinator:
           The values: an argument for scheduled functions, which get the one of their worker.
 
         Raises:
-          ArgumentTypeError: `fn` is not a function.
+          ArgumentTypeError: `fn` is not a function, or `kwargs` is no mapping.
+          InvalidArgumentError: `args` is not a tuple or list, or an argument is a RemoteValue.
         """
         if not callable(fn):
             raise errors.ArgumentTypeError(
                 "`create_per_worker_value` takes a function",
-                f"a {type(fn).__name__} was given",
+                f"{type(fn).__name__} was given",
                 "Pass the function itself.",
             )
+        require_arguments(() if args is None else args, kwargs)
         require_no_remote_value(args, kwargs)
         # A resource has no arguments of its own.
         call = functools.partial(fn, *(args or ()), **(kwargs or {})) if args or kwargs else fn

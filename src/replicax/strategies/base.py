@@ -22,7 +22,7 @@ from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.scope import Scope, entered
 from replicax.values import printing
 from replicax.values.distributed_values import DistributedValues
-from replicax.values.regroup import map_structure
+from replicax.values.regroup import map_structure, require_arguments, require_finite
 
 if TYPE_CHECKING:
     from replicax import cluster_resolver
@@ -104,19 +104,15 @@ class Strategy:
 
         Raises:
           InvalidArgumentError: `args` is not a tuple or list.
-          ArgumentTypeError: `fn` is not callable.
+          StructureError: An argument contains itself, or is nested too deeply.
+          ArgumentTypeError: `fn` is not callable, or `kwargs` is no mapping.
 
         >>> import replicax as rx
         >>> rx.OneDeviceStrategy("CPU:0").run(lambda x: x * 2, args=(3,))
         6
         """
         del options
-        if not isinstance(args, list | tuple):
-            raise errors.InvalidArgumentError(
-                "`args` must be a list or tuple",
-                f"it is {type(args).__name__}",
-                "For a single argument pass `args=(value,)`.",
-            )
+        require_arguments(args, kwargs)
         if not callable(fn):
             raise errors.ArgumentTypeError(
                 "`fn` must be callable", f"it is {fn!r}", "Pass a function."
@@ -126,6 +122,8 @@ class Strategy:
                 return self._extended.call_for_each_replica(fn, args, kwargs)
         except Exception as error:
             tracebacks.hide_own_frames(error)
+            if isinstance(error, RecursionError):
+                require_finite("The arguments of `run`", (args, kwargs))
             raise
 
     @overload

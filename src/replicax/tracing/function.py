@@ -21,6 +21,7 @@ from replicax.tracing import concrete, feeds, retracing, signature
 from replicax.tracing.concrete import ConcreteFunction
 from replicax.tracing.iterators import EndOfData
 from replicax.tracing.program import Program
+from replicax.values.regroup import require_finite
 from replicax.variables import read_cache
 
 _log = logging.getLogger(__name__)
@@ -136,6 +137,8 @@ class Function(Generic[P, R]):
             return programs[0](arguments.arrays)
         except Exception as error:
             tracebacks.hide_own_frames(error)
+            if isinstance(error, RecursionError):
+                require_finite(f"The arguments of {self.name!r}", (args, kwargs))
             raise
 
     def _key(self, arguments: signature.Arguments, frame: frames.Frame) -> _Key:
@@ -350,8 +353,8 @@ class Function(Generic[P, R]):
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s got per-replica arguments of different shapes; such calls run uncompiled, "
-                "one replica after the other.",
+                "%s got per-replica arguments whose shapes, types or structures differ; such calls "
+                "run uncompiled, one replica after the other.",
                 self.name,
             )
 

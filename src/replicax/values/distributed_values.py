@@ -6,7 +6,7 @@ import contextlib
 import json
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -304,6 +304,18 @@ class PerReplica(DistributedValues, ArrayOperators):
             "Combine them first with `strategy.reduce(...)`, look at each one with "
             "`strategy.experimental_local_results(value)`, or test inside `strategy.run`.",
         )
+
+    if not TYPE_CHECKING:  # which would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_"):
+                text += (
+                    ": it holds a value for each replica. Combine them with `strategy.reduce` or "
+                    "`strategy.gather`, look at each one with "
+                    "`strategy.experimental_local_results(value)`, or pass it to `strategy.run`"
+                )
+            raise AttributeError(text, name=name, obj=self)
 
     def __jax_array__(self) -> Any:
         return jax.numpy.asarray(self.own_value())

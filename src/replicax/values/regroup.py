@@ -26,6 +26,8 @@ from replicax.values.layout import ReplicaLayout
 _SCALARS = (int, float, bool, complex, str, bytes, np.generic)
 # In the order of their cost: `isinstance` of jax.Array runs Python code.
 _ATOMS = (*_SCALARS, np.ndarray, jax.Array)
+# Structures of more levels reach Python's limit of nested calls sooner or later.
+_MOST_LEVELS = 100
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
@@ -71,6 +73,47 @@ def leaves_of(structure: Tree) -> list[Any]:
     found: list[Any] = []
     map_structure(found.append, structure)
     return found
+
+
+def require_arguments(args: object, kwargs: object) -> None:
+    """Raises unless these are the arguments of a call: a list or tuple, and a mapping or None."""
+    if not isinstance(args, list | tuple):
+        raise errors.InvalidArgumentError(
+            "`args` must be a list or tuple",
+            f"it is {type(args).__name__}",
+            "For a single argument pass `args=(value,)`.",
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise errors.ArgumentTypeError(
+            "`kwargs` must be a dict of keyword arguments",
+            f"it is {type(kwargs).__name__}",
+            'Pass e.g. `kwargs={"name": value}`.',
+        )
+
+
+def require_finite(what: str, structure: Tree) -> None:
+    """Raises if a structure contains itself, or is nested too deeply to be traversed.
+
+    For calls that have failed with a RecursionError; a structure that is neither is left alone.
+    """
+    level = [structure]
+    for _ in range(_MOST_LEVELS):
+        # An object that occurs twice in a level has the same items.
+        items = {id(item): item for value in level for item in _items_of(value)}
+        if not items:
+            return
+        level = list(items.values())
+    raise errors.StructureError(
+        f"{what} may be nested at most {_MOST_LEVELS} levels deep",
+        "a structure among them is deeper, or contains itself",
+        "Pass flat lists or arrays.",
+    )
+
+
+def _items_of(value: object) -> Sequence[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return value if isinstance(value, list | tuple) else ()
 
 
 def regroup(
