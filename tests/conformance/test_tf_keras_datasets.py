@@ -118,3 +118,30 @@ def test_datasets_and_arrays_are_split_into_two() -> None:
     rows = [(a.numpy().tolist(), int(b)) for part in (left, right) for a, b in part]
     assert len(list(right)) == 4
     assert sorted(rows, key=lambda row: row[1]) == [([2.0 * i, 2.0 * i + 1], i) for i in range(10)]
+
+
+ROWS = np.float32([[1.0, 2.0], [3.0, 4.0], [5.0, 9.0]])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: ROWS,
+        lambda: tf.constant(ROWS),
+        lambda: tf.data.Dataset.from_tensor_slices(ROWS),
+        lambda: tf.data.Dataset.from_tensor_slices((ROWS,)).batch(2).map(lambda x: x),
+    ],
+)
+def test_normalization_adapts_to_tensors_and_datasets(data: Any) -> None:
+    layer = tf.keras.layers.Normalization()
+    layer.adapt(data())
+    # Recorded from TensorFlow 2.21.
+    np.testing.assert_allclose(layer.mean, [[3.0, 5.0]], 1e-6)
+    np.testing.assert_allclose(layer.variance, [[2.6667, 8.6667]], 1e-4)
+
+
+def test_discretization_adapts_to_a_dataset() -> None:
+    layer = tf.keras.layers.Discretization(num_bins=2)
+    layer.adapt(tf.data.Dataset.from_tensor_slices(ROWS[:, 0]).batch(2))
+    assert np.round(layer.bin_boundaries, 3).tolist() == [2.0]
+    assert layer(tf.constant([0.0, 10.0])).numpy().tolist() == [0, 1]

@@ -1,7 +1,8 @@
-"""Functions of Keras that make datasets, which get `replicax.tf` in place of TensorFlow."""
+"""Functions of Keras that make or take datasets, which get `replicax.tf` in place of TensorFlow."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,18 +14,30 @@ from replicax.foundation.replacements import Replace
 from replicax.tf.data.dataset import Dataset
 from replicax.tf.keras import internals
 from replicax.tf.keras.argument_types import Value
+from replicax.tf.tensor import Tensor
 
 _tf = lazy.module("replicax.tf")
 
 
 def install(replace: Replace) -> None:
-    """Lets the functions of Keras that make datasets make those of `tf.data`."""
+    """Lets the functions of Keras that make or take datasets use those of `tf.data`."""
     for module in internals.DATASET_MODULES:
         replace(module, "tf", lambda _: _tf)
     replace(internals.DATASET_FUNCTIONS, "labels_to_dataset_tf", lambda _: _labels_to_dataset)
     replace(internals.DATASET_FUNCTIONS, "_split_dataset_tf", _split_dataset)
     replace(internals.DATASET_FUNCTIONS, "_infer_preferred_backend", lambda _: _backend_of)
     replace(internals.IMAGE_DATASETS, "_load_image_tf", _load_image)
+    replace(keras.layers.Normalization, "adapt", _adapting)
+
+
+def _adapting(original: Callable[..., None]) -> Callable[..., None]:
+    """Lets `adapt` take a tensor, which it would take for an iterable of batches."""
+
+    @functools.wraps(original)
+    def adapt(self: Any, data: Value) -> None:
+        original(self, data.numpy() if isinstance(data, Tensor) else data)
+
+    return adapt
 
 
 def _labels_to_dataset(labels: Value, label_mode: str | None, num_classes: int) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 from keras.src import activations, backend, constraints, initializers, regularizers
+from keras.src.layers.preprocessing import discretization, normalization
 from keras.src.legacy import backend as legacy_backend
 from keras.src.legacy import layers as legacy_layers
 from keras.src.legacy.saving import legacy_h5_format
@@ -32,7 +33,13 @@ BACKEND = backend
 Tracker = tracking.Tracker
 # The modules that call functions of TensorFlow by the name `tf`.
 LEGACY_MODULES = (legacy_backend, legacy_layers)
-DATASET_MODULES = (image_dataset_utils, text_dataset_utils, timeseries_dataset_utils)
+DATASET_MODULES = (
+    image_dataset_utils,
+    text_dataset_utils,
+    timeseries_dataset_utils,
+    discretization,
+    normalization,
+)
 # The module of the functions that those call, and the one that reads images.
 DATASET_FUNCTIONS, IMAGE_DATASETS = dataset_utils, image_dataset_utils
 
