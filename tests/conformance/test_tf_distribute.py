@@ -282,3 +282,16 @@ def test_names_of_tf_distribute_are_those_of_replicax() -> None:
     assert tf.distribute.MirroredStrategy.__name__ == "MirroredStrategy"
     with pytest.raises(AttributeError, match="NoSuchThing"):
         tf.distribute.NoSuchThing  # noqa: B018
+
+
+def test_batches_keep_the_order_of_their_keys(two: Any) -> None:
+    rows = {"b": np.float32([[1.0], [2.0]]), "a": np.float32([[3.0], [4.0]])}
+    dataset = tf.data.Dataset.from_tensor_slices(rows).batch(2)
+
+    @tf.function
+    def columns(batch: Any) -> Any:
+        return two.run(lambda x: tf.concat(list(x.values()), axis=1), args=(batch,))
+
+    (batch,) = two.experimental_distribute_dataset(dataset)
+    found = two.gather(columns(batch), axis=0)
+    assert found.numpy().tolist() == [[1.0, 3.0], [2.0, 4.0]]

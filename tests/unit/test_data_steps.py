@@ -461,3 +461,36 @@ def test_steps_take_the_arguments_of_tf_data() -> None:
     steps = steps.concatenate(Dataset.from_tensor_slices([7], **named), **named)
     steps = Dataset.zip(steps, **named).padded_batch(9, **named)
     assert listed(steps) == [[3, 5, 7, 9, 4, 6, 8, 7]]
+
+
+def _keys(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _keys(part) for key, part in tree.items()}
+    return [_keys(part) for part in tree] if isinstance(tree, tuple) else None
+
+
+ROWS = Dataset.from_tensor_slices({"b": np.arange(4), "a": np.arange(4.0)})
+B_A = {"b": None, "a": None}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "wanted"),
+    [
+        (ROWS, B_A),
+        (ROWS.batch(2), B_A),
+        (ROWS.padded_batch(2, padded_shapes={"a": [], "b": []}), B_A),
+        (ROWS.batch(2).unbatch().shuffle(4).cache().repeat(2).prefetch(1), B_A),
+        (ROWS.concatenate(ROWS.skip(1)), B_A),
+        (ROWS.window(2).flat_map(lambda x: Dataset.zip(x)), B_A),
+        (Dataset.from_generator(lambda: iter([{"b": 1, "a": 2}])), B_A),
+        (Dataset.zip({"z": ROWS, "y": ROWS}), {"z": B_A, "y": B_A}),
+        (
+            ROWS.map(lambda x: {"z": x["b"], "y": (x["a"], {"q": 1, "p": 2})}),
+            {"z": None, "y": [None, {"q": None, "p": None}]},
+        ),
+    ],
+)
+def test_elements_keep_the_order_of_their_keys(dataset: Dataset, wanted: Any) -> None:
+    # As text: dicts are equal in any order.
+    assert str(_keys(dataset.element_spec)) == str(wanted)
+    assert {str(_keys(element)) for element in dataset} == {str(wanted)}

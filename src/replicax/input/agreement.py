@@ -35,10 +35,9 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from replicax.foundation import errors
+from replicax.foundation import errors, ordered_trees
 from replicax.foundation.peers import Peers
 from replicax.foundation.types import Tree
 from replicax.input import positions
@@ -345,7 +344,7 @@ class Rounds:
                 )
         if self._empty is None and given and given[0][1].spec is not None:
             spec = stored_format.decode_spec(given[0][1].spec)
-            self._empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), spec)
+            self._empty = ordered_trees.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), spec)
 
     def _raise_errors(self, found: list[Offer], count: int) -> None:
         failed = [i for i, o in enumerate(found) if o.error is not None and not o.shapes]
@@ -413,25 +412,25 @@ class Rounds:
                 f"{self._peers.name_of(self._peers.index)} has read no element of {self._name}",
                 "Give every worker at least one batch.",
             )
-        leaves, treedef = jax.tree.flatten(
+        leaves, treedef = ordered_trees.flatten(
             self._empty, is_leaf=lambda leaf: hasattr(leaf, "todense")
         )
         empty = [
             leaf if shape is None else np.zeros((0, *shape[1:]), leaf.dtype)
             for leaf, shape in zip(leaves, shapes, strict=True)
         ]
-        part = jax.tree.unflatten(treedef, empty)
+        part = ordered_trees.unflatten(treedef, empty)
         return self._splitter.join([part] * self._splitter.num_parts)
 
 
 def _encoded_spec(empty: Tree) -> dict[str, Any] | None:
     """Returns the spec of a part without rows as JSON; None for other classes of structure."""
-    leaves = jax.tree.leaves(empty, is_leaf=lambda leaf: hasattr(leaf, "todense"))
+    leaves = ordered_trees.leaves(empty, is_leaf=lambda leaf: hasattr(leaf, "todense"))
     if not leaves or any(hasattr(leaf, "todense") for leaf in leaves):
         return None
     try:
         return stored_format.encode_spec(
-            jax.tree.map(lambda leaf: TensorSpec(leaf.shape, leaf.dtype), empty)
+            ordered_trees.map(lambda leaf: TensorSpec(leaf.shape, leaf.dtype), empty)
         )
     except errors.ArgumentTypeError:
         return None

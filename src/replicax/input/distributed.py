@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
-from replicax.foundation import errors, spans
+from replicax.foundation import errors, ordered_trees, spans
 from replicax.foundation.peers import Peers
 from replicax.foundation.types import Tree
 from replicax.input import agreement, pipelines, positions, splitting
@@ -106,7 +106,7 @@ class DistributedDataset:
             own = TensorSpec(shape, _device_dtype(leaf.dtype))
             return own if is_plain else PerReplicaSpec((own,) * count)
 
-        return jax.tree.map(spec, self._sources[0].batch_spec())
+        return ordered_trees.map(spec, self._sources[0].batch_spec())
 
     def cardinality(self) -> int:
         """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY.

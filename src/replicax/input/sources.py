@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
-from replicax.foundation import errors
+from replicax.foundation import errors, ordered_trees
 from replicax.foundation.types import Tree
 from replicax.input.dataset.dataset import Dataset
 from replicax.input.dataset.options import AutoShardPolicy
@@ -96,7 +96,7 @@ class Source(abc.ABC):
                 shape = (None, *shape[1:])
             return TensorSpec(shape, getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
 
-        return jax.tree.map(spec, batch, is_leaf=lambda leaf: hasattr(leaf, "todense"))
+        return ordered_trees.map(spec, batch, is_leaf=lambda leaf: hasattr(leaf, "todense"))
 
 
 class BuilderSource(Source):
@@ -142,7 +142,7 @@ class BuilderSource(Source):
         if self.dataset.has_known_sizes:
             return spec
         # The last batch of a generator, for instance, may be smaller than the first.
-        return jax.tree.map(
+        return ordered_trees.map(
             lambda s: TensorSpec((None, *s.shape[1:])[: len(s.shape)], s.dtype), spec
         )
 
@@ -305,17 +305,17 @@ def close_stream(stream: Stream) -> None:
 
 
 def _slices(arrays: Tree) -> Iterator[Tree]:
-    leaves = jax.tree.leaves(arrays)
+    leaves = ordered_trees.leaves(arrays)
     lengths = {len(a) if np.ndim(a) else None for a in leaves}
     if len(lengths) != 1 or None in lengths:
         raise unbatched(f"these arrays have shapes {[np.shape(a) for a in leaves]}")
     for i in range(lengths.pop() or 0):
-        yield jax.tree.map(lambda a, i=i: a[i], arrays)
+        yield ordered_trees.map(lambda a, i=i: a[i], arrays)
 
 
 def _tf_data_source(dataset: Any) -> Source:
     source = IterableSource(dataset.as_numpy_iterator, is_fresh=True)
-    specs = jax.tree.leaves(dataset.element_spec)
+    specs = ordered_trees.leaves(dataset.element_spec)
     source.drops_remainder = all(
         getattr(s, "shape", None) and s.shape[0] is not None for s in specs
     )

@@ -20,9 +20,10 @@ import numpy as np
 from jax.sharding import Sharding
 from typing_extensions import override
 
-from replicax.foundation import errors, placement
+from replicax.foundation import errors, ordered_trees, placement
 from replicax.foundation.jax_compat import Device
-from replicax.foundation.types import Tree, TreeDef
+from replicax.foundation.ordered_trees import Structure
+from replicax.foundation.types import Tree
 from replicax.input import sources
 from replicax.input.rebatching import Rows, Share, rows_of_all_replicas, steps_of_batch
 from replicax.values.distributed_values import PerReplica
@@ -59,7 +60,7 @@ class Splitter:
         leaves, treedef = _flatten(batch)
         size = _rows_of(leaves)
         if is_alone and size and size % layout.num_replicas == 0:
-            return jax.tree.unflatten(treedef, self._whole(leaves, size))
+            return ordered_trees.unflatten(treedef, self._whole(leaves, size))
         (parts,) = steps_of_batch(size, self._share)
         return self.join([rows_between(batch, *rows) for rows in parts])
 
@@ -87,7 +88,9 @@ class Splitter:
         """Places the part of one replica on its device."""
         leaves, treedef = _flatten(part)
         placed = self._on_devices(leaves, self._layout.devices[replica_id])
-        return jax.tree.unflatten(treedef, [placed.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return ordered_trees.unflatten(
+            treedef, [placed.get(i, leaf) for i, leaf in enumerate(leaves)]
+        )
 
     def _on_devices(self, leaves: list[Any], where: Device | Sharding) -> dict[int, jax.Array]:
         """Copies the leaves that devices support in one call; returns them by position."""
@@ -123,7 +126,7 @@ class LocalStep:
     def __init__(
         self,
         columns: list[list[Any]],
-        treedef: TreeDef,
+        treedef: Structure,
         num_rows: int | None = None,
         all_shapes: Shapes | None = None,
     ) -> None:
@@ -155,7 +158,7 @@ class LocalStep:
             np.zeros((0, *leaf.shape[1:]), leaf.dtype) if _has_shape(leaf) else leaf[0:0]
             for leaf in first
         ]
-        return jax.tree.unflatten(self.treedef, empty)
+        return ordered_trees.unflatten(self.treedef, empty)
 
     def element(self, layout: ReplicaLayout, shapes: Shapes) -> Tree:
         """Returns the element of all replicas, given the shapes of all parts."""
@@ -168,7 +171,7 @@ class LocalStep:
             else:
                 parts = [placement.uncommitted(part) for part in column]
                 leaves.append(PerReplica(parts, layout, all_shapes=own))
-        return jax.tree.unflatten(self.treedef, leaves)
+        return ordered_trees.unflatten(self.treedef, leaves)
 
 
 class LocalSplitter(Splitter):
@@ -210,10 +213,10 @@ def joined(parts: list[Any], layout: ReplicaLayout) -> Any:
     if len(parts) == 1:
         return parts[0]
     columns, treedef = _columns(parts)
-    return jax.tree.unflatten(treedef, [PerReplica(column, layout) for column in columns])
+    return ordered_trees.unflatten(treedef, [PerReplica(column, layout) for column in columns])
 
 
-def _columns(parts: Sequence[Tree]) -> tuple[list[list[Any]], TreeDef]:
+def _columns(parts: Sequence[Tree]) -> tuple[list[list[Any]], Structure]:
     """Returns the leaves of all parts, per leaf, and their common structure."""
     flat = [_flatten(part) for part in parts]
     treedef = flat[0][1]
@@ -264,7 +267,7 @@ def empty_like(batch: Tree) -> Tree:
 def rows_between(batch: Tree, start: int, stop: int) -> Tree:
     """Returns consecutive rows of a batch."""
     leaves, treedef = _flatten(batch)
-    return jax.tree.unflatten(treedef, [leaf[start:stop] for leaf in leaves])
+    return ordered_trees.unflatten(treedef, [leaf[start:stop] for leaf in leaves])
 
 
 def concatenated(batches: Sequence[Tree]) -> Tree:
@@ -272,7 +275,7 @@ def concatenated(batches: Sequence[Tree]) -> Tree:
     if len(batches) == 1:
         return batches[0]
     columns, treedef = _columns(batches)
-    return jax.tree.unflatten(treedef, [_joined_rows(column) for column in columns])
+    return ordered_trees.unflatten(treedef, [_joined_rows(column) for column in columns])
 
 
 def _joined_rows(parts: list[Any]) -> Any:
@@ -285,9 +288,9 @@ def _joined_rows(parts: list[Any]) -> Any:
     return jnp.concatenate(parts)
 
 
-def _flatten(batch: Tree) -> tuple[list[Any], TreeDef]:
+def _flatten(batch: Tree) -> tuple[list[Any], Structure]:
     # A sparse matrix is one leaf: its rows are not the rows of its arrays.
-    return jax.tree.flatten(batch, is_leaf=lambda leaf: hasattr(leaf, "todense"))
+    return ordered_trees.flatten(batch, is_leaf=lambda leaf: hasattr(leaf, "todense"))
 
 
 def _has_shape(leaf: object) -> bool:

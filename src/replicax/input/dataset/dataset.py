@@ -10,13 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 from jax.typing import DTypeLike
 from numpy.typing import ArrayLike
 from typing_extensions import override
 
-from replicax.foundation import errors
+from replicax.foundation import errors, ordered_trees
 from replicax.foundation.types import Tree
 from replicax.input.dataset import elements, sampling, steps, stored_format, storing
 from replicax.input.dataset.elements import UserFunction, whole_number
@@ -81,7 +80,7 @@ class Dataset(GroupingSteps, StoringSteps):
     def from_tensor_slices(tensors: Tree, name: str | None = None) -> Dataset:
         """Returns one element per row of a structure of arrays; the arrays are not copied."""
         arrays = elements.sliceable(tensors)
-        length = len(jax.tree.leaves(arrays)[0])
+        length = len(ordered_trees.leaves(arrays)[0])
         digest = functools.partial(stored_format.digest, arrays)
         return Dataset(
             steps.in_memory(
@@ -143,7 +142,7 @@ class Dataset(GroupingSteps, StoringSteps):
     def zip(*datasets: Tree, name: str | None = None) -> Dataset:
         """Combines elements of several datasets, in the structure that holds the datasets."""
         given = datasets[0] if len(datasets) == 1 else datasets
-        found, structure = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, Dataset))
+        found, structure = ordered_trees.flatten(given, is_leaf=lambda x: isinstance(x, Dataset))
         for dataset in found:
             require_dataset("zip", dataset)
         return Dataset(steps.zip_plans([d._plan for d in found], structure))

@@ -7,10 +7,9 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from replicax.foundation import errors
+from replicax.foundation import errors, ordered_trees
 from replicax.foundation.types import Tree
 from replicax.tracing.signature import TensorSpec
 
@@ -52,7 +51,7 @@ def as_element(tree: Tree) -> Tree:
         return tree
     if type(tree) is tuple and all(type(part) is np.ndarray for part in tree):
         return tree
-    return jax.tree.map(_as_leaf, tree, is_leaf=lambda x: isinstance(x, list))
+    return ordered_trees.map(_as_leaf, tree, is_leaf=lambda x: isinstance(x, list))
 
 
 def _as_leaf(value: object) -> object:
@@ -81,12 +80,12 @@ def _as_leaf(value: object) -> object:
 
 def as_scalars(element: Tree) -> Tree:
     """Returns an element whose arrays without dimensions are NumPy scalars."""
-    return jax.tree.map(lambda x: x[()] if isinstance(x, np.ndarray) else x, element)
+    return ordered_trees.map(lambda x: x[()] if isinstance(x, np.ndarray) else x, element)
 
 
 def copied(element: Tree) -> Tree:
     """Returns a deep copy of an element."""
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, element)
+    return ordered_trees.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, element)
 
 
 def stack(elements: Sequence[Tree]) -> Tree:
@@ -103,7 +102,7 @@ def padded_stack(shapes: Tree, values: Tree) -> Callable[[Sequence[Tree]], Tree]
     """
 
     def pad(elements: Sequence[Tree]) -> Tree:
-        structure = jax.tree.structure(elements[0])
+        structure = ordered_trees.structure(elements[0])
         count = structure.num_leaves
         is_shape = isinstance(shapes, tuple | list) and all(
             size is None or isinstance(size, int) for size in shapes
@@ -141,12 +140,12 @@ def spec_of(element: Tree, num_rows: int | None, is_padded: bool) -> Tree:
             shape = (None, *shape[1:])
         return TensorSpec(shape, leaf.dtype)
 
-    return jax.tree.map(describe, element)
+    return ordered_trees.map(describe, element)
 
 
 def kind_of(element: Tree) -> tuple[object, ...]:
     """Returns the structure, types and ranks of an element."""
-    leaves, structure = jax.tree.flatten(element)
+    leaves, structure = ordered_trees.flatten(element)
     return structure, *(_kind_of_leaf(leaf) for leaf in leaves)
 
 
@@ -159,14 +158,14 @@ def _kind_of_leaf(leaf: object) -> object:
 
 def num_rows(element: Tree, batch_size: int) -> int:
     """Returns the number of rows of a batch, which may be smaller than `batch_size`."""
-    sizes = [leaf.shape[0] for leaf in jax.tree.leaves(element) if np.ndim(leaf)]
+    sizes = [leaf.shape[0] for leaf in ordered_trees.leaves(element) if np.ndim(leaf)]
     return sizes[0] if sizes and batch_size not in sizes else batch_size
 
 
 def _combine(elements: Sequence[Tree], join: Callable[[list[np.ndarray]], np.ndarray]) -> Tree:
     columns, structure = [], None
     for element in elements:
-        leaves, own = jax.tree.flatten(element)
+        leaves, own = ordered_trees.flatten(element)
         if structure is not None and own != structure:
             raise errors.StructureError(
                 "Elements of one batch must have one structure",
@@ -176,7 +175,7 @@ def _combine(elements: Sequence[Tree], join: Callable[[list[np.ndarray]], np.nda
         structure = own
         columns.append(leaves)
     assert structure is not None
-    return jax.tree.unflatten(structure, [join(list(c)) for c in zip(*columns, strict=True)])
+    return ordered_trees.unflatten(structure, [join(list(c)) for c in zip(*columns, strict=True)])
 
 
 def _stack_leaves(leaves: list[np.ndarray]) -> np.ndarray:
@@ -299,7 +298,10 @@ class UserFunction:
 
     def _require_same_types(self, old: Tree, new: Tree) -> None:
         wanted, found = [
-            (jax.tree.structure(state), [_type_of(leaf) for leaf in jax.tree.leaves(state)])
+            (
+                ordered_trees.structure(state),
+                [_type_of(leaf) for leaf in ordered_trees.leaves(state)],
+            )
             for state in (old, new)
         ]
         if wanted != found:
@@ -335,8 +337,8 @@ class Yielded:
     def _checked(self, element: Tree) -> Tree:
         if self._spec is None:
             return element
-        leaves, structure = jax.tree.flatten(element)
-        specs, wanted = jax.tree.flatten(self._spec)
+        leaves, structure = ordered_trees.flatten(element)
+        specs, wanted = ordered_trees.flatten(self._spec)
         shapes = [np.shape(leaf) for leaf in leaves]
         pairs = zip(specs, shapes, strict=False)
         if structure != wanted or not all(spec.accepts(shape) for spec, shape in pairs):
@@ -349,7 +351,7 @@ class Yielded:
             leaf.astype(spec.dtype, copy=False) if isinstance(leaf, np.ndarray) else leaf
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
-        return jax.tree.unflatten(structure, cast)
+        return ordered_trees.unflatten(wanted, cast)
 
 
 def whole_number(argument: str, value: Any, least: int) -> int:
@@ -389,7 +391,7 @@ def choice(value: object, num_datasets: int) -> int:
 
 def unique_key(element: Tree) -> Hashable:
     """Returns the key that `unique` compares, of an array of integers or text."""
-    leaves = jax.tree.leaves(element)
+    leaves = ordered_trees.leaves(element)
     if len(leaves) != 1:
         raise errors.InvalidArgumentError(
             "`unique` needs elements of one part",
@@ -410,7 +412,7 @@ def unique_key(element: Tree) -> Hashable:
 def sliceable(tensors: Tree) -> Tree:
     """Returns a structure of arrays that all have the same number of rows."""
     arrays = as_element(tensors)
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(arrays)]
+    shapes = [np.shape(leaf) for leaf in ordered_trees.leaves(arrays)]
     if not shapes or () in shapes:
         raise errors.InvalidArgumentError(
             "`from_tensor_slices` needs arrays with at least one dimension",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from replicax.foundation import errors
+from replicax.foundation import errors, ordered_trees
 from replicax.foundation.types import Tree
 from replicax.input.dataset import steps
 from replicax.input.dataset.elements import UserFunction, whole_number
@@ -174,10 +174,10 @@ def _window(
     """Makes datasets of consecutive elements, one for each array of an element."""
 
     def make_window(elements: list[Tree]) -> Tree:
-        structure = jax.tree.structure(elements[0])
+        structure = ordered_trees.structure(elements[0])
         columns = zip(*map(jax.tree.leaves, elements), strict=True)
         found = [as_dataset(_group_plan(parent, list(column))) for column in columns]
-        return jax.tree.unflatten(structure, found)
+        return ordered_trees.unflatten(structure, found)
 
     known = parent.cardinality
     if known >= 0 and drops_remainder:
@@ -337,7 +337,7 @@ class _Buckets:
                 "Add a boundary, or remove long elements with `filter`.",
             )
         largest = self._boundaries[int(bucket)] - 1
-        return jax.tree.map(
+        return ordered_trees.map(
             lambda shape: tuple(largest if size in (None, -1) else size for size in shape),
             shapes,
             is_leaf=_is_shape,
@@ -361,4 +361,4 @@ def _open_shapes(spec: Tree, is_certain: bool) -> Tree:
     def shape(leaf: TensorSpec) -> tuple[int | None, ...] | None:
         return leaf.shape if is_certain or not leaf.shape else (None, *leaf.shape[1:])
 
-    return jax.tree.map(shape, spec)
+    return ordered_trees.map(shape, spec)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from replicax.foundation import lazy
-from replicax.foundation.types import Tree, TreeDef
+from replicax.foundation.ordered_trees import Structure
+from replicax.foundation.types import Tree
 from replicax.input.dataset import elements
 from replicax.input.dataset.elements import UserFunction
 from replicax.input.dataset.options import Options
@@ -357,7 +358,7 @@ def concatenate(plans: Sequence[Plan]) -> Plan:
     return _joined("concatenate", plans, build, is_indexed, cardinality)
 
 
-def zip_plans(plans: Sequence[Plan], structure: TreeDef) -> Plan:
+def zip_plans(plans: Sequence[Plan], structure: Structure) -> Plan:
     """Combines elements of several datasets in a structure."""
     known = [p.cardinality for p in plans]
     finite = [count for count in known if count >= 0]

@@ -25,11 +25,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
-from replicax.foundation import durable_files, errors, exclusive_files, lazy
-from replicax.foundation.types import Tree, TreeDef
+from replicax.foundation import durable_files, errors, exclusive_files, lazy, ordered_trees
+from replicax.foundation.ordered_trees import Structure
+from replicax.foundation.types import Tree
 from replicax.tracing.signature import TensorSpec
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Writer:
         self._shards: dict[int, tuple[Path, Any]] = {}
         self._counts: dict[int, int] = {}
         self._shapes: list[tuple[int | None, ...] | None] | None = None
-        self._structure: TreeDef = jax.tree.structure(None)
+        self._structure: Structure = ordered_trees.structure(None)
         self._dtypes: list[np.dtype] = []
         try:
             self._remove_unnamed()
@@ -127,13 +127,13 @@ class Writer:
         """Sets the spec of elements; sizes that differ between elements become unknown."""
         # Raises for what cannot be stored, before anything is written.
         encode_spec(spec)
-        leaves, self._structure = jax.tree.flatten(spec)
+        leaves, self._structure = ordered_trees.flatten(spec)
         self._shapes = [leaf.shape for leaf in leaves]
         self._dtypes = [leaf.dtype for leaf in leaves]
 
     def write(self, element: Tree, shard: int) -> None:
         """Adds an element to a shard."""
-        leaves, structure = jax.tree.flatten(element)
+        leaves, structure = ordered_trees.flatten(element)
         assert self._shapes is not None
         if structure != self._structure:
             raise errors.StructureError(
@@ -165,7 +165,7 @@ class Writer:
         if self._shapes is not None:
             pairs = zip(self._shapes, self._dtypes, strict=True)
             found = [TensorSpec(shape, dtype) for shape, dtype in pairs]
-            spec = encode_spec(jax.tree.unflatten(self._structure, found))
+            spec = encode_spec(ordered_trees.unflatten(self._structure, found))
         document = {"format": _FORMAT, "version": _VERSION, "spec": spec}
         document |= {"shards": shards, "facts": facts}
         new = self._data / _MANIFEST
@@ -241,7 +241,7 @@ def decode(record: bytes) -> list[object]:
 def digest(element: Tree) -> str:
     """Returns the SHA-256 of the content of an element."""
     found = hashlib.sha256()
-    for leaf in jax.tree.leaves(element):
+    for leaf in ordered_trees.leaves(element):
         facts, data = _encode_leaf(leaf)
         found.update(json.dumps(facts).encode("ascii"))
         found.update(data)

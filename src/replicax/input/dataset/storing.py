@@ -10,9 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jax
-
-from replicax.foundation import errors, exclusive_files
+from replicax.foundation import errors, exclusive_files, ordered_trees
 from replicax.foundation.types import Tree
 from replicax.input.dataset import steps, stored_format
 from replicax.input.dataset.elements import UserFunction
@@ -171,7 +169,7 @@ def _loaded(
 ) -> Dataset:
     """Returns the dataset that a manifest describes."""
     facts = {fact: found.facts[fact] for fact in _FACTS}
-    structure = jax.tree.structure(found.spec)
+    structure = ordered_trees.structure(found.spec)
 
     def plan_of(file: str, count: int) -> Plan:
         def make() -> MapNode:

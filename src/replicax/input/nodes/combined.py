@@ -11,11 +11,11 @@ import collections
 from collections.abc import Callable, Sequence
 
 import grain
-import jax
 import numpy as np
 
-from replicax.foundation import errors
-from replicax.foundation.types import Tree, TreeDef
+from replicax.foundation import errors, ordered_trees
+from replicax.foundation.ordered_trees import Structure
+from replicax.foundation.types import Tree
 from replicax.input.dataset import elements
 from replicax.input.nodes.streams import Iterator, OpenIterator, Replayed, State, Step
 
@@ -334,7 +334,7 @@ class Rebatched(grain.DatasetIterator[Tree]):
         self._turn = 0
         self._is_over = False
         self._leaves: list[np.ndarray] = []
-        self._structure: TreeDef | None = None
+        self._structure: Structure | None = None
         self._row = self._num_rows = 0
         self._before: State = {}
 
@@ -355,7 +355,7 @@ class Rebatched(grain.DatasetIterator[Tree]):
         self._turn = (self._turn + 1) % len(self._sizes)
         columns = zip(*parts, strict=True)
         leaves = [c[0] if len(c) == 1 else np.concatenate(c) for c in columns]
-        return jax.tree.unflatten(self._structure, leaves)
+        return ordered_trees.unflatten(self._structure, leaves)
 
     def _has_rows(self) -> bool:
         """Reads until the current batch has a row left; returns False at the end."""
@@ -370,7 +370,7 @@ class Rebatched(grain.DatasetIterator[Tree]):
         return True
 
     def _start_batch(self, element: Tree, before: State) -> None:
-        self._leaves, self._structure = jax.tree.flatten(element)
+        self._leaves, self._structure = ordered_trees.flatten(element)
         sizes = {np.shape(leaf)[:1] for leaf in self._leaves}
         if len(sizes) != 1 or () in sizes:
             raise errors.InvalidArgumentError(

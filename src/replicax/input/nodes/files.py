@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import IO, Protocol
 
 import grain
-import jax
 
-from replicax.foundation import errors
-from replicax.foundation.types import Tree, TreeDef
+from replicax.foundation import errors, ordered_trees
+from replicax.foundation.ordered_trees import Structure
+from replicax.foundation.types import Tree
 from replicax.input.dataset import stored_format
 from replicax.input.nodes.indexed import Indexed
 from replicax.input.nodes.streams import Iterator, OpenIterator, State, read
@@ -126,7 +126,7 @@ class ArrayRecords(Indexed):
 class StoredElements(ArrayRecords):
     """The elements of one shard of a stored dataset, with random access."""
 
-    def __init__(self, path: str, count: int, structure: TreeDef) -> None:
+    def __init__(self, path: str, count: int, structure: Structure) -> None:
         self._path, self._structure = path, structure
         try:
             super().__init__(path)
@@ -140,7 +140,7 @@ class StoredElements(ArrayRecords):
             leaves = stored_format.decode(super().element(index))
         except (OSError, RuntimeError, ValueError) as error:
             raise self._damaged(str(error)) from error
-        return jax.tree.unflatten(self._structure, leaves)
+        return ordered_trees.unflatten(self._structure, leaves)
 
     def _damaged(self, found: str) -> errors.DataLossError:
         return errors.DataLossError(

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import grain
-import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from replicax.foundation.types import Tree, TreeDef
+from replicax.foundation import ordered_trees
+from replicax.foundation.ordered_trees import Structure
+from replicax.foundation.types import Tree
 from replicax.input.dataset import elements
 
 Indices: TypeAlias = range | np.ndarray
@@ -61,7 +62,7 @@ class Rows(Indexed):
 
     def __init__(self, arrays: Tree) -> None:
         super().__init__()
-        self._leaves, self._structure = jax.tree.flatten(arrays)
+        self._leaves, self._structure = ordered_trees.flatten(arrays)
         self._length = len(self._leaves[0])
 
     def element(self, index: int) -> Tree:
@@ -70,17 +71,17 @@ class Rows(Indexed):
         leaves = [
             leaf[row] if leaf.dtype == object else np.array(leaf[row]) for leaf in self._leaves
         ]
-        return jax.tree.unflatten(self._structure, leaves)
+        return ordered_trees.unflatten(self._structure, leaves)
 
     def rows(self, indices: Indices) -> Tree:
         if isinstance(indices, range):
             if indices.start >= 0 and indices.stop <= self._length:
                 leaves = [leaf[_as_slice(indices)].copy() for leaf in self._leaves]
-                return jax.tree.unflatten(self._structure, leaves)
+                return ordered_trees.unflatten(self._structure, leaves)
             indices = _as_array(indices)
         chosen = indices % self._length
         leaves = [leaf.take(chosen, axis=0) for leaf in self._leaves]
-        return jax.tree.unflatten(self._structure, leaves)
+        return ordered_trees.unflatten(self._structure, leaves)
 
 
 class Counting(Indexed):
@@ -221,7 +222,7 @@ class Concatenated(Indexed):
 class Zipped(Indexed):
     """Tuples of elements of several datasets, up to the end of the shortest."""
 
-    def __init__(self, parents: Sequence[Node], structure: TreeDef) -> None:
+    def __init__(self, parents: Sequence[Node], structure: Structure) -> None:
         super().__init__(parents)
         self._structure = structure
         self._length = min(len(p) for p in parents)
@@ -229,12 +230,12 @@ class Zipped(Indexed):
     def element(self, index: int) -> Tree:
         pass_number, within = divmod(index, self._length)
         found = [p[pass_number * len(p) + within] for p in self._parents]
-        return jax.tree.unflatten(self._structure, found)
+        return ordered_trees.unflatten(self._structure, found)
 
     def rows(self, indices: Indices) -> Tree:
         if not isinstance(indices, range) or indices.stop > self._length:
             return super().rows(indices)
-        return jax.tree.unflatten(self._structure, [gather(p, indices) for p in self._parents])
+        return ordered_trees.unflatten(self._structure, [gather(p, indices) for p in self._parents])
 
 
 class Numbered(Indexed):

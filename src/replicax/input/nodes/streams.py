@@ -10,10 +10,11 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import grain
-import jax
 import numpy as np
 
-from replicax.foundation.types import Tree, TreeDef
+from replicax.foundation import ordered_trees
+from replicax.foundation.ordered_trees import Structure
+from replicax.foundation.types import Tree
 from replicax.input.dataset import stored_format
 from replicax.input.nodes.indexed import Indexed
 
@@ -257,12 +258,12 @@ class Numbered(Step):
 class Zipped(Step):
     """Tuples of elements of several streams, up to the end of the shortest."""
 
-    def __init__(self, parents: Sequence[Iterator], structure: TreeDef) -> None:
+    def __init__(self, parents: Sequence[Iterator], structure: Structure) -> None:
         super().__init__(parents)
         self._structure = structure
 
     def __next__(self) -> Tree:
-        return jax.tree.unflatten(self._structure, [next(p) for p in self._parents])
+        return ordered_trees.unflatten(self._structure, [next(p) for p in self._parents])
 
 
 class Scanned(Step):
@@ -279,13 +280,13 @@ class Scanned(Step):
         return element
 
     def get_state(self) -> State:
-        leaves = jax.tree.leaves(self._carried)
+        leaves = ordered_trees.leaves(self._carried)
         return {"carried": stored_format.as_text(leaves), **super().get_state()}
 
     def set_state(self, state: State) -> None:
         super().set_state(state)
         leaves = stored_format.from_text(state["carried"])
-        self._carried = jax.tree.unflatten(jax.tree.structure(self._carried), leaves)
+        self._carried = ordered_trees.unflatten(ordered_trees.structure(self._carried), leaves)
 
 
 class Shuffled(Replayed):

@@ -6,11 +6,10 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 from typing_extensions import override
 
-from replicax.foundation import errors
+from replicax.foundation import errors, ordered_trees
 from replicax.input.dataset import dataset as rx_dataset
 from replicax.input.dataset.plan import AUTOTUNE, Plan
 from replicax.input.dataset.reading import DatasetIterator
@@ -115,7 +114,7 @@ class Dataset(rx_dataset.Dataset):
     def element_spec(self) -> Any:
         """The structure of elements, with a `tf.TensorSpec` per tensor; reads the first one."""
         found = plain(self).element_spec if self._find_spec is None else self._find_spec()
-        return jax.tree.map(
+        return ordered_trees.map(
             lambda spec: TensorSpec.of(spec), found, is_leaf=lambda x: hasattr(x, "dtype")
         )
 
@@ -235,7 +234,7 @@ class Dataset(rx_dataset.Dataset):
         is_dataset = lambda part: isinstance(part, rx_dataset.Dataset)  # noqa: E731
         made = Dataset(rx_dataset.Dataset.zip(*given, name=name)._plan)
         return made._with_spec(
-            lambda: jax.tree.map(lambda part: part.element_spec, structure, is_leaf=is_dataset)
+            lambda: ordered_trees.map(lambda part: part.element_spec, structure, is_leaf=is_dataset)
         )
 
     @staticmethod

@@ -107,7 +107,9 @@ def _sparse(indices: np.ndarray, values: np.ndarray, shape: tuple[int, ...]) -> 
 
 
 def _wrapped(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: _as_tensor(value) for name, value in found.items()}
+    # In the order of TensorFlow: programs put `values()` into a row.
+    names = sorted(found, key=lambda name: (not isinstance(found[name], SparseTensor), name))
+    return {name: _as_tensor(found[name]) for name in names}
 
 
 def _as_tensor(value: Value) -> Any:
