@@ -527,3 +527,59 @@ def test_a_variable_may_be_the_result_of_a_metric_or_of_a_step() -> None:
     model = Counting([tf.keras.layers.Dense(1)])
     model.compile("sgd")
     assert model.fit(x, x[:, :1], 4, verbose=0).history["steps"] == [2]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("choose", ["cond", "switch_case"])
+def test_branches_of_a_step_assign_variables(replicas: int, choose: str) -> None:
+    """Gradient accumulation as programs write it: an update every second step."""
+
+    class Accumulating(tf.keras.Sequential):
+        def prepare(self) -> None:
+            self.steps = tf.Variable(0, trainable=False)
+            self.sums = [
+                tf.Variable(tf.zeros_like(v), trainable=False) for v in self.trainable_variables
+            ]
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            self.steps.assign_add(1)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            for total, g in zip(
+                self.sums, tape.gradient(loss, self.trainable_variables), strict=True
+            ):
+                total.assign_add(g)
+            is_due = tf.equal(self.steps, 2)
+            if choose == "cond":
+                tf.cond(is_due, self.update, lambda: None)
+            else:
+                tf.switch_case(tf.cast(is_due, tf.int32), [lambda: None, self.update])
+            return {"own_loss": loss}
+
+        def update(self) -> None:
+            self.optimizer.apply_gradients(zip(self.sums, self.trainable_variables, strict=True))
+            self.steps.assign(0)
+            for total in self.sums:
+                total.assign(tf.zeros_like(total))
+
+    names = ["CPU:0", "CPU:1"][:replicas]
+    with tf.distribute.MirroredStrategy(names).scope():
+        model = Accumulating([tf.keras.layers.Dense(1, kernel_initializer="ones")])
+        model.build((None, 2))
+        model.prepare()
+        model.compile(tf.keras.optimizers.SGD(0.1))
+    x = np.float32([[1.0, 0.0], [0.0, 2.0]] * 3)
+    y = np.zeros((6, 1), np.float32)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
+    losses = model.fit(dataset, verbose=0).history["own_loss"]
+    # Two steps with the first weights, then one with the new ones; the third is not applied.
+    kernel = np.float32([[1.0], [1.0]])
+    first = x[:2] @ kernel
+    gradient = 2 * 2 * x[:2].T @ first / 2
+    bias = 2 * 2 * first.mean()
+    kernel = kernel - 0.1 * gradient
+    np.testing.assert_allclose(model.trainable_variables[0], kernel, 1e-5)
+    np.testing.assert_allclose(model.trainable_variables[1], [-0.1 * bias], 1e-5)
+    assert int(model.steps) == 1
+    assert losses == pytest.approx([np.mean((x[:2] @ kernel - 0.1 * bias) ** 2)], 1e-4)

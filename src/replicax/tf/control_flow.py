@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.foundation import errors, jax_compat
+from replicax.foundation import errors, jax_compat, lazy
 from replicax.tf import carries, dispatch, tape_recording, tape_regions
 from replicax.tf.arguments import DTypeLike, Ignored, Value
 from replicax.tf.dispatch import array_dtype, on_host, op, raw_tree, wrap_tree, xp
 from replicax.tf.tensor import Tensor, raw
 from replicax.tf.tensor_array import TensorArray
 from replicax.tracing import control_flow as rx_control_flow
+
+# Imports Keras.
+_keras_scopes = lazy.module("replicax.tf.tape_keras_scopes")
 
 __all__ = [
     "TensorArray",
@@ -77,9 +80,18 @@ def cond(
 
     def run() -> Any:
         is_true = jnp.asarray(raw(pred)).astype(bool)
-        return rx_control_flow.cond(is_true, _plain(true_fn), _plain(false_fn))
+        return _chosen(
+            lambda fns: rx_control_flow.cond(is_true, *fns), [_plain(true_fn), _plain(false_fn)]
+        )
 
     return _recorded(run, pred)
+
+
+def _chosen(choice: Callable[[Any], Any], fns: list[Callable[[], Any]]) -> Any:
+    """Returns what a choice between functions returns; they may assign variables of Keras."""
+    if not tape_recording.is_keras_loaded():
+        return choice(fns)
+    return _keras_scopes.choose(choice, fns)
 
 
 def _require_scalar(what: str, array: Value) -> None:
@@ -168,9 +180,8 @@ def switch_case(
     def run() -> Any:
         index = jnp.asarray(raw(branch_index))
         inside = (index >= 0) & (index < len(fns) - 1)
-        return rx_control_flow.switch(
-            jnp.where(inside, index, len(fns) - 1), [_plain(fn) for fn in fns]
-        )
+        number = jnp.where(inside, index, len(fns) - 1)
+        return _chosen(lambda fns: rx_control_flow.switch(number, fns), list(map(_plain, fns)))
 
     return _recorded(run, branch_index)
 

@@ -1,17 +1,21 @@
-"""Values of Keras variables while the body of a region runs; imports Keras."""
+"""Values of Keras variables while the body of a region or a branch runs; imports Keras."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import keras
 from typing_extensions import override
 
+from replicax.contexts import frames
 from replicax.keras.internals import placeholder
 from replicax.keras.variables import DistributedVariable, adopt, default_strategy, is_compiled
 from replicax.tf import tape_keras_internals
 from replicax.tf.arguments import Value, VariableLike
 from replicax.tf.tape_recording import Region
+from replicax.tracing.gradients import GradientOverlay
 
 
 def adopt_if_compiled(variable: VariableLike) -> bool:
@@ -75,3 +79,69 @@ class RegionScope(keras.StatelessScope):
     def new_values(self) -> list[Any]:
         """Returns the new values of the assigned variables."""
         return [self.state_mapping[id(variable)] for variable in self.assigned]
+
+
+class _BranchScope(keras.StatelessScope):
+    """Keeps what a branch assigns to variables of Keras apart from the step around it."""
+
+    def __init__(self, around: keras.StatelessScope) -> None:
+        super().__init__(initialize_variables=False)
+        self._around = around
+        self.assigned: dict[int, Any] = {}
+
+    @override
+    def get_current_value(self, variable: VariableLike) -> Any:
+        found = self.state_mapping.get(id(variable))
+        return self._around.get_current_value(variable) if found is None else found
+
+    @override
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        self.assigned[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+def choose(
+    choice: Callable[[Sequence[Callable[[], Any]]], Any], branches: Sequence[Callable[[], Any]]
+) -> Any:
+    """Makes a choice between branches, which may assign variables in a step of Keras.
+
+    Args:
+      choice: Is given the branches, of which it traces all, and returns the result of one.
+      branches: Functions without arguments.
+    """
+    around = tape_keras_internals.stateless_scope()
+    if around is None:
+        return choice(branches)
+    assigned: dict[int, Any] = {}
+    for branch in branches:
+        assigned |= _assigned_by(branch, around)
+    variables = list(assigned.values())
+
+    def with_values(branch: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> tuple[Any, list[Any]]:
+            with _BranchScope(around):
+                return branch(), [jax.numpy.asarray(variable.value) for variable in variables]
+
+        return call
+
+    result, values = choice(list(map(with_values, branches)))
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+    return result
+
+
+def _assigned_by(branch: Callable[[], Any], around: keras.StatelessScope) -> dict[int, Any]:
+    """Returns the variables that a branch assigns; its other effects are dropped."""
+    frame = frames.current()
+    overlay = GradientOverlay(frame)
+
+    def trace() -> None:
+        branch()
+
+    with (
+        overlay.opened(),
+        frames.pushed(frame.with_overlay(overlay)),
+        _BranchScope(around) as scope,
+    ):
+        jax.eval_shape(trace)
+    return scope.assigned
