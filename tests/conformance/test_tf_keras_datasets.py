@@ -136,8 +136,11 @@ def test_normalization_adapts_to_tensors_and_datasets(data: Any) -> None:
     layer = tf.keras.layers.Normalization()
     layer.adapt(data())
     # Recorded from TensorFlow 2.21.
-    np.testing.assert_allclose(layer.mean, [[3.0, 5.0]], 1e-6)
-    np.testing.assert_allclose(layer.variance, [[2.6667, 8.6667]], 1e-4)
+    np.testing.assert_allclose(layer.mean.numpy(), [[3.0, 5.0]], 1e-6)
+    np.testing.assert_allclose(layer.variance.numpy(), [[2.6667, 8.6667]], 1e-4)
+    model = tf.keras.Sequential([layer, tf.keras.layers.Dense(1, kernel_initializer="ones")])
+    found = model.predict(ROWS, verbose=0)
+    np.testing.assert_allclose(found[:, 0], layer(ROWS).numpy().sum(axis=1), 1e-5)
 
 
 def test_discretization_adapts_to_a_dataset() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -65,6 +66,8 @@ def install(replace: Replace) -> None:
     replace(keras.layers.Layer, "add_update", lambda _: _add_update)
     replace(keras.layers.Layer, "add_metric", lambda _: _add_metric)
     replace(keras.layers.Layer, "get_updates_for", lambda _: _no_updates)
+    for name in ("mean", "variance"):
+        replace(keras.layers.Normalization, name, lambda _, name=name: _tensor_attribute(name))
     replace(internals.Tracker, "track", _track)
     replace(keras.Metric, "reset_states", lambda _: _reset_states)
     replace(keras.Metric, "__init_subclass__", _noting_resets)
@@ -225,6 +228,22 @@ def _keras_variable(variable: Variable) -> Any:
             name=(variable.name or "variable").removesuffix(":0").replace("/", "_"),
         )
     return found
+
+
+def _tensor_attribute(name: str) -> Any:
+    """Returns a property that gives programs a tensor, and Keras the array that it has stored."""
+
+    def get(self: Any) -> Any:
+        if name not in self.__dict__:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
+        value = self.__dict__[name]
+        is_keras = sys._getframe(1).f_globals.get("__name__", "").startswith("keras.")
+        return value if is_keras else wrap_tree(value)
+
+    def store(self: Any, value: Value) -> None:
+        self.__dict__[name] = value
+
+    return property(get, store)
 
 
 # Metrics and losses.
