@@ -319,6 +319,29 @@ def test_a_reader_that_leaves_does_not_end_the_job(tmp_path: Path) -> None:
     assert (tmp_path / "finished").exists()
 
 
+def test_a_child_that_has_left_its_task_and_prints_for_ever_does_not_hold_the_job(
+    tmp_path: Path,
+) -> None:
+    text = """
+        child = subprocess.Popen(["yes"], start_new_session=True)
+        (here / "child").write_text(str(child.pid))
+        time.sleep(0.2)
+    """
+    done = run(tmp_path, "--show", "none", script(tmp_path, text))
+    assert done.returncode == 0
+    # No one reads what it prints any more.
+    child = int((tmp_path / "child").read_text())
+    assert becomes(lambda: has_ended(child), seconds=5)
+
+
+def test_output_in_another_encoding_than_that_of_the_terminal_is_shown(tmp_path: Path) -> None:
+    program = script(tmp_path, 'sys.stdout.buffer.write("é ✓\\n".encode()); print("done")')
+    done = run(tmp_path, program, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert "worker 0 | \\xe9 \\u2713\n" in done.stdout
+    assert "worker 0 | done\n" in done.stdout and "finished" in done.stdout
+
+
 def test_children_of_a_task_that_crashed_end_with_it(tmp_path: Path) -> None:
     text = 'print("child", subprocess.Popen(["sleep", "100"]).pid, flush=True); sys.exit(3)'
     done = run(tmp_path, script(tmp_path, text))

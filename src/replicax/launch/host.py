@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import selectors
 import signal
@@ -353,6 +354,17 @@ class LocalHost:
         self._close_output(running)
         return False
 
+    def _read_rest(self, running: _Running) -> None:
+        """Takes what a process has printed before it ended.
+
+        Another process that has left the group may hold the pipe, and print for ever.
+        """
+        most_pieces = 1 + _pipe_bytes(running.output) // _READ_BYTES
+        for _ in range(most_pieces):
+            if running.output < 0 or not self._read(running):
+                break
+        self._close_output(running)
+
     def _close_output(self, running: _Running) -> None:
         if running.output >= 0:
             self._selector.unregister(running.output)
@@ -374,11 +386,7 @@ class LocalHost:
             if running.exit_fd is not None:
                 self._selector.unregister(running.exit_fd)
                 os.close(running.exit_fd)
-            while running.output >= 0 and self._read(running):
-                pass
-            if running.output >= 0:
-                # Another process holds it, which has left the group.
-                self._close_output(running)
+            self._read_rest(running)
             with self._lock:
                 if self._running.get(running.start.task) is running:
                     del self._running[running.start.task]
@@ -396,3 +404,12 @@ class LocalHost:
                 text = f"[stopped for {STOPPED_S:g} s: killed by its launcher]\n"
                 self._on_output(running.start.task, text.encode())
                 running.send(signal.SIGKILL)
+
+
+def _pipe_bytes(descriptor: int) -> int:
+    """Returns the most bytes that wait in a pipe; 0 if it is closed."""
+    if descriptor < 0:
+        return 0
+    if not hasattr(fcntl, "F_GETPIPE_SZ"):
+        return _READ_BYTES
+    return fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
