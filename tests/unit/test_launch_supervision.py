@@ -302,6 +302,21 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - begun_s < 2
 
 
+def test_an_interrupt_while_tasks_stop_after_a_failure_kills_at_once(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, JobSpec(PROGRAM, workers=1, ps=1, stop_s=60))
+    desk.host.ignored = (signal.SIGCONT, signal.SIGTERM)
+    desk.host.on_start = lambda start: desk.host.exit(CHIEF, 3) if start.job == "ps" else None
+
+    def on_say(text: str) -> None:
+        if "It printed last" in text:
+            desk.events.put(Signalled(signal.SIGINT))
+
+    desk.on_say = on_say
+    begun_s = time.monotonic()
+    assert desk.run() == 3
+    assert time.monotonic() - begun_s < 10
+
+
 def test_a_program_that_saves_when_it_is_stopped_gives_the_code_for_that(tmp_path: Path) -> None:
     desk = Desk(tmp_path, JobSpec(PROGRAM, workers=1))
     desk.host.ignored = (signal.SIGCONT, signal.SIGTERM)

@@ -517,6 +517,8 @@ class Supervisor:
         """Stops all tasks in order: who coordinates, then workers, then servers."""
         self._is_stopping = True
         begun_s = time.monotonic()
+        # A further one kills: the second, or the first while the tasks stop for another reason.
+        num_signals = min(len(self._signals), 1)
         phases: tuple[tuple[str, ...], ...] = (("chief", "evaluator"), ("worker",), ("ps",))
         if self._job.is_sync:
             phases = (("worker", "evaluator"),)
@@ -530,7 +532,7 @@ class Supervisor:
                 self._tasks[task].host.send(task, signal.SIGCONT)
             deadline = begun_s + share * self._job.stop_s
             while any(self._tasks[task].is_running for task in here):
-                if len(self._signals) > 1 or time.monotonic() >= deadline:
+                if len(self._signals) > num_signals or time.monotonic() >= deadline:
                     break
                 self._pump(deadline)
             self._kill([task for task in here if self._tasks[task].is_running])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import queue
 import sys
@@ -67,6 +68,9 @@ class Terminal:
         self._status = status
         self._shows = shows
         self._stream = sys.stdout if stream is None else stream
+        if isinstance(self._stream, io.TextIOWrapper):
+            # Programs print what the encoding of this terminal may not have.
+            self._stream.reconfigure(errors="backslashreplace")
         self._width = max(len(name) for name in (_OWN, *map(label, tasks)))
         self._colours = {task: _COLOURS[i % len(_COLOURS)] for i, task in enumerate(tasks)}
         self._waiting: queue.Queue[_Line | None] = queue.Queue(_MOST_WAITING)
