@@ -246,6 +246,24 @@ def test_a_linen_model_with_batch_norm_and_dropout(strategy: Any, is_compiled: b
     np.testing.assert_allclose(mean, np.mean(means, axis=0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_a_model_that_is_called_for_all_replicas_draws_as_the_first(
+    strategy: Any, library: str
+) -> None:
+    """As after training, in the scope, to look at an answer."""
+
+    def make() -> Any:
+        if library == "nnx":
+            return rx.models.from_nnx(Net(nnx.Rngs(0)))
+        net = LinenNet()
+        return rx.models.from_linen(net, net.init(jax.random.key(0), X, False), {"dropout": 5})
+
+    expected = make()(X)
+    with strategy.scope():
+        model = make()
+        np.testing.assert_allclose(model(X), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_an_equinox_model_with_batch_norm(strategy: Any, is_compiled: bool) -> None:
     n = strategy.num_replicas_in_sync
     net, state = eqx.nn.make_with_state(EquinoxNet)(jax.random.key(0))

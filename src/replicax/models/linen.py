@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import jax
+
 from replicax.foundation import errors, lazy
 from replicax.foundation.types import Tree
 from replicax.models.state import StateVariables, flatten, unflatten
 from replicax.training.random_keys import Generator
+from replicax.values.distributed_values import PerReplica
 from replicax.variables.module import Module
 
 if TYPE_CHECKING:
@@ -54,7 +57,7 @@ class LinenModel(Module):
         before = self._state.read()
         collections = unflatten(before)
         changing = [name for name in collections if name != _PARAMETERS]
-        keys = {name: stream.key() for name, stream in self.rngs.items()}
+        keys = {name: _one_key(stream) for name, stream in self.rngs.items()}
         if not changing:
             return self._module.apply(collections, *args, rngs=keys, **kwargs)
         result, changed = self._module.apply(
@@ -62,6 +65,12 @@ class LinenModel(Module):
         )
         self._state.store(before, {**before, **dict(flatten(changed))})
         return result
+
+
+def _one_key(stream: Generator) -> jax.Array:
+    key = stream.key()
+    # Code that acts for all replicas draws what the first of them would.
+    return key.values[0] if isinstance(key, PerReplica) else key
 
 
 def from_linen(
