@@ -43,5 +43,8 @@ def test_strategies_of_one_machine_compute_the_same(tmp_path: Path) -> None:
 
 
 def test_it_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    run(tmp_path, "--epochs", "1")
-    assert len(run(tmp_path, "--epochs", "3")) == 2
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    stopped.mkdir()
+    whole.mkdir()
+    first = run(stopped, "--epochs", "1")
+    assert first + run(stopped, "--epochs", "2") == run(whole, "--epochs", "2")

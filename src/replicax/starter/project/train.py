@@ -103,9 +103,9 @@ class Training:
 
         self.step, self.step_on_worker = step, step_on_worker
 
-    def checkpoint_manager(self) -> rx.train.CheckpointManager:
+    def checkpoint_manager(self, **others: object) -> rx.train.CheckpointManager:
         """Returns what saves to the directory of the config, and restores from it."""
-        checkpoint = rx.train.Checkpoint(model=self.model, optimizer=self.optimizer)
+        checkpoint = rx.train.Checkpoint(model=self.model, optimizer=self.optimizer, **others)
         return rx.train.CheckpointManager(checkpoint, self.config.checkpoints, max_to_keep=2)
 
     def first_epoch(self) -> int:
@@ -129,7 +129,8 @@ def train(strategy: rx.Strategy, config: Config) -> float:
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
     points, labels = make_points(seed=1, count=1000)
     accuracy = 0.0
-    with training.checkpoint_manager() as manager:
+    # With the position of the data, so that a run that was stopped goes on with the next batch.
+    with training.checkpoint_manager(iterator=iterator) as manager:
         manager.restore_or_initialize()
         for epoch in range(training.first_epoch(), config.epochs):
             loss = 0.0
