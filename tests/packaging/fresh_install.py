@@ -39,9 +39,10 @@ class Failed(Exception):
 class FreshInstall:
     """A virtual environment with the wheel, and what was done with it."""
 
-    def __init__(self, directory: Path, python: str) -> None:
+    def __init__(self, directory: Path, python: str, timeout: float) -> None:
         self._directory = directory
         self._python = python
+        self._timeout = timeout
         self._bin = directory / "venv" / "bin"
         # New in each run: it has nothing of the last one.
         self._home = Path(tempfile.mkdtemp(prefix="home-", dir=directory))
@@ -100,12 +101,12 @@ class FreshInstall:
 
     def python_code(self, title: str, code: str) -> str:
         """Runs code in the environment."""
-        return self.run(title, self._bin / "python", "-c", code, timeout=RUN_TIMEOUT)
+        return self.run(title, self._bin / "python", "-c", code, timeout=self._timeout)
 
     def replicax(self, *arguments: str, cwd: Path | None = None) -> str:
         """Runs a command of replicax in the environment."""
         title = f"replicax {' '.join(arguments)}"
-        return self.run(title, self._bin / "replicax", *arguments, cwd=cwd, timeout=RUN_TIMEOUT)
+        return self.run(title, self._bin / "replicax", *arguments, cwd=cwd, timeout=self._timeout)
 
     def check(self) -> None:
         """Uses everything."""
@@ -116,7 +117,7 @@ class FreshInstall:
             path = self._home / f"readme_{number}.py"
             path.write_text(program)
             title = f"program {number + 1} of the README, line {line_of(program)}"
-            self.run(title, self._bin / "python", path, timeout=RUN_TIMEOUT)
+            self.run(title, self._bin / "python", path, timeout=self._timeout)
         output = self.replicax("demo")
         for line in re.findall(r".*(?:counted|opened on|model\.fit).*", output):
             print(f"{'':16}{line}")
@@ -127,9 +128,9 @@ class FreshInstall:
         self.replicax("new", "project")
         project = self._home / "project"
         self.run("python train.py", self._bin / "python", "train.py", cwd=project,
-                 timeout=RUN_TIMEOUT)  # fmt: skip
+                 timeout=self._timeout)  # fmt: skip
         tested = self.run("pytest of the project", self._bin / "python", "-m", "pytest", "-q",
-                          cwd=project, timeout=RUN_TIMEOUT)  # fmt: skip
+                          cwd=project, timeout=self._timeout)  # fmt: skip
         print(f"{'':16}{tested.strip().splitlines()[-1]}")
 
 
@@ -174,6 +175,8 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="the interpreter to install into")
     parser.add_argument("--versions", choices=("newest", "lowest"), default="newest")
     parser.add_argument("--directory", type=Path, help="where to keep the environment")
+    parser.add_argument("--timeout", type=float, default=RUN_TIMEOUT, metavar="SECONDS",
+                        help="how long each program may run; more on a busy machine")  # fmt: skip
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="replicax-fresh-") as temporary:
         directory = (options.directory or Path(temporary)).resolve()
@@ -181,7 +184,7 @@ def main() -> int:
         if directory.is_relative_to(ROOT):
             parser.error("The environment must be outside of the clone.")
         try:
-            install = FreshInstall(directory, options.python)
+            install = FreshInstall(directory, options.python, options.timeout)
             install.install(build(Path(temporary)), options.versions)
             install.check()
         except (Failed, subprocess.TimeoutExpired) as failure:
