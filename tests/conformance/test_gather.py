@@ -87,7 +87,8 @@ def test_s74_scalars_are_refused(strategy: Any, cross: Any) -> None:
         cross(strategy, lambda s, x: s.gather(x, axis=0), x)
 
 
-@pytest.mark.strategies("one_device", "mirrored_2", "virtual_2")
+@pytest.mark.every_strategy
+@pytest.mark.strategies("default", "one_device", "mirrored_2", "virtual_2")
 def test_s75_replica_context_is_refused(strategy: Any, run: Any) -> None:
     with refused(RuntimeError, "all_gather"):
         run(strategy, lambda: strategy.gather(jnp.ones(2), axis=0))

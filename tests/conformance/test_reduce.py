@@ -380,7 +380,7 @@ def test_s13_reduce_needs_no_scope_and_leaves_none(strategy: Any) -> None:
 
 
 @pytest.mark.every_strategy
-@pytest.mark.strategies("one_device", "mirrored_2", "virtual_2", "central_2")
+@pytest.mark.strategies("default", "one_device", "mirrored_2", "virtual_2", "central_2")
 def test_s17_replica_context_is_refused(strategy: Any, run: Any) -> None:
     calls = [
         lambda: strategy.reduce("SUM", 1.0, axis=None),

@@ -776,7 +776,8 @@ def test_python_use_of_the_traced_replica_id_is_explained(strategy: Any) -> None
 # Nested runs.
 
 
-@pytest.mark.strategies("one_device", *SEVERAL)
+@pytest.mark.strategies("default", "one_device", *SEVERAL)
+@pytest.mark.every_strategy
 def test_t8_run_inside_run_is_refused(strategy: Any, run: Any) -> None:
     def fn() -> Any:
         return strategy.run(lambda: 1)
@@ -784,6 +785,17 @@ def test_t8_run_inside_run_is_refused(strategy: Any, run: Any) -> None:
     with pytest.raises(RuntimeError, match=r"Strategy.run` needs a cross-replica context"):
         run(strategy, fn)
     assert run(strategy, lambda: 1) == 1
+
+
+@pytest.mark.strategies("default")
+def test_other_strategies_may_run_inside_a_run_of_the_default_one(strategy: Any, run: Any) -> None:
+    other = rx.OneDeviceStrategy("CPU:1")
+
+    def fn() -> Any:
+        with other.scope():
+            return other.reduce("SUM", other.run(lambda: jnp.ones(2)), axis=0)
+
+    assert run(strategy, fn) == 2.0
 
 
 @pytest.mark.strategies("mirrored_4", *KINDS)

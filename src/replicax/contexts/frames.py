@@ -164,6 +164,11 @@ class Frame:
     is_default: bool = False
     opened_at: str = ""
 
+    @property
+    def is_replica_code(self) -> bool:
+        """Whether `run` has called the code, which the default strategy's frame does not tell."""
+        return self.mode is Mode.REPLICA and self.eager_reads is not None
+
     def describe(self) -> str:
         """Describes the frame for messages."""
         name = type(self.strategy).__name__

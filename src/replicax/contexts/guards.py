@@ -7,10 +7,15 @@ from replicax.contexts.frames import Frame, Mode, Strategy
 from replicax.foundation import errors
 
 
-def require_cross_replica(api: str, instead: str = "") -> Frame:
-    """Raises unless the current code acts for all replicas; returns the frame."""
+def require_cross_replica(api: str, instead: str = "", strategy: Strategy | None = None) -> Frame:
+    """Raises unless the current code acts for all replicas; returns the frame.
+
+    Outside of every scope it acts for the replica of the default strategy and for all of any other.
+    Only in replica code that the default strategy runs, calls of that `strategy` are refused.
+    """
     frame = frames.current()
-    if frame.mode is Mode.REPLICA and not frame.is_default:
+    is_free = frame.is_default and not (frame.is_replica_code and frame.strategy is strategy)
+    if frame.mode is Mode.REPLICA and not is_free:
         todo = instead or "Call it outside `strategy.run`, or inside `merge_call`."
         raise errors.ContextError(
             f"`{api}` needs a cross-replica context", f"this is {frame.describe()}", todo

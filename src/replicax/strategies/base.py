@@ -164,7 +164,7 @@ class Strategy:
                 "rows of each replica as well.",
             )
         guards.require_cross_replica(
-            "Strategy.reduce", "Use `rx.get_replica_context().all_reduce(...)` there."
+            "Strategy.reduce", "Use `rx.get_replica_context().all_reduce(...)` there.", self
         )
         device = devices.current()
         with entered(self, "reduce"):
@@ -179,7 +179,7 @@ class Strategy:
     def gather(self, value: Tree, axis: int) -> Tree:
         """Concatenates a per-replica value along `axis`, on the current device."""
         guards.require_cross_replica(
-            "Strategy.gather", "Use `rx.get_replica_context().all_gather(...)` there."
+            "Strategy.gather", "Use `rx.get_replica_context().all_gather(...)` there.", self
         )
         with entered(self, "gather"):
             gather, device = self._extended.reductions.gather, devices.current()
@@ -193,7 +193,7 @@ class Strategy:
         self, value_fn: Callable[[ValueContext], Tree]
     ) -> Tree:
         """Makes a distributed value from one call of `value_fn` per replica."""
-        guards.require_cross_replica("experimental_distribute_values_from_function")
+        guards.require_cross_replica("experimental_distribute_values_from_function", "", self)
         return self._extended.values_from_function(value_fn)
 
     def experimental_distribute_dataset(

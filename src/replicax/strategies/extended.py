@@ -152,7 +152,7 @@ class StrategyExtended:
     def _require_own_cross_replica(self, api: str, instead: str = "") -> None:
         """Raises in replica code, and under another strategy."""
         guards.require_same_strategy(api, self.container_strategy)
-        guards.require_cross_replica(api, instead)
+        guards.require_cross_replica(api, instead, self.container_strategy)
 
     # Running.
 

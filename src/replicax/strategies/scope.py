@@ -95,7 +95,7 @@ def entered(strategy: Strategy, api: str) -> Iterator[None]:
 
 def require_scope_allowed(strategy: Strategy, api: str) -> None:
     """Raises inside replica code, and inside the scope of another strategy."""
-    guards.require_cross_replica(f"Strategy.{api}")
+    guards.require_cross_replica(f"Strategy.{api}", "", strategy)
     guards.require_same_strategy(f"{type(strategy).__name__}.{api}", strategy)
 
 
