@@ -152,3 +152,9 @@ def test_attributes_of_arrays_on_values_of_all_replicas(strategy: Any) -> None:
         assert not hasattr(loss, name)
         with pytest.raises(AttributeError, match=rf"no attribute '{name}'.*strategy\.reduce"):
             getattr(loss, name)
+
+
+def test_arguments_of_variables_that_are_misspelt() -> None:
+    for wrong, right in {"nam": "name", "per_worker_varible": "per_worker_variable"}.items():
+        with refused(TypeError, match=f"`{wrong}` was given. Did you mean `{right}`"):
+            rx.Variable(1.0, **{wrong: None})

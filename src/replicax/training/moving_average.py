@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from replicax.contexts import frames
 from replicax.foundation import errors
 from replicax.foundation.options import VariableAggregation, VariableSynchronization
+from replicax.values import printing
 from replicax.values.array_surface import as_operand
 from replicax.variables.variable import Variable
 
@@ -113,7 +114,8 @@ class ExponentialMovingAverage:
         self._shadows = {id(variable): (variable, shadow) for variable, shadow in state["_shadows"]}
 
     def __repr__(self) -> str:
-        return f"<ExponentialMovingAverage of {len(self._shadows)} variables, decay {self._decay}>"
+        variables = printing.count(len(self._shadows), "variable")
+        return f"<ExponentialMovingAverage of {variables}, decay {self._decay}>"
 
     def _checked(self, var_list: Sequence[Variable] | None) -> list[Variable]:
         if var_list is None:

@@ -98,9 +98,10 @@ def create(
         "aggregation": aggregation or VariableAggregation.NONE,
         "constraint": constraint,
     }
+    unknown = others.keys() - IgnoredArguments.__annotations__
+    _require_known(unknown, (*kwargs, "per_worker_variable"))
     if per_worker_variable:
         kwargs["per_worker_variable"] = True
-    _require_known(others.keys() - IgnoredArguments.__annotations__, kwargs)
     # The last creator is called first; each gets the one before it as `next_creator`.
     chain = (*_Bottom.installed, *_creators.get())
     variable = functools.reduce(_bind, chain, _last)(**kwargs)
