@@ -18,7 +18,7 @@ from replicax.foundation import errors
 from replicax.foundation.options import ReduceOp
 from replicax.foundation.replacements import Replace
 from replicax.keras import internals
-from replicax.keras.variables import DistributedVariable, creation
+from replicax.keras.variables import DistributedVariable, adopt, creation
 from replicax.strategies.base import Strategy
 from replicax.tracing.function import Function
 from replicax.tracing.gradients import Gradient
@@ -53,9 +53,7 @@ def _apply(original: Callable[..., None]) -> Callable[..., None]:
         if internals.in_stateless_scope() or not _are_distributed(known):
             original(self, grads, trainable_variables)
             return
-        if not self.built:
-            with creation(known[0].strategy):
-                self.build(known)
+        _join(self, known)
         indices = [i for i, gradient in enumerate(grads) if gradient is not None]
         variables, values = [known[i] for i in indices], [grads[i] for i in indices]
         frame = frames.current()
@@ -66,6 +64,16 @@ def _apply(original: Callable[..., None]) -> Callable[..., None]:
             _apply_once(self, variables, values)
 
     return apply
+
+
+def _join(optimizer: keras.optimizers.Optimizer, known: Sequence[Any]) -> None:
+    """Gives the state of an optimizer, wherever it was made, to the strategy of its variables."""
+    strategy = next(v.strategy for v in known if isinstance(v, DistributedVariable))
+    if not optimizer.built:
+        with creation(strategy):
+            optimizer.build(list(known))
+    for variable in optimizer.variables:
+        adopt(variable, strategy)
 
 
 def _scale_loss_of_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:

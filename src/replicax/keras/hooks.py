@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from replicax.contexts import frames
+from replicax.contexts.frames import Mode
 from replicax.foundation import errors
 from replicax.foundation.replacements import Replace, Replacements
 from replicax.keras import (
@@ -89,6 +90,9 @@ def _make(replace: Replace) -> None:
         replace(keras.Variable, "__init__", _refuse_backend)
         return
     replace(keras.Variable, "__init__", _variable_init)
+    replace(keras.Variable, "value", _value_of_no_scope)
+    replace(keras.Variable, "_direct_assign", _assign_of_no_scope)
+    replace(keras.Variable, "replicax_variable", lambda _: property(_twin_of_no_scope))
     replace(keras.layers.Layer, "add_weight", _add_weight)
     replace(keras.layers.Layer, "__new__", _layer_new)
     replace(internals.Trainer, "compile", _in_scope_of_model)
@@ -156,6 +160,59 @@ def _variable_init(original: Callable[..., None]) -> Callable[..., None]:
                 adopt(self, strategy)
 
     return __init__
+
+
+def _value_of_no_scope(original: property) -> property:
+    """Lets traces and replica code read the variables of no scope."""
+    read = original.fget
+    assert read is not None
+
+    @functools.wraps(read)
+    def value(self: Any) -> Any:
+        return self.value if _joins_default_strategy(self) else read(self)
+
+    return property(value)
+
+
+def _assign_of_no_scope(original: Callable[..., None]) -> Callable[..., None]:
+    """Lets traces and replica code assign the variables of no scope."""
+
+    @functools.wraps(original)
+    def _direct_assign(self: Any, value: Any) -> None:
+        if _joins_default_strategy(self):
+            self._direct_assign(value)
+        else:
+            original(self, value)
+
+    return _direct_assign
+
+
+def _joins_default_strategy(variable: Any) -> bool:
+    """Gives a variable of no scope to the default strategy, where Keras would use it wrongly.
+
+    A trace would keep its value for ever, and leave a traced one in it. In eager replica code
+    the result would be another one than in compiled replica code.
+    """
+    frame = frames.current()
+    is_replica = frame.mode is Mode.REPLICA and not frame.is_default
+    if frame.overlay is None and not is_replica:
+        return False
+    if internals.in_stateless_scope() or not _has_value_of_its_own(variable):
+        return False
+    adopt(variable, default_strategy())
+    return True
+
+
+def _twin_of_no_scope(variable: Any) -> Any:
+    """Returns the variable of replicax that has the value of a Keras variable from now on."""
+    if internals.in_stateless_scope() or not _has_value_of_its_own(variable):
+        raise AttributeError(f"{variable.name!r} is no variable of replicax.")
+    adopt(variable, default_strategy())
+    return variable.replicax_variable
+
+
+def _has_value_of_its_own(variable: Any) -> bool:
+    return type(variable) is keras.Variable and variable.__dict__.get("_value") is not None
 
 
 def _add_weight(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -279,8 +279,12 @@ def _seed_offset(state: jax.Array) -> jax.Array:
 
 
 def _is_of_one_replica(frame: Frame, strategy: Strategy) -> bool:
-    """Tells whether replica or update code of a strategy is running."""
-    return frame.strategy is strategy and frame.mode is not Mode.CROSS_REPLICA
+    """Tells whether replica or update code is running, in which twins have rules of their own.
+
+    In such code of another strategy, the twin says that the variable does not belong there.
+    """
+    is_known = frame.strategy is strategy or not frame.is_default
+    return is_known and frame.mode is not Mode.CROSS_REPLICA
 
 
 @contextlib.contextmanager
