@@ -265,7 +265,15 @@ class LoadedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Arguments of Keras models that the exported call does not have.
         kwargs.pop("training", None)
-        return _call(vars(self.loaded)["__call__"], *args, **kwargs)
+        function = vars(self.loaded).get("__call__")
+        if function is None:
+            raise errors.ArgumentTypeError(
+                "A loaded model is called if its `__call__` was saved",
+                f"{self!r} has none: functions are saved if they have an input_signature",
+                "Write `@tf.function(input_signature=[tf.TensorSpec(...)])` above `__call__`, and "
+                "save the model again.",
+            )
+        return _call(function, *args, **kwargs)
 
     def checkpoint_children(self) -> dict[str, Any]:
         """Returns the parts, for checkpoints."""
