@@ -339,8 +339,16 @@ def test_a_keras_model_continues_where_tensorflow_stopped(
     assert int(optimizer.iterations.numpy()) == 6
     assert float(np.asarray(optimizer.learning_rate)) == pytest.approx(0.05)
     assert status.pending == tuple(f"optimizer/{name}" for name in left)
-    # TensorFlow's model was not compiled: it had no metrics.
-    assert not [name for name in status.missing if "_loss_tracker" not in name]
+    # TensorFlow saves no metrics of `compile`, and does not miss them either.
+    status.assert_existing_objects_matched()
+
+
+def test_weights_that_keras_3_exported_are_read() -> None:
+    model = keras_model()
+    status = rx.train.Checkpoint(model=model).read(FILES / "export")
+    status.assert_existing_objects_matched()
+    found = np.asarray(model(X, training=False))
+    np.testing.assert_allclose(found, EXPECTED["export|predictions"], rtol=1e-5, atol=1e-6)
 
 
 def test_weights_that_keras_2_saved_alone_are_read() -> None:

@@ -583,3 +583,35 @@ def test_branches_of_a_step_assign_variables(replicas: int, choose: str) -> None
     np.testing.assert_allclose(model.trainable_variables[1], [-0.1 * bias], 1e-5)
     assert int(model.steps) == 1
     assert losses == pytest.approx([np.mean((x[:2] @ kernel - 0.1 * bias) ** 2)], 1e-4)
+
+
+def test_weights_of_another_model_are_refused_and_those_of_an_export_loaded() -> None:
+    files = Path(__file__).parent.parent / "fixtures" / "tensorflow"
+    inputs = tf.keras.Input((4,))
+    x = tf.keras.layers.BatchNormalization()(tf.keras.layers.Dense(3, "relu")(inputs))
+    model = tf.keras.Model(inputs, tf.keras.layers.Dense(2)(x))
+    model.compile("adam", "mse")
+    with pytest.raises(rx.errors.StructureError, match="needs a value"):
+        model.load_weights(str(files / "saved_model" / "variables" / "variables"))
+    model.load_weights(str(files / "export" / "variables" / "variables"))
+    with np.load(files / "expected.npz") as expected:
+        wanted = expected["export|predictions"]
+    rows = np.arange(32, dtype=np.float32).reshape(8, 4) / 8 % 1.0
+    np.testing.assert_allclose(model.predict(rows, verbose=0), wanted, 1e-5, 1e-6)
+
+
+def test_a_loaded_module_without_a_saved_call_says_what_it_needs(tmp_path: Path) -> None:
+    class Doubling(tf.Module):
+        @tf.function
+        def __call__(self, x: Any) -> Any:
+            return 2 * x
+
+        @tf.function(input_signature=[tf.TensorSpec([], tf.float32)])
+        def halved(self, x: Any) -> Any:
+            return x / 2
+
+    tf.saved_model.save(Doubling(), str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    assert float(loaded.halved(tf.constant(3.0))) == 1.5
+    with pytest.raises(TypeError, match="input_signature"):
+        loaded(tf.constant(3.0))

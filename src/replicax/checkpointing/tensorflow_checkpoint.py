@@ -158,7 +158,7 @@ class TensorFlowSource:
     """
 
     is_own_format = False
-    optional = frozenset({"save_counter"})
+    optional: frozenset[str] = frozenset({"save_counter"})
 
     def __init__(self, prefix: Path) -> None:
         self._checkpoint = TensorFlowCheckpoint(prefix)
@@ -196,7 +196,8 @@ class TensorFlowSource:
             # TensorFlow 1: variables have names, and no objects.
             found = {name: name for name in graph.slots if name in self._checkpoint}
         else:
-            found = tensorflow_objects.match(graph, theirs)
+            found, unsaved = tensorflow_objects.match(graph, theirs)
+            self.optional |= unsaved
         entries: dict[str, Entry] = {}
         for name, key in found.items():
             path = object_graph.object_path(key)

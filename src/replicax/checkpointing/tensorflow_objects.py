@@ -43,9 +43,13 @@ class _HasTensorFlowSlots(Protocol):
     def tensorflow_trained(self) -> Sequence[object]: ...
 
 
-def match(own: Graph, theirs: ObjectGraph) -> dict[str, str]:
-    """Returns the names of tensors, by the names of the slots of the program."""
-    return _Match(own, theirs).found
+def match(own: Graph, theirs: ObjectGraph) -> tuple[dict[str, str], frozenset[str]]:
+    """Returns the names of tensors, by the names of the slots of the program.
+
+    The second result has the names of the slots that TensorFlow does not save.
+    """
+    done = _Match(own, theirs)
+    return done.found, done.unsaved()
 
 
 class _Match:
@@ -63,6 +67,8 @@ class _Match:
         self._optimizers: list[tuple[_HasTensorFlowSlots, int]] = []
         # Slots by name, other objects by id.
         self._seen: set[tuple[str | int, int]] = set()
+        # The paths of objects that TensorFlow never saves.
+        self._unsaved: list[str] = []
         if not theirs.nodes:
             return
         self._walk()
@@ -84,6 +90,8 @@ class _Match:
             if path in self._own.slots:
                 self._add(path, node)
                 continue
+            unsaved = getattr(type(value), "tensorflow_unsaved", ())
+            self._unsaved += [joined(path, [name]) for name in unsaved]
             if _has_slots(value):
                 self._optimizers.append((value, node))
             names = list(self._theirs.nodes[node].children)
@@ -91,6 +99,11 @@ class _Match:
                 found = self._step(node, parts)
                 if found is not None:
                     queue.append((joined(path, parts), child, found))
+
+    def unsaved(self) -> frozenset[str]:
+        """Returns the names of the slots of objects that TensorFlow never saves."""
+        below = tuple(f"{path}/" for path in self._unsaved)
+        return frozenset(name for name in self._own.slots if name.startswith(below))
 
     def _roots(self) -> Iterator[tuple[str, object, int]]:
         roots = self._own.roots

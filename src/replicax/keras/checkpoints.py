@@ -24,6 +24,7 @@ def install(replace: Replace) -> None:
         replace(owner, "checkpoint_children", lambda _: _children)
     for owner in (keras.layers.Layer, keras.metrics.Metric):
         replace(owner, "tensorflow_children", lambda _: _tensorflow_children)
+    replace(keras.Model, "tensorflow_unsaved", lambda _: _UNSAVED)
     optimizer = keras.optimizers.Optimizer
     replace(optimizer, "tensorflow_children", lambda _: _tensorflow_parts)
     replace(optimizer, "tensorflow_slots", lambda _: _tensorflow_slots)
@@ -68,6 +69,10 @@ _SLOTS = {
 }
 
 
+# The metrics that `compile` makes, which TensorFlow does not track.
+_UNSAVED = ("_loss_tracker", "_compile_metrics")
+
+
 def _tensorflow_children(
     owner: internals.KerasSaveable, names: Sequence[str]
 ) -> Iterator[tuple[str, object]]:
@@ -82,6 +87,10 @@ def _tensorflow_children(
             yield name, value
     if isinstance(owner, keras.Model):
         yield from _layers(owner)
+        if "variables" in names:
+            # What `model.export` of Keras 3 wrote: a list of all of them, in their order.
+            for index, variable in enumerate(owner.variables):
+                yield f"variables/{index}", variable
 
 
 def _layers(model: keras.Model) -> Iterator[tuple[str, object]]:

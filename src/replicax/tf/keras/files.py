@@ -147,7 +147,11 @@ def _loading_weights(original: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["by_name"] = True
         if not path.endswith((*_NATIVE, *_H5)):
             if is_checkpoint(path):
-                return Checkpoint(model=self).restore(path)
+                status = Checkpoint(model=self).restore(path)
+                if self.weights and not status.restored:
+                    # Another model: nothing would be loaded, without a word.
+                    status.assert_existing_objects_matched()
+                return status
             for suffix in (".h5", ".weights.h5"):
                 if Path(path + suffix).exists():
                     path += suffix
