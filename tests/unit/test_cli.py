@@ -88,3 +88,31 @@ def test_the_command_is_installed(directory: Path) -> None:
         [str(command), "checkpoint", "verify", str(directory)], capture_output=True, timeout=250
     )
     assert done.returncode == 0 and done.stdout.count(b"valid") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--python", "python3"], "--python is for jobs over ssh"),
+        (["--image", "x"], "--image is for --kubernetes"),
+        (["--apply"], "--apply is for --slurm or --kubernetes"),
+        (
+            ["--slurm", "--hosts", "a,b"],
+            "--hosts is for jobs over ssh, but this job runs with --slurm",
+        ),
+        (["--kubernetes", "--sbatch=--time=1"], "--sbatch is for --slurm"),
+    ],
+)
+def test_run_refuses_options_that_the_job_would_ignore(
+    tmp_path: Path, options: list[str], text: str
+) -> None:
+    (tmp_path / "train.py").touch()
+    code, _, said = run("run", *options, tmp_path / "train.py")
+    assert code == 2 and text in said and len(said.splitlines()) == 1
+
+
+def test_run_refuses_logs_that_cannot_be_written_in_one_line(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.touch()
+    code, _, said = run("run", "--logs", program / "logs", program)
+    assert code == 1 and "The logs need a directory" in said and len(said.splitlines()) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -227,6 +227,13 @@ def run(
         )
         ways = {"--slurm": slurm, "--kubernetes": kubernetes, "--ray": ray is not None}
         chosen = _one_of(ways)
+        own = {
+            **{"--hosts": hosts, "--hostfile": hostfile},
+            **{"--ssh-config": ssh_config, "--python": python, "--sbatch": sbatch},
+            **{"--image": image, "--name": name, "--namespace": namespace, "--claim": claim},
+            **{"--output": output, "--apply": apply},
+        }
+        _require_use(own, chosen or ("--hosts" if job.hosts else None))
         launcher: Launcher = SshLauncher(ssh_config, python) if job.hosts else LocalLauncher()
         if chosen == "--slurm":
             launcher = SlurmLauncher(sbatch=sbatch or (), output=output, apply=apply, show=_show)
@@ -259,6 +266,29 @@ def _one_of(ways: dict[str, bool]) -> str | None:
             "A job runs in one environment", f"there are {' and '.join(given)}", "Choose one."
         )
     return given[0] if given else None
+
+
+# The environments that options are for; without one, the job runs on this machine.
+_USED_WITH = {
+    **dict.fromkeys(("--hosts", "--hostfile", "--ssh-config", "--python"), ("--hosts",)),
+    **dict.fromkeys(("--image", "--name", "--namespace", "--claim"), ("--kubernetes",)),
+    **dict.fromkeys(("--output", "--apply"), ("--slurm", "--kubernetes")),
+    "--sbatch": ("--slurm",),
+}
+
+
+def _require_use(options: Mapping[str, object], environment: str | None) -> None:
+    """Raises for an option that this job would ignore."""
+    for name, value in options.items():
+        used_with = _USED_WITH[name]
+        if value and environment not in used_with:
+            where = "on this machine" if environment is None else f"with {environment}"
+            what = "jobs over ssh" if used_with == ("--hosts",) else " or ".join(used_with)
+            raise errors.InvalidArgumentError(
+                f"{name} is for {what}",
+                f"this job runs {where}",
+                f"Leave {name} out.",
+            )
 
 
 def _elastic(text: str | None, workers: int | None) -> tuple[int | None, int]:

@@ -50,8 +50,7 @@ def run_on_hosts(job: JobSpec, connect: Connect, *, has_snapshots: bool = False)
       The exit code.
     """
     _check_program(job)
-    logs = job.logs if job.logs is not None else _new_directory(job.program.name)
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = _directory_for_logs(job)
     snapshots = logs / "snapshots"
     if has_snapshots and job.ps and job.snapshots is None:
         job = dataclasses.replace(job, snapshots=snapshots.absolute())
@@ -106,6 +105,18 @@ def _check_program(job: JobSpec) -> None:
             f"there is no file {str(path)!r}",
             "Correct the path; `-m` runs a module.",
         )
+
+
+def _directory_for_logs(job: JobSpec) -> Path:
+    if job.logs is None:
+        return _new_directory(job.program.name)
+    try:
+        job.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise errors.InvalidArgumentError(
+            "The logs need a directory", f"it cannot be made: {error}", "Pass another one."
+        ) from error
+    return job.logs
 
 
 def _new_directory(name: str) -> Path:
