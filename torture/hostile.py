@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import replicax as rx
@@ -64,7 +65,7 @@ def order_of_a_save(plan: Plan) -> Outcome:
 def _events(trace: Path, target: Path) -> list[tuple[str, str]]:
     """The syncs and renames below a directory, in order."""
     found: list[tuple[str, str]] = []
-    for line in trace.read_text().splitlines():
+    for line in _whole_calls(trace.read_text().splitlines()):
         match = _CALL.search(line)
         if match is None or str(target) not in match[2] or match[3] != "0":
             continue
@@ -75,6 +76,34 @@ def _events(trace: Path, target: Path) -> list[tuple[str, str]]:
             continue
         found.append(("rename" if is_rename else "sync", paths[-1]))
     return found
+
+
+def _whole_calls(lines: Iterable[str]) -> list[str]:
+    """Joins the halves of calls that were interrupted by events of other threads.
+
+    A sync counts where it ends, and a rename where it begins.
+
+    >>> _whole_calls(["7 fsync(4</a> <unfinished ...>", "8 exit", "7 <... fsync resumed>) = 0"])
+    ['8 exit', '7 fsync(4</a>) = 0']
+    """
+    found: list[str] = []
+    # By thread: the first half of a call, and its place.
+    begun: dict[str, tuple[str, int]] = {}
+    for line in lines:
+        thread = line.partition(" ")[0]
+        if line.endswith("<unfinished ...>"):
+            begun[thread] = line.removesuffix("<unfinished ...>").rstrip(), len(found)
+            found.append("")
+        elif thread in begun and " resumed>" in line:
+            half, place = begun.pop(thread)
+            whole = half + line.partition(" resumed>")[2]
+            if "rename" in half:
+                found[place] = whole
+            else:
+                found.append(whole)
+        else:
+            found.append(line)
+    return [line for line in found if line]
 
 
 def _short(events: list[tuple[str, str]]) -> str:

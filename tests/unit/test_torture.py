@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torture import catalogue, safeguard_checks, tables
+from torture import catalogue, hostile, safeguard_checks, tables
 from torture import safeguards as library
 from torture.checks import REGISTRY, Outcome, Plan
 from torture.histories import Operation, is_linearizable
@@ -35,6 +35,28 @@ def test_bar54_there_is_a_bar_for_every_saboteur() -> None:
     resting = safeguard_checks.RESTS_ON
     assert set(resting) == set(library.NAMES)
     assert {number for number, _ in resting.values() if number is not None} <= BARS
+
+
+# The order of a save, in check 36.
+
+
+def test_bar36_calls_that_other_threads_interrupt_are_seen(tmp_path: Path) -> None:
+    target, trace = tmp_path / "run", tmp_path / "trace"
+    trace.write_text(
+        f"7 fsync(4<{target}/tmp/manifest.json> <unfinished ...>\n"
+        "8 +++ exited with 0 +++\n"
+        "7 <... fsync resumed>) = 0\n"
+        f'7 rename("{target}/tmp", "{target}/ckpt-1" <unfinished ...>\n'
+        f"9 fsync(5<{target}/late>) = 0\n"
+        "7 <... rename resumed>) = 0\n"
+        f"7 fsync(4<{target}> <unfinished ...>\n"
+        "7 <... fsync resumed>) = -1 EIO (Input/output error)\n"
+    )
+    assert hostile._events(trace, target) == [
+        ("sync", f"{target}/tmp/manifest.json"),
+        ("rename", f"{target}/ckpt-1"),
+        ("sync", f"{target}/late"),
+    ]
 
 
 # The checker of check 28.
