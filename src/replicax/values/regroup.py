@@ -107,7 +107,7 @@ def require_finite(what: str, structure: Tree) -> None:
         f"{what} may be nested at most {_MOST_LEVELS} levels deep",
         "a structure among them is deeper, or contains itself",
         "Pass flat lists or arrays.",
-    )
+    ) from None
 
 
 def _items_of(value: object) -> Sequence[Any]:
