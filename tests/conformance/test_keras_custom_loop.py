@@ -397,3 +397,47 @@ def test_a_model_of_no_scope_is_built_by_its_first_compiled_call() -> None:
     np.testing.assert_allclose(np.asarray(model(X[:4])), np.asarray(inside), rtol=1e-6)
     model.layers[0].kernel.assign(np.zeros((X.shape[1], 3), np.float32))
     np.testing.assert_array_equal(np.asarray(call(X[:4])), np.zeros((4, 3)))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_replicas_have_the_settings_of_keras_around_them(executor: str) -> None:
+    """Keras keeps them per thread, and replicas of an eager run are threads."""
+
+    class Late(keras.Model):
+        def build(self, input_shape: Any) -> None:
+            self.dense = keras.layers.Dense(2)
+            self.dense.build(input_shape)
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(inputs)
+
+    strategy = STRATEGIES["mirrored_2"]()
+    before = keras.mixed_precision.dtype_policy()
+    keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
+    try:
+        with strategy.scope():
+            model = Late()
+
+        def step() -> Any:
+            return strategy.run(lambda: model(X))
+
+        results = (rx.function(step) if executor == "compiled" else step)()
+    finally:
+        keras.mixed_precision.set_dtype_policy(before)
+    assert model.dense.compute_dtype == "bfloat16"
+    for result in strategy.experimental_local_results(results):
+        assert result.dtype == jnp.bfloat16
+
+
+def test_unseeded_numbers_of_eager_replicas_follow_the_seed() -> None:
+    strategy = STRATEGIES["mirrored_2"]()
+
+    def draw() -> list[list[float]]:
+        keras.utils.set_random_seed(3)
+        steps = [strategy.run(lambda: keras.random.normal(())) for _ in range(2)]
+        return [[float(v) for v in strategy.experimental_local_results(step)] for step in steps]
+
+    found = draw()
+    assert len({number for step in found for number in step}) == 4
+    strategy.run(lambda: keras.random.normal(()))
+    assert draw() == found

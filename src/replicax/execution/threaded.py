@@ -23,7 +23,7 @@ from replicax.contexts.rendezvous import Rendezvous, different_calls, require_me
 from replicax.contexts.replica_context import ReplicaContext
 from replicax.execution import eager_collectives
 from replicax.execution.local_arguments import LocalArguments, explained_devices, localized
-from replicax.foundation import devices, errors, jax_compat
+from replicax.foundation import devices, errors, jax_compat, thread_states
 from replicax.foundation.options import CommunicationOptions, ReduceOp
 from replicax.foundation.types import Tree
 from replicax.values.regroup import map_structure, regroup, select
@@ -85,7 +85,7 @@ class ThreadedRun:
                 "Use `rx.function` in the place of jax.jit, and `rx.value_and_grad` in the "
                 "function that `run` calls.",
             )
-        settings = jax_compat.thread_settings()
+        settings, states = jax_compat.thread_settings(), thread_states.captured()
         rendezvous = self._rendezvous
         results: list[Tree] = [None] * self.num_running
         try:
@@ -93,7 +93,7 @@ class ThreadedRun:
                 context = contextvars.copy_context()
 
                 def body(i: int = i) -> None:
-                    with jax_compat.settings(settings):
+                    with jax_compat.settings(settings), thread_states.entered(states):
                         results[i] = self._call(i)
 
                 start = functools.partial(_start_in, context)

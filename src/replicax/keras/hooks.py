@@ -11,7 +11,7 @@ import keras
 
 from replicax.contexts import frames
 from replicax.contexts.frames import Mode
-from replicax.foundation import errors
+from replicax.foundation import errors, thread_states
 from replicax.foundation.replacements import Replace, Replacements
 from replicax.keras import (
     alone,
@@ -26,6 +26,7 @@ from replicax.keras import (
 from replicax.keras.parameter_servers import closures, embedding
 from replicax.keras.parameter_servers import trainer as ps_trainer
 from replicax.keras.variables import (
+    DistributedVariable,
     adopt,
     creation,
     default_strategy,
@@ -37,6 +38,7 @@ from replicax.keras.variables import (
 )
 from replicax.observe import progress
 from replicax.strategies.base import Strategy
+from replicax.variables.variable import Variable
 
 
 def is_installed() -> bool:
@@ -115,6 +117,7 @@ def _make(replace: Replace) -> None:
 
 
 _replacements = Replacements(0, _make)
+thread_states.register(internals.thread_state)
 
 
 def _log_values(original: Callable[..., None]) -> Callable[..., None]:
@@ -187,7 +190,7 @@ def _assign_of_no_scope(original: Callable[..., None]) -> Callable[..., None]:
     return _direct_assign
 
 
-def _joins_default_strategy(variable: Any) -> bool:
+def _joins_default_strategy(variable: keras.Variable) -> bool:
     """Gives a variable of no scope to the default strategy, where Keras would use it wrongly.
 
     A trace would keep its value for ever, and leave a traced one in it. In eager replica code
@@ -203,15 +206,16 @@ def _joins_default_strategy(variable: Any) -> bool:
     return True
 
 
-def _twin_of_no_scope(variable: Any) -> Any:
+def _twin_of_no_scope(variable: keras.Variable) -> Variable | None:
     """Returns the variable of replicax that has the value of a Keras variable from now on."""
     if internals.in_stateless_scope() or not _has_value_of_its_own(variable):
         raise AttributeError(f"{variable.name!r} is no variable of replicax.")
     adopt(variable, default_strategy())
+    assert isinstance(variable, DistributedVariable)
     return variable.replicax_variable
 
 
-def _has_value_of_its_own(variable: Any) -> bool:
+def _has_value_of_its_own(variable: keras.Variable) -> bool:
     return type(variable) is keras.Variable and variable.__dict__.get("_value") is not None
 
 

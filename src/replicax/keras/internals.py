@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -218,6 +218,26 @@ def kept_names() -> Iterator[None]:
         yield
     finally:
         global_state.set_global_attribute(_COUNTERS, before)
+
+
+def thread_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Captures what Keras keeps per thread: policies, scopes, counters of names, and others."""
+    found = dict(vars(global_state.GLOBAL_STATE_TRACKER))
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        here = vars(global_state.GLOBAL_STATE_TRACKER)
+        before = dict(here)
+        here.clear()
+        # Lists are stacks of open scopes: each thread opens its own.
+        here.update((name, copy.copy(v) if isinstance(v, list) else v) for name, v in found.items())
+        try:
+            yield
+        finally:
+            here.clear()
+            here.update(before)
+
+    return enter
 
 
 # Models on workers of parameter servers.
