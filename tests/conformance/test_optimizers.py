@@ -610,3 +610,23 @@ def test_numbers_and_integers_become_gradients_of_the_variables_type() -> None:
     optimizer.apply_gradients([(np.float64(1.0), v)])
     assert float(v) == 0.0
     assert v.dtype == jnp.float32
+
+
+@pytest.mark.one_strategy
+@pytest.mark.parametrize(
+    "option", [{"skip_gradients_aggregation": True}, {"experimental_aggregate_gradients": False}]
+)
+def test_options_for_gradients_that_were_summed_are_refused(
+    strategy: Any, option: dict[str, bool]
+) -> None:
+    with strategy.scope():
+        v = rx.Variable(1.0)
+        optimizer = rx.optimizers.Optimizer(optax.sgd(1.0), [v])
+
+    def step() -> None:
+        summed = rx.get_replica_context().all_reduce("SUM", jnp.float32(1.0))
+        optimizer.apply_gradients([summed], **option)
+
+    with refused(rx.errors.InvalidArgumentError, f"`{next(iter(option))}` asks it not to"):
+        strategy.run(step)
+    assert v.numpy() == 1.0

@@ -327,8 +327,10 @@ class Optimizer:
 
         Raises:
           ContextError: This is the update of a variable, or the scope of another strategy.
-          InvalidArgumentError: A gradient does not fit its variable.
+          InvalidArgumentError: A gradient does not fit its variable, or gradients are said to be
+            summed already.
         """
+        _require_sums(extra_args)
         found = by_variable(gradients, variables, self._structure, self._trained)
         frame = frames.current()
         for variable in self._trained:
@@ -504,6 +506,25 @@ class Optimizer:
 
     def _tree(self, arrays: Sequence[jax.Array]) -> Tree:
         return with_leaves(self._template, arrays)
+
+
+def _require_sums(extra_args: dict[str, Tree]) -> None:
+    """Refuses the options of Keras optimizers for gradients that were summed before.
+
+    Transformations of optax ignore arguments that they do not know.
+    """
+    if extra_args.get("skip_gradients_aggregation", False) is True:
+        name = "skip_gradients_aggregation"
+    elif extra_args.get("experimental_aggregate_gradients", True) is False:
+        name = "experimental_aggregate_gradients"
+    else:
+        return
+    raise errors.InvalidArgumentError(
+        "`apply_gradients` in replica code sums the gradients of all replicas",
+        f"`{name}` asks it not to",
+        "Pass gradients that are not summed yet. To change the sums, e.g. to clip them, chain a "
+        "transformation: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)).",
+    )
 
 
 def _is_array(leaf: object) -> bool:
