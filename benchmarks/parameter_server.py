@@ -155,8 +155,8 @@ def our_traffic(case: str, coordinator: Any, step: Any, args: Any) -> dict[str, 
         # Counters arrive with heartbeats, one per second.
         time.sleep(2.5)
         servers = coordinator.status().servers
-        received = sum(server.figures["bytes_received"] for server in servers)
-        return received, sum(server.figures["bytes_sent"] for server in servers)
+        received = sum(server.counters["bytes_received"] for server in servers)
+        return received, sum(server.counters["bytes_sent"] for server in servers)
 
     num_steps = 50
     before = totals()

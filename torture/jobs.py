@@ -94,7 +94,7 @@ class Job:
 
     def server_counters(self, name: str) -> list[float]:
         """Returns a counter of each server, as of its last heartbeat."""
-        return [float(s.figures.get(name, 0)) for s in self.coordinator.status().servers]
+        return [float(s.counters.get(name, 0)) for s in self.coordinator.status().servers]
 
     def until_idle(self, seconds: float = 60.0) -> None:
         """Waits until all workers are ready and idle."""

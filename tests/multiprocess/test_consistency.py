@@ -744,7 +744,7 @@ def test_sync_training_is_that_of_one_process_on_all_batches(
 
 
 def total(coordinator: Any, name: str) -> float:
-    return sum(s.figures.get(name, 0) for s in coordinator.status().servers)
+    return sum(s.counters.get(name, 0) for s in coordinator.status().servers)
 
 
 def test_sync_join_applies_what_is_left_and_the_next_rounds_are_whole(desk: Desk) -> None:

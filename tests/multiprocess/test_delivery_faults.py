@@ -91,7 +91,7 @@ def count_through_faults(desk: Desk, num_updates: int, timeout: float) -> None:
     figures: dict[str, int | float] = {}
 
     def is_forgotten() -> bool:
-        figures.update(coordinator.status().servers[0].figures)
+        figures.update(coordinator.status().servers[0].counters)
         return figures["applied"] == num_updates and figures["applied_entries"] <= 8
 
     becomes(is_forgotten, "the server forgets settled closures")

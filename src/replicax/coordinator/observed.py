@@ -55,7 +55,7 @@ def describe(status: Status, report: WaitReport) -> dict[str, object]:
         "waits_for": list(report.lines),
         "tasks": [{**dataclasses.asdict(worker), "role": "worker"} for worker in status.workers]
         + [
-            {**dataclasses.asdict(server), "role": "ps", "figures": dict(server.figures)}
+            {**dataclasses.asdict(server), "role": "ps", "counters": dict(server.counters)}
             for server in status.servers
         ],
     }

@@ -52,7 +52,7 @@ class ServerStatus:
       reason: Why it is lost or away; empty if it is neither.
       mean_staleness: The mean number of steps of others that arriving gradients lacked.
       max_staleness: The maximum number of such steps.
-      figures: All its counters, as of its last heartbeat, by name.
+      counters: What it counts, as of its last heartbeat, by name.
     """
 
     task: str
@@ -62,7 +62,7 @@ class ServerStatus:
     reason: str
     mean_staleness: float = 0.0
     max_staleness: int = 0
-    figures: Mapping[str, int | float] = dataclasses.field(default_factory=dict, repr=False)
+    counters: Mapping[str, int | float] = dataclasses.field(default_factory=dict, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
