@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import random
 import re
 import socket
@@ -169,6 +171,36 @@ def test_bar46_silent_connections_are_closed(
             while one.recv(100):  # the listener's own signature, then the end
                 pass
             one.close()
+
+
+class _FailingSocket:
+    """A listening socket that has connections which failed before they were accepted."""
+
+    def __init__(self, listening: socket.socket, numbers: list[int]) -> None:
+        self._listening, self._numbers = listening, numbers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listening, name)
+
+    def accept(self) -> Any:
+        if self._numbers:
+            number = self._numbers.pop()
+            raise OSError(number, os.strerror(number))
+        return self._listening.accept()
+
+
+def test_connections_that_fail_before_they_are_accepted_do_not_end_the_listener(
+    tcp: Place, reached: Reached
+) -> None:
+    numbers = [errno.EPROTO, errno.ENETDOWN, errno.EPERM, errno.ECONNABORTED]
+    with Service(tcp.resolve("ps"), PS, reached, tcp.key("ps")) as service:
+        listener: Any = service._listener
+        listener._socket = _FailingSocket(listener._socket, numbers)
+        tcp.address = service.address
+        service.start()
+        with tcp.channel() as good:
+            assert good.request(PING, timeout=60)[0] == messages.Done()
+    assert numbers == []
 
 
 # Versions.

@@ -26,6 +26,19 @@ _log = logging.getLogger(__name__)
 
 # Both are tried again by the caller after a pause.
 _PENDING = (errno.EINPROGRESS, errno.EWOULDBLOCK)
+# What `accept` raises for a connection that has failed while it waited; the listener has not.
+_FAILED_EARLY = (
+    errno.ECONNABORTED,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENONET,
+    errno.ENOPROTOOPT,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.EPROTO,
+)
 
 
 class SocketNetwork:
@@ -242,9 +255,11 @@ class SocketListener:
         """
         try:
             connection, name = self._socket.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+        except (BlockingIOError, InterruptedError):
             return None
         except OSError as error:
+            if error.errno in _FAILED_EARLY:
+                return None
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 raise self._exhausted() from error
             raise
