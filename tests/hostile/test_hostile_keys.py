@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import tempfile
@@ -152,6 +153,21 @@ def test_bar50_files_that_are_unsafe_or_torn_change_nothing(
             assert is_answered(one)
     assert "Keeping the old certificates" in caplog.text
     assert (own / "tls.key").read_text().split()[3] not in caplog.text
+
+
+def test_bar50_files_that_could_not_be_read_are_read_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process without free descriptors cannot read its new certificate when it is renewed."""
+    keys = key_files.load(directory, "ps")
+    old = keys.server_context()
+    key_files.renew(directory)
+    with monkeypatch.context() as patch:
+        patch.setattr(key_files, "_new_context", lambda *_: os.open("/nowhere", os.O_RDONLY))
+        for _ in range(3):
+            assert keys.server_context() is old
+    assert len(caplog.messages) == 1
+    assert keys.server_context() is not old
 
 
 def test_bar50_keys_are_renewed_and_retired_by_command(directory: Path) -> None:

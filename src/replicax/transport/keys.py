@@ -96,6 +96,8 @@ class Keys:
     _loaded: dict[bool, tuple[object, ssl.SSLContext]] = dataclasses.field(
         default_factory=dict, repr=False
     )
+    # The state of the files with which they could not be used, which was logged.
+    _logged: dict[bool, object] = dataclasses.field(default_factory=dict, repr=False)
     _lock: Any = dataclasses.field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -123,9 +125,12 @@ class Keys:
             except (errors.DistributeError, OSError) as error:
                 if found is None:
                     raise
-                # In the middle of a renewal, or a mistake: connections go on with the old ones.
-                _log.warning("Keeping the old certificates: %s", error)
-                context = found[1]
+                # In the middle of a renewal, or a mistake: connections go on with the old ones. The
+                # next one tries again: the cause may be this process, if it has no descriptors.
+                if self._logged.get(is_server) != stamp:
+                    self._logged[is_server] = stamp
+                    _log.warning("Keeping the old certificates: %s", error)
+                return found[1]
             self._loaded[is_server] = stamp, context
             return context
 
