@@ -436,16 +436,26 @@ def test_a_fresh_process_goes_on_in_the_middle_of_a_shuffled_epoch(lines: list[s
     assert run([result[0] for result in first]) == first
 
 
-def test_an_iterator_that_is_left_open_is_closed_when_the_program_exits() -> None:
-    code = textwrap.dedent(
-        """
-        import sys
-        import replicax as rx
-        # The modules of Grain are removed before this reference.
-        sys.kept = iter(rx.data.Dataset.range(100).map(lambda x: x + 1, num_parallel_calls=2))
-        next(sys.kept)
-        """
-    )
+# What the program keeps is freed after the modules of Grain, and while they are removed.
+LEFT_OPEN = {
+    "freed last": """
+import sys
+import replicax as rx
+sys.kept = iter(rx.data.Dataset.range(100).map(lambda x: x + 1, num_parallel_calls=2))
+next(sys.kept)
+""",
+    "freed with the program": """
+import replicax as rx
+def plus_one(x):
+    return x + 1
+kept = iter(rx.data.Dataset.range(100).map(plus_one).prefetch(2))
+next(kept)
+""",
+}
+
+
+@pytest.mark.parametrize("code", LEFT_OPEN.values(), ids=LEFT_OPEN)
+def test_an_iterator_that_is_left_open_is_closed_when_the_program_exits(code: str) -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
     assert done.stderr == ""

@@ -280,7 +280,7 @@ class DatasetIterator(DataIterator):
             seed.value = value
         with self._lock:
             self._returned = []
-            self._iterator.close()
+            self.close()
             self._end = None
             self._epoch = order["epoch"]
             self._on_epoch(self._epoch)
@@ -292,6 +292,9 @@ class DatasetIterator(DataIterator):
         if self._end is None:
             self._end = self._iterator.get_state()
             self._iterator.close()
+            # Grain's iterators close themselves again when they are freed, which fails when the
+            # interpreter has begun to remove its modules.
+            del self._iterator
 
     def __del__(self) -> None:
         # An abandoned iterator may hold threads and files.
