@@ -558,6 +558,40 @@ def test_1_7_reads_out_of_range_are_refused_like_writes(make: Any) -> None:
     assert float(v.gather_nd([2, 1])) == 5.0
 
 
+def test_parts_out_of_range_are_refused(make: Any) -> None:
+    array = np.arange(6.0, dtype=np.float32).reshape(3, 2)
+    v = make(array)
+    wrong = (
+        3,
+        -4,
+        np.int64(3),
+        (0, 2),
+        (..., -3),
+        (None, 3),
+        np.asarray([0, 3]),
+        jnp.asarray([-4]),
+    )
+    for index in wrong:
+        for read in (lambda index: v[index], lambda index: rx.function(lambda: v[index])()):
+            with pytest.raises(IndexError, match=r"must be in \[-[23], [23]\)") as caught:
+                read(index)
+            assert isinstance(caught.value, rx.errors.OutOfRangeError)
+    with pytest.raises(IndexError):
+        v[3].assign(1.0)
+    mask = np.asarray([True, False, True])
+    for index in (
+        2,
+        -3,
+        (..., -2),
+        (None, 2, 1),
+        mask,
+        (mask, 1),
+        slice(1, 99),
+        np.asarray([2, -3]),
+    ):
+        np.testing.assert_array_equal(v[index], array[index])
+
+
 def test_1_7_compiled_reads_out_of_range_are_nan(run: Any) -> None:
     strategy = STRATEGIES["mirrored_2"]()
     array = np.arange(6.0, dtype=np.float32).reshape(3, 2)

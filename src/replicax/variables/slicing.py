@@ -186,6 +186,34 @@ def _without_ellipsis(items: tuple[Any, ...], rank: int) -> list[Any]:
     return [*items[: where[0]], *full, *items[where[0] + 1 :]]
 
 
+def in_range(index: Index, shape: tuple[int, ...], name: str) -> Index:
+    """Returns an index of a variable; raises for a number in it that is known to be out of range.
+
+    JAX would read the nearest element. Numbers that a program computes are not known here.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    dimension = 0
+    for item in _without_ellipsis(items, len(shape)):
+        if item is None or isinstance(item, bool | np.bool_):
+            continue
+        if str(getattr(item, "dtype", "")) == "bool":
+            dimension += np.ndim(item)
+            continue
+        is_array = isinstance(item, np.ndarray | jax.Array) and not jax_compat.is_traced(item)
+        if dimension < len(shape) and (is_array or _is_number(item)):
+            found, size = np.asarray(item), shape[dimension]
+            is_whole = found.size > 0 and np.issubdtype(found.dtype, np.integer)
+            if is_whole and not (-size <= found.min() and found.max() < size):
+                what = f"Indices along dimension {dimension}" if dimension else "Row numbers"
+                raise errors.OutOfRangeError(
+                    f"{what} of {name!r} must be in [{-size}, {size})",
+                    f"{found.max() if found.max() >= size else found.min()} was given",
+                    "Correct the index.",
+                )
+        dimension += 1
+    return index
+
+
 def _is_number(item: object) -> bool:
     if isinstance(item, int | np.integer):
         return True

@@ -66,6 +66,7 @@ class Variable(ArraySurface, UnsharedState, metaclass=_VariableMeta):
     Raises:
       ContextError: An update runs under a strategy that does not own it; `initial_value` is read.
       InvalidArgumentError: A value, or the indices of an update, do not fit the variable.
+      OutOfRangeError: An index of `variable[index]` is known to be out of range.
       ArgumentTypeError: A scatter method was given something else than IndexedSlices.
       UnsupportedError: A subclass was called.
 
@@ -275,7 +276,7 @@ class Variable(ArraySurface, UnsharedState, metaclass=_VariableMeta):
         >>> v[0] + v[1]
         Array(6., dtype=float32)
         """
-        index = as_operand(index)
+        index = slicing.in_range(as_operand(index), self.shape, self.name)
         change = functools.partial(self._update_part, index)
         return slicing.with_methods(self.read_part(index), change)
 
@@ -283,8 +284,7 @@ class Variable(ArraySurface, UnsharedState, metaclass=_VariableMeta):
         """Returns a part of the value, in an array object that is used for nothing else."""
         whole = self.read_value()
         part = whole[index]
-        # For an index like `[:]` JAX returns the array itself.
-        return jax_compat.alias(part) if part is whole else part
+        return jax_compat.alias(part) if part is whole else part  # as for `[:]`
 
     # Writing.
 
