@@ -158,3 +158,14 @@ def test_arguments_of_variables_that_are_misspelt() -> None:
     for wrong, right in {"nam": "name", "per_worker_varible": "per_worker_variable"}.items():
         with refused(TypeError, match=f"`{wrong}` was given. Did you mean `{right}`"):
             rx.Variable(1.0, **{wrong: None})
+
+
+def test_adding_to_a_variable_of_all_replicas_outside_of_replica_code(strategy: Any) -> None:
+    with strategy.scope():
+        total = rx.Variable(
+            0.0,
+            synchronization=rx.VariableSynchronization.ON_READ,
+            aggregation=rx.VariableAggregation.SUM,
+        )
+    with refused(ValueError, match="needs a replica context, but this is code outside of every sc"):
+        total.assign_add(1.0)

@@ -171,6 +171,8 @@ class Frame:
 
     def describe(self) -> str:
         """Describes the frame for messages."""
+        if self.is_default and self.mode is Mode.REPLICA and not self.is_replica_code:
+            return "code outside of every scope"
         name = type(self.strategy).__name__
         where = f" opened at {self.opened_at}" if self.opened_at else ""
         return f"the {self.mode.value} context of {name}{where}"
