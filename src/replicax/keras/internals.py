@@ -43,7 +43,7 @@ AFTER_BUILD = "_lock_state"
 # The class whose `compile` loading compares with that of a model, to see if a user has replaced it.
 Trainer = trainer.Trainer
 
-# For each class: methods that are replaced, or called.
+# For each class or module: methods and names that are replaced, or used.
 _METHODS: dict[str, tuple[str, ...]] = {
     "keras.Variable": ("_direct_assign", "_maybe_autocast", "_deferred_initialize"),
     "keras.Model": (
@@ -57,6 +57,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "keras.optimizers.Optimizer": ("_overwrite_variable_with_gradient", TRACK_VARIABLE),
     "keras.layers.BatchNormalization": ("_moments",),
     "keras.layers.Layer": (AFTER_BUILD,),
+    "keras.src.backend.common.global_state": ("GLOBAL_STATE_TRACKER",),
 }
 
 
