@@ -136,6 +136,8 @@ def of_tensors(base: type, members: Mapping[str, Any] | None = None) -> Any:
       members: Further members of the class.
     """
     given = {"__doc__": base.__doc__, "__module__": __name__, **(members or {})}
+    # Its examples are those of the base, and use the names of that module.
+    given["_module_source"] = getattr(base, "_module_source", base.__module__)
     made = type(base.__name__, (_TensorValues, base), given)
     made.__qualname__ = base.__name__
     return made
