@@ -235,15 +235,13 @@ def test_bar53_200_concurrent_launches_have_different_ports_and_leave_nothing(
             time.sleep(0.2)
     """
     program = script(tmp_path, text)
-    launchers = [
-        subprocess.Popen(
-            [*RUN, "--workers", "2", "--logs", f"logs-{number}", program],
-            cwd=tmp_path,
-            stdout=(tmp_path / f"out-{number}").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for number in range(200)
-    ]
+    launchers: list[subprocess.Popen[bytes]] = []
+    for number in range(200):
+        with (tmp_path / f"out-{number}").open("wb") as out:
+            command = [*RUN, "--workers", "2", "--logs", f"logs-{number}", program]
+            launchers.append(
+                subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT)
+            )
     try:
 
         def ports() -> list[str]:
