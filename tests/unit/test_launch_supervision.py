@@ -13,6 +13,7 @@ import pytest
 from vocabulary import refused
 
 from replicax.foundation import errors
+from replicax.launch.backoff import Backoff
 from replicax.launch.host import Event, Exited, HostLost, Signalled, Start
 from replicax.launch.job import JobSpec, PythonProgram
 from replicax.launch.supervision import Supervisor
@@ -153,7 +154,15 @@ def test_a_group_that_is_lost_again_and_again_is_given_up(tmp_path: Path) -> Non
     assert desk.run() == 128 + signal.SIGSEGV
     # Pauses of 0.2 s and 0.4 s between them.
     assert len(desk.host.starts) == 3 and time.monotonic() - begun_s >= 0.6
-    assert "Restarted the group 2 times within 60 s: giving up." in desk.said
+    assert "Restarted the group 2 times within 600 s: giving up." in desk.said
+
+
+def test_a_job_that_crashes_again_and_again_after_a_slow_start_is_given_up() -> None:
+    """Each run takes as long as starting JAX, compiling and running out of memory."""
+    backoff = Backoff(JobSpec.max_restarts, JobSpec.restart_window_s)
+    restarts = [backoff.next(60.0 * run) for run in range(JobSpec.max_restarts + 1)]
+    assert restarts[-1] is None
+    assert None not in restarts[:-1]
 
 
 def test_an_announced_preemption_restarts_at_once_and_is_not_counted(tmp_path: Path) -> None:
@@ -240,7 +249,7 @@ def test_a_worker_or_server_that_crashes_restarts_alone_until_it_crashes_too_oft
     again = [started for started in desk.host.started()[3:] if started[0] == task.job]
     assert again == [(task.job, 0, 1), (task.job, 0, 2)]
     said = "\n".join(desk.said)
-    assert "2 times within 60 s: giving up" in said and "  crash 2" in said
+    assert "2 times within 600 s: giving up" in said and "  crash 2" in said
 
 
 def test_an_elastic_cluster_gives_a_worker_up_and_goes_on(tmp_path: Path) -> None:

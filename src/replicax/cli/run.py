@@ -49,7 +49,7 @@ _LogMegabytes = Annotated[int, typer.Option(help="The most that the log of one t
 _Show = Annotated[
     Literal["all", "chief", "none"], typer.Option(help="Whose output is printed; logs have all.")
 ]
-_Restarts = Annotated[int, typer.Option(help="The most restarts within a minute.")]
+_Restarts = Annotated[int, typer.Option(help="The most restarts within ten minutes.")]
 _Keys = Annotated[Path | None, typer.Option(metavar="DIR", help="The keys of the cluster.")]
 _Checkpoints = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Where the program keeps checkpoints.")

@@ -95,7 +95,7 @@ class JobSpec:
     logs: Path | None = None
     log_bytes: int = 64 << 20
     max_restarts: int = 5
-    restart_window_s: float = 60.0
+    restart_window_s: float = 600.0
     stop_s: float = 14.0
     snapshots: Path | None = None
     show: Literal["all", "chief", "none"] = "all"
