@@ -97,8 +97,8 @@ def test_the_command_is_installed(directory: Path) -> None:
         (["--image", "x"], "--image is for --kubernetes"),
         (["--apply"], "--apply is for --slurm or --kubernetes"),
         (
-            ["--slurm", "--hosts", "a,b"],
-            "--hosts is for jobs over ssh, but this job runs with --slurm",
+            ["--slurm", "--python", "python3"],
+            "this job runs with --slurm",
         ),
         (["--kubernetes", "--sbatch=--time=1"], "--sbatch is for --slurm"),
     ],

@@ -228,7 +228,6 @@ def run(
         ways = {"--slurm": slurm, "--kubernetes": kubernetes, "--ray": ray is not None}
         chosen = _one_of(ways)
         own = {
-            **{"--hosts": hosts, "--hostfile": hostfile},
             **{"--ssh-config": ssh_config, "--python": python, "--sbatch": sbatch},
             **{"--image": image, "--name": name, "--namespace": namespace, "--claim": claim},
             **{"--output": output, "--apply": apply},
@@ -270,7 +269,7 @@ def _one_of(ways: dict[str, bool]) -> str | None:
 
 # The environments that options are for; without one, the job runs on this machine.
 _USED_WITH = {
-    **dict.fromkeys(("--hosts", "--hostfile", "--ssh-config", "--python"), ("--hosts",)),
+    **dict.fromkeys(("--ssh-config", "--python"), ("--hosts",)),
     **dict.fromkeys(("--image", "--name", "--namespace", "--claim"), ("--kubernetes",)),
     **dict.fromkeys(("--output", "--apply"), ("--slurm", "--kubernetes")),
     "--sbatch": ("--slurm",),

@@ -30,7 +30,7 @@ from replicax.foundation.types import Tree
 from replicax.protocol.codec import Buffer
 from replicax.strategies.base import Strategy
 from replicax.strategies.parameter_server import ParameterServerExtended
-from replicax.values.regroup import require_arguments
+from replicax.tracing.signature import require_arguments
 
 # The interval at which the progress is shown.
 _PROGRESS_S = 0.1

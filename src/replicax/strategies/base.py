@@ -20,9 +20,10 @@ from replicax.input.input_context import InputContext, InputOptions
 from replicax.observe import program
 from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.scope import Scope, entered
+from replicax.tracing.signature import require_arguments
 from replicax.values import printing
 from replicax.values.distributed_values import DistributedValues
-from replicax.values.regroup import map_structure, require_arguments, require_finite
+from replicax.values.regroup import map_structure, require_finite
 
 if TYPE_CHECKING:
     from replicax import cluster_resolver

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import jax
@@ -526,3 +526,19 @@ def _structure_key(skeleton: tuple[tuple[Tree, ...], dict[str, Tree]]) -> Hashab
 
 def _name(fn: Callable[..., Tree]) -> str:
     return f"`{getattr(fn, '__name__', type(fn).__name__)}`"
+
+
+def require_arguments(args: object, kwargs: object) -> None:
+    """Raises unless these are the arguments of a call: a list or tuple, and a mapping or None."""
+    if not isinstance(args, list | tuple):
+        raise errors.InvalidArgumentError(
+            "`args` must be a list or tuple",
+            f"it is {type(args).__name__}",
+            "For a single argument pass `args=(value,)`.",
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise errors.ArgumentTypeError(
+            "`kwargs` must be a dict of keyword arguments",
+            f"it is {type(kwargs).__name__}",
+            'Pass e.g. `kwargs={"name": value}`.',
+        )

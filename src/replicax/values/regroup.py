@@ -75,22 +75,6 @@ def leaves_of(structure: Tree) -> list[Any]:
     return found
 
 
-def require_arguments(args: object, kwargs: object) -> None:
-    """Raises unless these are the arguments of a call: a list or tuple, and a mapping or None."""
-    if not isinstance(args, list | tuple):
-        raise errors.InvalidArgumentError(
-            "`args` must be a list or tuple",
-            f"it is {type(args).__name__}",
-            "For a single argument pass `args=(value,)`.",
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise errors.ArgumentTypeError(
-            "`kwargs` must be a dict of keyword arguments",
-            f"it is {type(kwargs).__name__}",
-            'Pass e.g. `kwargs={"name": value}`.',
-        )
-
-
 def require_finite(what: str, structure: Tree) -> None:
     """Raises if a structure contains itself, or is nested too deeply to be traversed.
 
