@@ -80,6 +80,14 @@ def test_bar_40_nothing_listens_on_the_network(cluster: LocalCluster) -> None:
         assert process.net_connections("inet") == []
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+def test_no_message_takes_the_core_from_the_task_that_sends_it(cluster: LocalCluster) -> None:
+    for job in ("ps", "worker"):
+        process = psutil.Process(cluster.pid(job, 0))
+        policies = {os.sched_getscheduler(thread.id) for thread in process.threads()}
+        assert policies == {os.SCHED_BATCH}
+
+
 def test_a_task_is_frozen_and_goes_on(cluster: LocalCluster) -> None:
     process = psutil.Process(cluster.pid("ps", 0))
     cluster.stop("ps", 0)

@@ -92,8 +92,7 @@ def serve(
     with errors_in_one_line():
         if parent is not None:
             shutdown.die_with_parent(parent)
-        system_limits.keep_freed_memory()
-        system_limits.raise_descriptor_limit()
+        system_limits.tune_for_serving()
         server = Server(
             spec,
             name.job,

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from replicax.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from replicax.foundation.public_names import show_in_package
-from replicax.process import roles, shutdown
+from replicax.process import roles, shutdown, system_limits
 from replicax.process.server import Server
 from replicax.strategies.base import Strategy
 from replicax.strategies.mirrored import MirroredStrategy
@@ -58,6 +58,7 @@ def strategy_from_environment(
 
 def _serve(server: Server) -> NoReturn:
     """Runs the task of this process until it is stopped, and exits."""
+    system_limits.tune_for_serving()
     # Installed before the task listens: from then on it shuts down in order.
     with shutdown.ended_by_signals(server.interrupt, seconds=_ENDING_SECONDS), server:
         server.start()

@@ -123,8 +123,7 @@ class ServingTask:
                 f"{task} must restart at {before}, where the others expect it, and Ray has placed "
                 f"it on {host}. The node of the task is lost: start the job again."
             )
-        system_limits.keep_freed_memory()
-        system_limits.raise_descriptor_limit()
+        system_limits.tune_for_serving()
         self._server = Server(
             {task.job: {task.index: before or addresses.join(host, 0)}},
             task.job,
