@@ -456,7 +456,7 @@ class ParameterClient:
         number, body, buffers = reply
         assert number == request.number, "replies arrive in order"
         self._in_flight[server].popleft()
-        self._unacknowledged.subtract(request.closures)
+        self._acknowledge(request)
         if isinstance(body, messages.Exchanged):
             for failure in body.failures:
                 self._failed.setdefault(failure.closure, error_replies.to_error(failure.error))
@@ -469,6 +469,10 @@ class ParameterClient:
             self._failed.setdefault(closure, error)
         raise error
 
+    def _acknowledge(self, request: _Request) -> None:
+        for closure in request.closures:
+            self._unacknowledged[closure] -= 1
+
     @contextlib.contextmanager
     def _failing(self, server: int) -> Iterator[None]:
         """Fails all closures with changes in flight to a server that is lost."""
@@ -477,7 +481,7 @@ class ParameterClient:
         except (errors.UnavailableError, errors.DeadlineExceededError) as error:
             error.task_index = server  # type: ignore[attr-defined]
             for request in self._in_flight[server]:
-                self._unacknowledged.subtract(request.closures)
+                self._acknowledge(request)
                 for closure in request.closures:
                     self._failed[closure] = error
             self._in_flight[server].clear()

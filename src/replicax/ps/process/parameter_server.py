@@ -74,6 +74,7 @@ class ParameterServerTask:
             is_connected=lambda incarnation: self._service.has_session("coordinator", incarnation),
         )
         self._copies = MirrorCopies(index)
+        self._slow_kinds = self._store.SLOW + self._copies.SLOW
         self._directory = snapshots
         self._snapshot_every_s = snapshot_every
         self._snapshots: Snapshots | None = None
@@ -198,7 +199,7 @@ class ParameterServerTask:
     def _is_quick(self, key: bytes, body: messages.Body) -> bool:
         if isinstance(body, _AT_ANY_TIME):
             return True
-        is_slow = isinstance(body, self._store.SLOW + self._copies.SLOW) or (
+        is_slow = isinstance(body, self._slow_kinds) or (
             isinstance(body, messages.Replicate) and body.is_slow
         )
         with self._lock:
