@@ -63,15 +63,23 @@ def data(size: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "size", [0, 1, limits.SHARED_BUFFER - 1, limits.SHARED_BUFFER, limits.JOINED, 3 << 20]
+    "size",
+    [
+        0,
+        1,
+        limits.SHARED_BUFFER,
+        limits.SHARED_MESSAGE // 2 - 1,
+        limits.SHARED_MESSAGE // 2,
+        3 << 20,
+    ],
 )
-def test_buffers_arrive_as_they_were_and_only_large_ones_are_shared(
+def test_buffers_arrive_as_they_were_and_only_large_ones_of_large_messages_are_shared(
     channel: Channel, echo: Echo, size: int
 ) -> None:
     sent = data(size)
     found = ask(channel, sent, b"xy", sent)
     assert [bytes(f) for f in found] == [sent.tobytes(), b"xy", sent.tobytes()]
-    is_shared = size >= limits.SHARED_BUFFER
+    is_shared = 2 * size >= limits.SHARED_MESSAGE
     assert [place >= 0 for place in echo.offsets[-1]] == ([True, False, True] if is_shared else [])
     assert all(place % limits.ALIGNMENT == 0 for place in echo.offsets[-1] if place >= 0)
 
@@ -85,10 +93,10 @@ def test_blocks_are_reused_after_the_last_view_is_gone(channel: Channel, echo: E
 
 def test_what_is_held_on_either_side_keeps_its_bytes(channel: Channel, echo: Echo) -> None:
     echo.kept = []
-    answers = [ask(channel, data(100_000, seed))[0] for seed in range(20)]
+    answers = [ask(channel, data(150_000, seed))[0] for seed in range(20)]
     assert len({offsets[0] for offsets in echo.offsets[1:]}) == 20
     for seed, (answer, kept) in enumerate(zip(answers, echo.kept, strict=True)):
-        assert bytes(answer) == bytes(kept) == data(100_000, seed).tobytes()
+        assert bytes(answer) == bytes(kept) == data(150_000, seed).tobytes()
 
 
 @pytest.mark.slow

@@ -130,9 +130,10 @@ def encode(
     memory = [as_bytes(b) for b in buffers]
     sizes = [len(m) for m in memory]
     offsets: list[int] = []
-    if shared is not None and max(sizes) >= limits.SHARED_BUFFER:
+    if shared is not None:
         large = [m for m in memory if len(m) >= limits.SHARED_BUFFER]
-        found = shared.put(large, request if is_kept else 0)
+        is_worthwhile = sum(map(len, large)) >= limits.SHARED_MESSAGE
+        found = shared.put(large, request if is_kept else 0) if is_worthwhile else []
         if found:
             places = iter(found)
             offsets = [next(places) if len(m) >= limits.SHARED_BUFFER else -1 for m in memory]

@@ -65,7 +65,10 @@ MAX_RETRY = 1 / 10
 MIN_RETRY = 0.02
 MIN_BANDWIDTH = 50 * MIB
 
-# The shared memory of a connection on one machine, in each direction (unused pages take no memory),
-# and the size from which buffers go through it rather than through the socket.
+# The shared memory of a connection on one machine, in each direction (unused pages take no memory).
+# Buffers of at least `SHARED_BUFFER` go through it rather than through the socket if those of a
+# message have `SHARED_MESSAGE` bytes together: below, to copy them twice more is faster than to
+# allocate a block and to free it.
 SHARED_MEMORY_BYTES = 256 * MIB
 SHARED_BUFFER = 8 * KIB
+SHARED_MESSAGE = 128 * KIB
