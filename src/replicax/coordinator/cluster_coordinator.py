@@ -180,7 +180,7 @@ class ClusterCoordinator:
         Raises:
           Exception: The first error of an earlier function. All queued ones are cancelled.
           InvalidArgumentError: `args` is not a tuple or list, or an argument is a RemoteValue.
-          ArgumentTypeError: `kwargs` is no mapping, or the function cannot be pickled.
+          ArgumentTypeError: `kwargs` is not a mapping, or the function cannot be pickled.
         """
         if not callable(fn):
             raise errors.ArgumentTypeError(
@@ -288,7 +288,7 @@ class ClusterCoordinator:
           The values: an argument for scheduled functions, which get the one of their worker.
 
         Raises:
-          ArgumentTypeError: `fn` is not a function, or `kwargs` is no mapping.
+          ArgumentTypeError: `fn` is not a function, or `kwargs` is not a mapping.
           InvalidArgumentError: `args` is not a tuple or list, or an argument is a RemoteValue.
         """
         if not callable(fn):

@@ -209,7 +209,7 @@ def _joins_default_strategy(variable: keras.Variable) -> bool:
 def _twin_of_no_scope(variable: keras.Variable) -> Variable | None:
     """Returns the variable of replicax that has the value of a Keras variable from now on."""
     if internals.in_stateless_scope() or not _has_value_of_its_own(variable):
-        raise AttributeError(f"{variable.name!r} is no variable of replicax.")
+        raise AttributeError(f"{variable.name!r} is not a variable of replicax.")
     adopt(variable, default_strategy())
     assert isinstance(variable, DistributedVariable)
     return variable.replicax_variable

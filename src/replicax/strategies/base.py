@@ -106,7 +106,7 @@ class Strategy:
         Raises:
           InvalidArgumentError: `args` is not a tuple or list.
           StructureError: An argument contains itself, or is nested too deeply.
-          ArgumentTypeError: `fn` is not callable, or `kwargs` is no mapping.
+          ArgumentTypeError: `fn` is not callable, or `kwargs` is not a mapping.
 
         >>> import replicax as rx
         >>> rx.OneDeviceStrategy("CPU:0").run(lambda x: x * 2, args=(3,))

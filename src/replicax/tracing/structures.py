@@ -222,7 +222,7 @@ class Results(Structure):
 
 
 def require_no_traced_parts(result: object) -> None:
-    """Raises if a result that is no structure to JAX has attributes that belong to the trace.
+    """Raises if a result that JAX takes for a leaf has attributes that belong to the trace.
 
     The arrays in it would not become those of a call: code after the call would find tracers.
     """
