@@ -226,7 +226,7 @@ def draw(record: Record, error: float, baseline: float, picture: Path) -> None:
     upper.text(*where, "guessing the mean", ha="right", va="top", color="0.35", fontsize="large")
     upper.plot(grid, np.sqrt(total / np.maximum(count, 1e-9)), color="#c23b22", linewidth=3)
     upper.set_ylabel("error in stars", fontsize="large")
-    upper.set_ylim(0, baseline * 1.3)
+    upper.set_ylim(0, baseline * 1.4)
     done = np.array(record.done).T
     order = [*(i for i in range(len(done)) if i != VICTIM), VICTIM]
     rates = [per_second(seconds, done[i], grid) for i in order]
@@ -239,11 +239,12 @@ def draw(record: Record, error: float, baseline: float, picture: Path) -> None:
     lower.set_ylim(0, 1.3 * np.sum(rates, axis=0).max())
     lower.legend(loc="upper right", ncols=3, edgecolor="none", framealpha=1, fontsize="large")
     words = {"killed": f"worker {VICTIM} killed", "restarted": "started again", "back": "back"}
-    for event, moment in record.events.items():
+    for row, (event, moment) in enumerate(record.events.items()):
         for axes in (upper, lower):
             axes.axvline(moment, color="black", linewidth=1.3, linestyle=":")
-        place = {"xytext": (5, 0), "textcoords": "offset points", "va": "top"}
-        upper.annotate(words[event], (moment, baseline * 1.28), fontsize="large", **place)
+        # One below the other: a worker may start again at once.
+        place = {"xytext": (5, -15 * row), "textcoords": "offset points", "va": "top"}
+        upper.annotate(words[event], (moment, baseline * 1.39), fontsize="large", **place)
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
     steps = f"{record.num_scheduled:,}"
